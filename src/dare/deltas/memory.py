@@ -105,10 +105,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
-    """Refuse arrays of which one that is to be changed shares memory with another, or with itself.
-
-    Several names of exactly one and the same array may be there: it is changed once.
-    """
+    """Refuse arrays that share memory in part, if one is changed; names of one array may."""
     extents = sorted(_extents(arrays), key=attrgetter("device", "first"))
     for number, one in enumerate(extents):
         if one.name in changed and one.overlaps_itself:

@@ -114,10 +114,7 @@ class LosslessCoder(_Coder):
 
 
 class Packer(_Coder):
-    """Packs what the stages of a plan keep of a model's chunks.
-
-    A record's sums are Σδ², Σ(δ̂ - δ)² with δ̂ as it will be read, and Σw² of the base.
-    """
+    """Packs what stages keep of chunks; a record's sums are Σδ², Σ(δ̂ - δ)² as read, and Σw²."""
 
     def __init__(self, scheme: Scheme, *given: Any) -> None:
         super().__init__(*given)

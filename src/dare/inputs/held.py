@@ -61,10 +61,7 @@ class HeldSource(SourceView):
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
-    """Read base and models, in parallel, chunk by chunk; the base comes first.
-
-    Of a model only what fits a tensor of the base is held, since nothing else is ever merged.
-    """
+    """Read the base, and what fits it of the models, chunk by chunk; the base comes first."""
     sources = [base, *models]
     every = [_room(base, source) for source in sources]
     chunks = [

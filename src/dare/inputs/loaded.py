@@ -296,10 +296,7 @@ def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
 
 
 def load_live(folder: Path) -> Any:
-    """Build the model of a directory with its weights: in float32, to be used and not trained.
-
-    It lies on the GPU if there is one.
-    """
+    """Build a directory's model with its weights, in float32, on the GPU if there is one."""
     try:
         import transformers
     except ImportError:

@@ -146,10 +146,7 @@ def _decode(blocks: Bytes, scales: Bytes, row: int, rows: int) -> NDArray[np.uin
 
 @cache
 def _table() -> NDArray[np.uint16]:
-    """The bits of 16 codes under each of 256 scales, all of them powers of two as in transformers.
-
-    By the standard the last one is NaN; no quantiser writes it.
-    """
+    """The bits of 16 codes under 256 scales, powers of two; the last is no NaN in transformers."""
     codes = [*MAGNITUDES, *(-value for value in MAGNITUDES)]
     powers = [math.ldexp(1.0, scale - 127) for scale in range(256)]
     with np.errstate(over="ignore"):

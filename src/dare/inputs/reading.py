@@ -104,11 +104,7 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
 
 
 def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
-    """Whether two tensors of a source are equal byte for byte; reads to the first difference.
-
-    Some places are looked at first, since tensors that differ do so almost everywhere; `whole` says
-    whether to look at all others too.
-    """
+    """Whether two tensors have the same bytes; first in some places, then, if `whole`, in all."""
     one, two = source.tensors[name], source.tensors[other]
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
@@ -129,10 +125,7 @@ def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> b
 def rectangles(
     first: int, count: int, width: int, height: int | None = None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a run of elements into rectangles of a matrix: row, rows, column, columns.
-
-    No rectangle goes beyond a row whose number `height` divides, where matrices are stacked.
-    """
+    """Cut a run into rectangles of matrices of a height: row, rows, column, columns."""
     while count:
         row, column = divmod(first, width)
         rows, columns = 1, min(width - column, count)

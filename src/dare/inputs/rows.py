@@ -75,10 +75,7 @@ class RowOrigins:
         return rows
 
     def owners(self, base: TensorInfo) -> Owners:
-        """For each new row of a tensor, the models that have it, with shares by their weights.
-
-        Shares are equal if a weight is not positive.
-        """
+        """By new row, the models that have it; shares go by weights if all are positive."""
         fitting = {
             index: other.ids
             for index, (model, other) in enumerate(zip(self.models, self.others, strict=True))
@@ -191,11 +188,7 @@ class AlignedSource(SourceView):
 
 
 class RowTensor:
-    """A tensor whose rows come from another one in any order, or, where it has none, from `fill`.
-
-    Rows that follow each other there as here are read in one go, so that the usual case, all old
-    rows and then the new ones, takes two reads.
-    """
+    """A tensor whose rows come from another one, in runs, or, where it has none, from `fill`."""
 
     def __init__(
         self, source: Source, stored: TensorInfo, kind: StorageType, rows: Rows, fill: Fill
