@@ -137,44 +137,11 @@ def run(
     **flags: Any,
 ) -> int:
     """Search."""
-    asked = recipe or config, flags, options or Options()
-    return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
-
-
-@takes_recipe
-def sweep(
-    recipe: RecipePath = None,
-    /,
-    *,
-    options: Options | None = None,
-    config: Config = None,
-    overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json: Json = False,
-    stage: StageFiles = None,
-    debug: Debug = False,
-    **flags: Any,
-) -> int:
-    """Try every combination."""
-    given = options or Options()
-    if given.trials is not None or given.sampler not in (None, "grid"):
-        raise UsageError("a sweep tries every combination; use `dare search` for others")
-    asked = recipe or config, flags, replace(given, sampler="grid")
-    return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
-
-
-def _search(
-    place: Path | None,
-    flags: dict[str, Any],
-    options: Options,
-    *,
-    overwrite: bool,
-    quiet: bool,
-    json: bool,
-) -> int:
+    place = recipe or config
+    options = options or Options()
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs}: must be at least 1")
-    recipe = recipe_from_flags(place, flags)
+    merge = recipe_from_flags(place, flags)
     asked: dict[str, Any] = {
         "over": dict(map(parse_over, options.over or [])),
         "evaluate": options.eval,
@@ -184,14 +151,14 @@ def _search(
     asked |= {name: getattr(options, name) for name in AS_THEY_ARE}
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
-        checked = make_request(recipe, **asked)
+        checked = make_request(merge, **asked)
         trials = times(checked.planned, "trial")
         console.print(f"{trials} by {checked.sampler}; all settings are valid")
         return DONE
     result = run_search(
-        recipe,
+        merge,
         **asked,
-        study=study_place(place or recipe, options.study),
+        study=study_place(place or merge, options.study),
         jobs=options.jobs,
         retry=options.retry_failed,
         advice=options.advice,
@@ -203,6 +170,18 @@ def _search(
         console.print(_written(result, options.write, overwrite=overwrite))
     _write_beside(console, result, options.html, overwrite=overwrite, json=json)
     return DONE if result.best is not None else FAILED
+
+
+def sweep(*recipe: Path, options: Options | None = None, **flags: Any) -> int:
+    """Try every combination."""
+    given = options or Options()
+    if given.trials is not None or given.sampler not in (None, "grid"):
+        raise UsageError("a sweep tries every combination; use `dare search` for others")
+    return run(*recipe, options=replace(given, sampler="grid"), **flags)
+
+
+sweep.__signature__ = run.__signature__  # type: ignore[attr-defined]
+sweep.__annotations__ = run.__annotations__
 
 
 StudyFile = Annotated[Path, Parameter(help="The study.")]

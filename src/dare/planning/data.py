@@ -163,11 +163,7 @@ class PlanData:
     @cached_property
     def has_later_draws(self) -> bool:
         """Whether more than one stage of some model's chain is random."""
-        return any(
-            1 in tensor.draws_of(self.stages, model)
-            for tensor in self.merged()
-            for model in tensor.models
-        )
+        return any(1 in t.draws_of(self.stages, m) for t in self.merged() for m in t.models)
 
     @property
     def stamps(self) -> str:

@@ -37,11 +37,7 @@ class Layout:
         """Refuse a name that means a format which is not written."""
         ending = self.target.suffix
         if is_directory_target(self.target) and OTHER_FORMATS.fullmatch(ending):
-            how = (
-                ", and convert that with convert_hf_to_gguf.py of llama.cpp"
-                if ending.lower() == ".gguf"
-                else ""
-            )
+            how = ", then convert_hf_to_gguf.py of llama.cpp" if ending.lower() == ".gguf" else ""
             raise OutputError(
                 f"{self.target}: outputs are written as safetensors, not as {ending}; name a "
                 f"directory (without {ending}) or a file that ends with .safetensors{how}"

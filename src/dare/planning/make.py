@@ -70,10 +70,8 @@ def make_plan(
     if recipe.output is not None:
         layout = lay_out(recipe.output, described, recipe.shard_size)
         layout = replace(layout, scratch=recipe.scratch)
-        order = {
-            name: number
-            for number, (name, _, _) in enumerate(t for f in layout.files.values() for t in f)
-        }
+        listed = (t for file in layout.files.values() for t in file)
+        order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
     plan = Plan(
         recipe,
@@ -359,10 +357,7 @@ def _suggest_q(recipe: Recipe, rate: float) -> str:
     left = (1 - rate) / q
     way = f'set method = "{method}", and q = {q:g} beside this rate'
     if any(settings.get("drop_rate") == rate for _, settings in recipe.chain):
-        way = (
-            f"use --method {method} --q {q:g}, or in a recipe "
-            f'method = "{method}" and q = {q:g} in [darex]'
-        )
+        way = f'use --method {method} --q {q:g}, or method = "{method}" and q = {q:g} in [darex]'
     return (
         f"{way}: that keeps {left:.0%} of each change and {left**2:.0%} of its variance "
         "(a rule of thumb, 1 - p + p·models/100, from the demonstration's models; "

@@ -96,7 +96,4 @@ class Division:
 
     def nbytes(self, share: Share) -> int:
         """About how many of the total belong to a share."""
-        return sum(
-            self._nbytes[name] * len(chunks) // self._tensors[name].chunks
-            for name, chunks in share.items()
-        )
+        return sum(self._nbytes[n] * len(c) // self._tensors[n].chunks for n, c in share.items())

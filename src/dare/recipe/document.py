@@ -75,9 +75,7 @@ def _files(named: Files) -> dict[str, Any]:
             for number, entry in enumerate(models, start=1)
         ]
     elif not isinstance(models, str | PathLike):
-        raise RecipeError(
-            f'{shown}: must be a list, as in ["math.safetensors", "code.safetensors"]'
-        )
+        raise RecipeError(f'{shown}: must be a list, like ["math.safetensors", "code.safetensors"]')
     return files
 
 

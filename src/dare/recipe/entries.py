@@ -49,9 +49,7 @@ def _one_or_many(value: object) -> object:
 
 def with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as TOML would give them: what changes over the layers is a list."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
-    }
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
 
 
 AnyPath = Annotated[Path, BeforeValidator(as_path)]
@@ -166,10 +164,7 @@ class TensorRule(Strict):
     @model_validator(mode="after")
     def _names_tensors(self) -> Self:
         if self.match is None and self.contains is None:
-            raise RecipeError(
-                "match is missing: a rule names its tensors by "
-                'match = "*.mlp.*" or contains = "mlp"'
-            )
+            raise RecipeError('match is missing: write match = "*.mlp.*" or contains = "mlp"')
         return self
 
     def matches(self, tensor: str) -> bool:
@@ -193,7 +188,4 @@ def flat(entry: dict[str, Any]) -> dict[str, Any]:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Number the names that occur more than once."""
-    return [
-        f"{name} ({index + 1})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
+    return [f"{name} ({n + 1})" if names.count(name) > 1 else name for n, name in enumerate(names)]

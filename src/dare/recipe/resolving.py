@@ -64,10 +64,7 @@ class Resolving:
 
     def seeds(self) -> tuple[int, ...]:
         """The seed of each model."""
-        return tuple(
-            self.seed + index if entry.seed is None else entry.seed
-            for index, entry in enumerate(self.models)
-        )
+        return tuple(self.seed + n if e.seed is None else e.seed for n, e in enumerate(self.models))
 
     def weights(self) -> tuple[float | Gradient, ...]:
         """The weight of each model, before any tensor's own."""

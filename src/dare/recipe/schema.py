@@ -171,10 +171,7 @@ class Recipe(Strict, Resolving):
             return value
         if not value:
             raise RecipeError("no models: name at least one")
-        return tuple(
-            ModelEntry(file=entry) if isinstance(entry, str | PathLike) else entry
-            for entry in value
-        )
+        return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
 
     @field_validator("tensors", "input_digests", mode="before")
     @classmethod
@@ -209,10 +206,7 @@ class Recipe(Strict, Resolving):
             if name not in STAGES:
                 yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
             elif name not in names:
-                yield (
-                    f"[{name}] would have no effect: method {self.method!r} has the stages "
-                    f"{', '.join(names)}"
-                )
+                yield f"[{name}] would have no effect: method {self.method!r} has no such stage"
         for entry in self.models:
             yield from self._override_problems(entry.settings, f"model {entry.name}: ", False)
         for rule, indices in self.rules:
@@ -230,10 +224,7 @@ class Recipe(Strict, Resolving):
                         f"its parameters are {', '.join(combine.parameters)}"
                     )
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
-            yield (
-                f"input_digests: {len(self.input_digests)} given for a base and "
-                f"{len(self.models)} models"
-            )
+            yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
         drops = any("drop_rate" in stage.parameters for stage, _ in self.chain[:-1])
         if self.embedding_drop_rate is not None and not drops:
             yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
@@ -314,9 +305,7 @@ class Recipe(Strict, Resolving):
     def to_tables(self) -> dict[str, Any]:
         """The recipe as plain tables, as people write it, without what is at its default."""
         plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
-        plain["models"] = [
-            entry["file"] if set(entry) == {"file"} else flat(entry) for entry in plain["models"]
-        ]
+        plain["models"] = [e["file"] if set(e) == {"file"} else flat(e) for e in plain["models"]]
         rules = [flat(rule) for rule in plain.pop("tensors", [])]
         stages = plain.pop("stages", {})
         files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}
@@ -328,9 +317,7 @@ class Recipe(Strict, Resolving):
         Bytes of outputs depend on it, so it stays as it is.
         """
         tables = self.to_tables()
-        files = {
-            others[0]: tables.pop(ours) for ours, others in OTHER_NAMES.items() if ours in tables
-        }
+        files = {others[0]: tables.pop(own) for own, others in OTHER_NAMES.items() if own in tables}
         later = {*self.stages, "tensors"}
         fields = {key: value for key, value in tables.items() if key not in later}
         return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}

@@ -135,9 +135,7 @@ class Search(Strict):
         None, description="How settings are chosen; grid if all are lists, else tpe."
     )
     trials: int | None = Field(
-        None,
-        gt=0,
-        description="How many candidates are scored; by default 40, in a grid all.",
+        None, gt=0, description="How many candidates are scored; by default 40, in a grid all."
     )
     seeds: int = Field(1, gt=0, le=1000, description="How many seeds each setting is tried with.")
     eval: str | None = Field(None, description="What scores a candidate.")

@@ -227,9 +227,7 @@ def set_parameter(
         document[owner.name][name] = values[0]
         _forget_for_models(document, name)
     elif owner.kind == "combine":
-        raise RecipeError(
-            f"{shown}: {owner.name} sees all models at once and takes one value, not {len(values)}"
-        )
+        raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
     else:
         set_for_models(document, name, values, shown)
 

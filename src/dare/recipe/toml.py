@@ -38,9 +38,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: a recipe must be text in UTF-8, and byte {error.start} is not"
-        ) from None
+        raise InputError(f"{path}: must be text in UTF-8, and byte {error.start} is not") from None
     keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
     if any(key[0].count(".") >= MOST_PARTS for key in _DOTTED.finditer(keys)):
         raise RecipeError(f"{path}: not valid TOML: a key has more than {MOST_PARTS} parts")

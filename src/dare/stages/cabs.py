@@ -20,9 +20,7 @@ FREE = np.uint32(1 << 31)
 
 def _check_group(m: int) -> int:
     if CHUNK % m:
-        raise RecipeError(
-            f"m = {m}: must be a power of two, up to {CHUNK}, so that no chunk cuts a group"
-        )
+        raise RecipeError(f"m = {m}: must be a power of two, up to {CHUNK}")
     return m
 
 

@@ -80,9 +80,7 @@ def find_divisor(
     (0.5, 0.033166247903...)
     """
     if q is not None and epsilon is not None:
-        raise RecipeError(
-            f"[darex] q = {q} and epsilon = {epsilon}: both say the same; give one of them"
-        )
+        raise RecipeError(f"[darex] q = {q} and epsilon = {epsilon}: give one of them")
     keep = 1.0 - drop_rate
     divisor = keep if q is None else q
     if divisor < keep * (1 - ROUNDING):

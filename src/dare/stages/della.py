@@ -25,8 +25,7 @@ from dare.stages.registry import Settings, delta_stage
 from dare.tensors.mask import THRESHOLD_BITS
 
 Window = Annotated[
-    float,
-    Field(ge=0, lt=1, description="How far drop rates reach, ε: from p - ε/2 to p + ε/2."),
+    float, Field(ge=0, lt=1, description="How far drop rates reach, ε: from p - ε/2 to p + ε/2.")
 ]
 
 

@@ -14,8 +14,7 @@ from dare.stages.registry import combine_stage
 from dare.stages.trim import HIGH_COUNTS, LOW_COUNTS, _count_down
 
 ScoreRatio = Annotated[
-    float,
-    Field(gt=0, le=1, description="Share of each delta's elements to keep, by score."),
+    float, Field(gt=0, le=1, description="Share of each delta's elements to keep, by score.")
 ]
 
 

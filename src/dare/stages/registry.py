@@ -259,11 +259,9 @@ class Stage:
         """Fill in defaults and check every value."""
         for name in given:
             if name not in self.parameters:
-                hint = did_you_mean(name, self.parameters)
+                said = f"{self.name} has no such parameter{did_you_mean(name, self.parameters)}"
                 known = ", ".join(self.parameters) or "none"
-                raise RecipeError(
-                    f"{where}{name}: {self.name} has no such parameter{hint}; it has: {known}"
-                )
+                raise RecipeError(f"{where}{name}: {said}; it has: {known}")
         return {
             name: parameter.check(given[name], where) if name in given else parameter.default
             for name, parameter in self.parameters.items()

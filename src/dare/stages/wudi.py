@@ -30,11 +30,7 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
 
 @matrix_combine_stage(paper="arXiv:2503.08099", work_bytes=_work_bytes)
 def wudi(
-    deltas: Sequence[Floats],
-    weights: Sequence[float],
-    *,
-    steps: Steps = 300,
-    rate: Rate = 1e-5,
+    deltas: Sequence[Floats], weights: Sequence[float], *, steps: Steps = 300, rate: Rate = 1e-5
 ) -> Floats:
     """Search for the delta that disturbs no model where that model has learnt (WUDI-Merging).
 

@@ -118,7 +118,7 @@ class Candidates:
         recipe = self._recipe(settings)
         plan = self._plan(recipe)
         arrays = _fresh(plan) if into is None else _checked(plan, into)
-        homes = _find_homes(plan, arrays, {name: name for name in arrays})
+        homes = _homes_of(plan, arrays, {name: name for name in arrays})
         return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
     def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe = AS_THEY_ARE) -> str:
@@ -132,7 +132,7 @@ class Candidates:
         arrays = arrays_of(model)
         names = names_in(arrays, [tensor.name for tensor in plan.tensors])
         with WRITING:
-            return _carry_out(plan, _find_homes(plan, arrays, names))
+            return _carry_out(plan, _homes_of(plan, arrays, names))
 
     def _recipe(self, settings: Mapping[str, Any] | Recipe) -> Recipe:
         return settings if isinstance(settings, Recipe) else self.recipe_for(settings)
@@ -212,9 +212,7 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- outputs
 
 
-def _carry_out(
-    plan: Plan, homes: Mapping[str, _Home], progress: Progress = lambda _nbytes: None
-) -> str:
+def _carry_out(plan: Plan, homes: Mapping[str, _Home], progress: Progress = lambda _: None) -> str:
     digests = digests_of(plan, execute(plan, _LiveSink(homes), progress=progress))
     check_digests(plan, digests)
     return digests.output
@@ -296,9 +294,7 @@ class _LiveSink:
         pass
 
 
-def _find_homes(
-    plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, _Home]:
+def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, _Home]:
     """Where the tensors of a plan are in a model, each piece of memory once."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(

@@ -230,10 +230,7 @@ def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) ->
     if settings != best.settings:
         yield "The holdout was scored for an earlier winner, not for the present best setting."
     if looks > 1:
-        yield (
-            f"{looks} winners have been scored on the holdout, so it helped to choose "
-            "and is no longer held out."
-        )
+        yield f"{looks} winners have been scored on the holdout, so it is no longer held out."
     for sentence in winner.broken:
         yield f"On the holdout the winner breaks a guard: {sentence}."
 
@@ -255,10 +252,7 @@ def _of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
         )
     elif table.without_items:
         names = ", ".join(table.without_items)
-        yield (
-            f"Intervals leave out the chance in {names} (not means of items "
-            "that every setting has)."
-        )
+        yield f"Intervals omit the chance in {names} (not means of items that every setting has)."
     if table.left_out:
         yield (
             f"Not all settings were scored on the same items: the {table.items:,} "
@@ -280,10 +274,7 @@ def _of_others(
             yield "No setting is scored yet."
             return
         first = standing[order[0]]
-        yield (
-            f"Every setting breaks a guard ({times(len(order), 'setting')}), so there "
-            "is no best one."
-        )
+        yield f"Every setting breaks a guard ({times(len(order), 'setting')}); none is best."
         yield f"{first.label} has the largest objective and breaks: {'; '.join(first.broken)}."
         return
     best, count = feasible[0], len(feasible)
@@ -313,9 +304,7 @@ def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
     if count < len(data.seeds):
         yield f"The best setting has been scored with {count} of {len(data.seeds)} seeds."
     if count == 1:
-        yield (
-            "The best setting was scored with one seed, so it is not known how much seeds differ."
-        )
+        yield "The best setting was scored with one seed, so it is not known how much seeds differ."
     elif count == 2:
         yield "Two seeds say little about how much seeds differ; use three or more."
 
@@ -331,17 +320,13 @@ def _of_failures(data: StudyData) -> Iterator[str]:
             yield f"The baseline {trial.name} failed{reason}."
 
 
-def _of_scores(
-    judge: Judge, standing: Sequence[Ranked], singles: Sequence[Scored]
-) -> Iterator[str]:
+def _of_scores(judge: Judge, ranked: Sequence[Ranked], singles: Sequence[Scored]) -> Iterator[str]:
     """What is doubtful in the objective and the guards."""
-    scores = standing[0].scores
+    scores = ranked[0].scores
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
         if not guard.is_judged(scores, [single.scores for single in singles]):
-            yield (
-                f"The guard {guard.text} is not checked, because no single model has been scored."
-            )
+            yield f"The guard {guard.text} is not checked, because no single model has been scored."
 
 
 def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[str]:

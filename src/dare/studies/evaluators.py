@@ -147,9 +147,7 @@ def _check_form(evaluator: str) -> None:
 def _check_command(command: str) -> None:
     words = _PLACEHOLDER.findall(command)
     if "model" not in words:  # but ${model} is
-        raise RecipeError(
-            f"{command!r}: ${MODEL} is a variable of the shell; write {MODEL} for the candidate"
-        )
+        raise RecipeError(f"{command!r}: ${MODEL} is a variable of the shell; write {MODEL}")
     for word in words:
         if f"{{{word}}}" not in (MODEL, ITEMS):
             raise RecipeError(

@@ -317,7 +317,7 @@ def check_asked(items: Sequence[str] | None, *, is_made: bool, takes_items: bool
         raise EvaluationError("there is no candidate to score; make one first")
     if items is not None and not takes_items:
         raise EvaluationError(
-            "the evaluator cannot score a part of the items; it has no parameter `items`"
+            "the evaluator has no `items`, so it cannot score a part of the items"
         )
 
 

@@ -151,9 +151,7 @@ def _load(names: Sequence[str], folder: Path | None) -> dict[str, Any]:
     for name in names:
         if name not in known:
             where = f"neither in {folder} nor in the harness" if folder else "in the harness"
-            raise RecipeError(
-                f"lm_eval: there is no task {name!r}, {where}{did_you_mean(name, known)}"
-            )
+            raise RecipeError(f"lm_eval: no task {name!r}, {where}{did_you_mean(name, known)}")
     loaded: dict[str, Any] = manager.load(list(names))["tasks"]
     return loaded
 
@@ -183,8 +181,6 @@ def _by_task(items: Sequence[str]) -> dict[str, list[int]]:
     for item in items:
         task, _, number = item.rpartition("/")
         if not task or not number.isdecimal():
-            raise EvaluationError(
-                f"{item!r}: is not an item of the harness; items are written task/number"
-            )
+            raise EvaluationError(f"{item!r}: is not an item of the harness; write task/number")
         chosen.setdefault(task, set()).add(int(number))
     return {task: sorted(numbers) for task, numbers in chosen.items()}

@@ -23,6 +23,7 @@ from dare.studies.space import is_random
 
 _PLAIN = (Role.AVERAGE, Role.SUM)
 """Baselines that are merges, and need no setting."""
+Scores = Mapping[str, float]
 _KINDS = ("max", "min", "keep")
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
 
@@ -140,9 +141,7 @@ class Guard:
             wrong = f"the bound {bound!r} must be a finite number"
             wrong += ", not below 0" if kind == "keep" else ""
         if wrong:
-            raise RecipeError(
-                f"guard {text!r}: {wrong}; write NAME:max:X, NAME:min:X or NAME:keep:SHARE"
-            )
+            raise RecipeError(f"guard {text!r}: {wrong}; write NAME:max:X, :min:X or :keep:SHARE")
         return cls(text.strip(), name, kind, number, objective or Objective())
 
     def check(self, names: Iterable[str]) -> None:
@@ -158,9 +157,7 @@ class Guard:
             return dict.fromkeys(bounded, 1 if self.kind == "min" else -1)
         return {name: of_objective.get(name, 1) for name in bounded}
 
-    def broken(
-        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]] = ()
-    ) -> list[str]:
+    def broken(self, scores: Scores, singles: Sequence[Scores] = ()) -> list[str]:
         """What it finds wrong, a sentence for each score; empty if all is well."""
         found = []
         for name, limit, best, sign in self._limits(scores, singles):
@@ -172,21 +169,17 @@ class Guard:
                 found.append(f"{name} is {shown}, {side} {bound}{more}")
         return found
 
-    def slack(
-        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]] = ()
-    ) -> float:
+    def slack(self, scores: Scores, singles: Sequence[Scores] = ()) -> float:
         """By how much it is broken, by the score where that is most; 0 or less if it is kept."""
         limits = self._limits(scores, singles)
         return max((sign * (limit - scores[name]) for name, limit, _, sign in limits), default=0.0)
 
-    def is_judged(
-        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
-    ) -> bool:
+    def is_judged(self, scores: Scores, singles: Sequence[Scores]) -> bool:
         """Whether all its bounds are known: to keep a share, a single model must have the score."""
         return len(list(self._limits(scores, singles))) == len(self.directions(scores))
 
     def _limits(
-        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
+        self, scores: Scores, singles: Sequence[Scores]
     ) -> Iterator[tuple[str, float, float, int]]:
         """Name, limit, the best of the single models, and 1 for a limit from below."""
         self.check(scores)
@@ -262,9 +255,7 @@ class Judge:
         for guard in self.guards:
             guard.check(names)
 
-    def broken(
-        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
-    ) -> tuple[str, ...]:
+    def broken(self, scores: Scores, singles: Sequence[Scores]) -> tuple[str, ...]:
         """What the guards find wrong, a sentence each."""
         return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
 

@@ -85,10 +85,8 @@ def make_request(
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
     if lacking := [package for package in NEEDED.get(sampler, ()) if find_spec(package) is None]:
-        raise InputError(
-            f"sampler {sampler}: needs {' and '.join(lacking)}: pip install "
-            f"{' '.join(lacking)}, or use tpe"
-        )
+        how = f"pip install {' '.join(lacking)}, or use tpe"
+        raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
     planned = count_grid(space, table.seeds) if sampler == "grid" else table.trials or USUAL_TRIALS
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:

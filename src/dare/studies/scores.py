@@ -66,10 +66,7 @@ def groups_of(ids: Iterable[str]) -> dict[str, list[str]]:
 
 def group_means(items: Mapping[str, float]) -> dict[str, float]:
     """The mean of each group of items; the part of an id before the first slash is its group."""
-    return {
-        group: math.fsum(items[i] for i in ids) / len(ids)
-        for group, ids in groups_of(items).items()
-    }
+    return {g: math.fsum(items[i] for i in ids) / len(ids) for g, ids in groups_of(items).items()}
 
 
 def groups_of_scores(scored: Scored) -> dict[str, str]:

@@ -434,10 +434,7 @@ class _Story:
             yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]
 
     def _work(
-        self,
-        scorers: Sequence[Scorer],
-        take: Callable[[], Job | None],
-        is_busy: Callable[[], bool],
+        self, scorers: Sequence[Scorer], take: Callable[[], Job | None], is_busy: Callable[[], bool]
     ) -> None:
         """Let every scorer do what there is to do, until nothing is left and nobody is busy."""
         stop, errors = self.terms.stop, list[BaseException]()

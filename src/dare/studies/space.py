@@ -135,13 +135,9 @@ class Space:
             names = self.names_in(method)
             lists = [_listed(self.over[name]) or () for name in names]
             if math.prod(map(len, lists)) > MOST_IN_GRID:
-                raise RecipeError(
-                    f"the grid has more than {MOST_IN_GRID:,} settings; use random or tpe"
-                )
-            settings += [
-                {**own, **dict(zip(names, values, strict=True))}
-                for values in itertools.product(*lists)
-            ]
+                raise RecipeError(f"the grid has over {MOST_IN_GRID:,} settings; use random or tpe")
+            rows = itertools.product(*lists)
+            settings += [{**own, **dict(zip(names, row, strict=True))} for row in rows]
         return settings
 
     def draw(self, number: int, seed: int) -> dict[str, Any]:

@@ -236,19 +236,14 @@ def _drawn(
 ) -> np.ndarray:
     """The objectives of the trials on items drawn anew: trials × resamples."""
     # Each group has streams of its own, which do not depend on how many draws make a step.
-    random = {
-        name: (_stream(seed, 0, place), _stream(seed, 3, place))
-        for place, name in enumerate(columns)
-    }
+    random = {k: (_stream(seed, 0, n), _stream(seed, 3, n)) for n, k in enumerate(columns)}
     trials = len(next(iter(own.values())))
     widest = max([len(own) * trials, *(len(group.values) for group in columns.values())])
     step = max(1, _MOST_NUMBERS // widest)
     parts = []
     for start in range(0, resamples, step):
         number = min(step, resamples - start)
-        scores = {
-            name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()
-        }
+        scores = {n: np.broadcast_to(own[n][:, None], (trials, number)) for n in own}
         drawn = {name: group.drawn(random[name], number) for name, group in columns.items()}
         parts.append(objective.values(scores | drawn))
     return np.concatenate(parts, axis=1)
@@ -303,9 +298,7 @@ def pareto_front(points: Sequence[Mapping[str, float]], directions: Mapping[str,
     """
     if not points or not directions:
         return []
-    table = np.array(
-        [[sign * point[name] for name, sign in directions.items()] for point in points]
-    )
+    table = np.array([[sign * p[name] for name, sign in directions.items()] for p in points])
     front = []
     for place, row in enumerate(table):
         beaten = (table >= row).all(axis=1) & (table > row).any(axis=1)

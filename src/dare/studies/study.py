@@ -146,9 +146,7 @@ class Study:
     def _another(self, charter: Charter) -> str:
         """What makes this the study of another search."""
         ours, theirs = (json.loads(c.to_json()) for c in (self.charter, charter))
-        key = next(
-            field.name for field in fields(Charter) if ours[field.name] != theirs[field.name]
-        )
+        key = next(f.name for f in fields(Charter) if ours[f.name] != theirs[f.name])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
             f"{self.path}: is the study of another search ({CALLED.get(key, key)}: {then} "
@@ -293,9 +291,7 @@ class Study:
     def importance(self) -> dict[str, float]:
         """How much each of several settings tells good trials from others, in shares of 1."""
         optuna, study, found = _optuna(), self._studies[TRIALS], dict[str, float]()
-        values = [
-            trial.value for trial in study.get_trials(deepcopy=False) if trial.value is not None
-        ]
+        values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
         if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
@@ -452,9 +448,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise InputError(
-            "a search needs Optuna, which is not installed: pip install 'dare-merge[search]'"
-        ) from None
+        raise InputError("a search needs Optuna: pip install 'dare-merge[search]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -69,11 +69,7 @@ class Watched:
     """A process in a session of its own, that ends when this one does."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        threads: int | None = None,
-        channel: int | None = None,
+        self, command: Sequence[str], *, threads: int | None = None, channel: int | None = None
     ) -> None:
         """Start a command; with a `channel`, a socket that it is given, stdout is only shown."""
         self.stdout = Tail(MOST_KEPT)

@@ -163,11 +163,7 @@ def state_text(trial: Trial) -> str:
 def counted(data: StudyData) -> str:
     """How many of the planned trials are done, and what became of the others."""
     counts = Counter(trial.state for trial in data.trials)
-    others = [
-        f"{counts[state]} {state}"
-        for state in (State.STOPPED, State.FAILED, State.RUNNING)
-        if counts[state]
-    ]
+    others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
     return ", ".join([f"{counts[State.DONE]} of {times(data.planned, 'trial')} done", *others])
 
 

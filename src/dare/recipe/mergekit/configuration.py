@@ -54,10 +54,7 @@ class Config:
 
 
 def read_config(
-    root: Node,
-    methods: Collection[str],
-    not_converted: Mapping[str, str],
-    tensors_of: TensorsOf,
+    root: Node, methods: Collection[str], not_converted: Mapping[str, str], tensors_of: TensorsOf
 ) -> Config:
     """Read and check a configuration, whose method must be one of `methods`.
 
@@ -78,7 +75,7 @@ def read_config(
     base = _base(table)
     whole = _parameters(table, "the configuration")
     if "models" in table:
-        inputs = _inputs_of_models(table["models"], base, whole, notes)
+        inputs = _of_models(table["models"], base, whole, notes)
         shared: tuple[Table, ...] = (whole,)
     else:
         inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
@@ -154,9 +151,7 @@ def _input(
     return Input(lora or model, item, (_parameters(table, what), *scopes))
 
 
-def _inputs_of_models(
-    node: Node, base: str | None, whole: Table, notes: list[str]
-) -> tuple[Input, ...]:
+def _of_models(node: Node, base: str | None, whole: Table, notes: list[str]) -> tuple[Input, ...]:
     inputs = [_input(item, "a model", base, (whole,), notes) for item in as_items(node, "models")]
     if base is not None and base not in [given.model for given in inputs]:
         inputs.append(Input(base, node, (whole,)))
@@ -273,10 +268,8 @@ def _tokenizer(table: Table, models: Collection[str | None]) -> dict[str, str]:
     name, _ = _reference(source)
     if name in ("base", "union"):
         return {"vocabulary": name}
-    source.require(
-        name in models,
-        f"{name}: the tokenizer must be that of a model that is merged, or of the base",
-    )
+    text = f"{name}: the tokenizer must be that of a model that is merged, or of the base"
+    source.require(name in models, text)
     return {"copy_from": name}
 
 

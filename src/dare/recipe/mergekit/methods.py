@@ -375,9 +375,7 @@ def _convert_karcher(draft: Draft) -> None:
 
 def _convert_model_stock(draft: Draft) -> None:
     base, models = draft.required_base, draft.config.others()
-    text = (
-        f"model_stock needs two models beside the base, and {times(len(models), 'is', 'are')} given"
-    )
+    text = f"model_stock needs two models beside the base; {times(len(models), 'is', 'are')} given"
     draft.require(len(models) > 1, text)
     if flag_for_all("filter_wise", draft.config.shared, default=False):
         raise _given_case("filter_wise", draft).node.refuse(

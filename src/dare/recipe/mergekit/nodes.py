@@ -232,9 +232,7 @@ def _read_cases(name: str, node: Node) -> Iterator[Case]:
                 raise entry.refuse(f"{name}: value is missing")
             value = _plain_value(name, table["value"])
             if isinstance(value, dict) or value == []:
-                raise table["value"].refuse(
-                    f"{name}: a value must be a number or a list of numbers"
-                )
+                raise table["value"].refuse(f"{name}: must be a number or a list of numbers")
             text = table["filter"].value if "filter" in table else None
             yield Case(None if text in (None, "*", "") else str(text), value, table["value"])
     else:
@@ -252,11 +250,8 @@ def _plain_value(name: str, node: Node) -> Any:
 
 def has_gradient(table: Table) -> bool:
     """Whether a parameter of the table changes over the layers."""
-    return any(
-        isinstance(case.value, list)
-        for key, node in table.items()
-        for case in _read_cases(key, node)
-    )
+    cases = (case for key, node in table.items() for case in _read_cases(key, node))
+    return any(isinstance(case.value, list) for case in cases)
 
 
 def resolve(name: str, scopes: Sequence[Table]) -> Cases:

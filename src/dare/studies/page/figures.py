@@ -123,16 +123,11 @@ def _interval(row: Row) -> str:
 
 def curves(data: StudyData, conclusion: Conclusion) -> list[Figure]:
     """The objective over each setting that is a number, the most important first."""
-    names = sorted(
-        series.numeric_settings(data), key=lambda name: -conclusion.importance.get(name, 0.0)
-    )
+    names = sorted(series.numeric_settings(data), key=lambda n: -conclusion.importance.get(n, 0.0))
     drawn = [curve(data, conclusion, name) for name in names[:MOST_CURVES]]
     found = [figure for figure in drawn if figure is not None]
     width = 1.0 if len(found) == 1 else 0.5
-    return [
-        replace(figure, name=f"curve-{place}", width=width)
-        for place, figure in enumerate(found, start=1)
-    ]
+    return [replace(figure, name=f"curve-{n}", width=width) for n, figure in enumerate(found, 1)]
 
 
 def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
