@@ -93,10 +93,7 @@ def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) 
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
     if not is_directory_target(target):
         if shard_size is not None:
-            raise RecipeError(
-                f"shard_size makes several files, and the output {target} is one; "
-                "give a directory (a name without .safetensors)"
-            )
+            raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
         return Layout(target, {target.name: tuple(ordered)})
 
     shards: list[list[Described]] = [[]]

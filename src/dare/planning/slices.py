@@ -36,10 +36,7 @@ class Slice:
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
         number, of = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= of <= MOST_SLICES:
-            raise RecipeError(
-                f"slice {text!r}: write NUMBER/OF, as in 3/16: the third of sixteen, counted "
-                f"from 1; at most {MOST_SLICES}"
-            )
+            raise RecipeError(f"slice {text!r}: write NUMBER/OF, as in 3/16, at most {MOST_SLICES}")
         return cls(number, of)
 
     def __str__(self) -> str:

@@ -130,9 +130,9 @@ class Resolving:
                 files = ", ".join(str(self.models[index].file) for index in by_name)
                 raise RecipeError(f"{rule}: {len(by_name)} models have that name; write {files}")
             if not by_file and not by_name:
+                hint = did_you_mean(word, names)
                 raise RecipeError(
-                    f"{rule}: there is no model {word!r}{did_you_mean(word, names)}; "
-                    f"there are {', '.join(names)}"
+                    f"{rule}: there is no model {word!r}{hint}; there are {', '.join(names)}"
                 )
             yield from by_file or by_name
 

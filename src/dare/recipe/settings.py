@@ -244,15 +244,11 @@ def _owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     if not owners:
         parameters = [n for stage in chain for n in stage.parameters]
         spelled = [f"--{n.replace('_', '-')}" if shown.startswith("--") else n for n in parameters]
-        raise RecipeError(
-            f"{shown} would have no effect: method {method!r} takes "
-            f"{', '.join(spelled) or 'no parameters'}"
-        )
+        takes = ", ".join(spelled) or "no parameters"
+        raise RecipeError(f"{shown} would have no effect: method {method!r} takes {takes}")
     if len(owners) > 1:
-        raise RecipeError(
-            f"{shown}: {' and '.join(stage.name for stage in owners)} both have it; "
-            "set it in a recipe, in the table of the stage"
-        )
+        both = " and ".join(stage.name for stage in owners)
+        raise RecipeError(f"{shown}: {both} both have it; set it in the table of the stage")
     return owners[0]
 
 
@@ -260,10 +256,8 @@ def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], sh
     """Write a value into each model's table."""
     entries = _entries(document)
     if len(values) != len(entries):
-        raise RecipeError(
-            f"{shown}: {len(values)} given for {times(len(entries), 'model')}; give one for "
-            "each, in the order of the models"
-        )
+        models = times(len(entries), "model")
+        raise RecipeError(f"{shown}: {len(values)} given for {models}; give one for each")
     for place, value in enumerate(values):
         set_for_model(document, key, value, place)
 

@@ -92,10 +92,7 @@ def find_divisor(
     if epsilon is not None:
         divisor += epsilon
         if divisor > 1:
-            raise RecipeError(
-                f"[darex] epsilon = {epsilon} at drop_rate = {drop_rate} makes q = {divisor:.6g}; "
-                f"q must be at most 1, so epsilon at most {drop_rate:.6g}"
-            )
+            raise RecipeError(f"[darex] epsilon = {epsilon}: set epsilon at most {drop_rate:.6g}")
     if max_variance is not None:
         divisor = max(divisor, math.sqrt(drop_rate * (1.0 - drop_rate) / max_variance))
     return divisor

@@ -80,10 +80,7 @@ def parse_method(method: str) -> tuple[Stage, ...]:
             raise RecipeError(f"method {method!r}: {error}") from None
     for stage in stages:
         if stages.count(stage) > 1:
-            raise RecipeError(
-                f"method {method!r}: {stage.name} stands in it more than once; "
-                "the second would do the same again"
-            )
+            raise RecipeError(f"method {method!r}: {stage.name} stands in it more than once")
     if [stage.kind for stage in stages] != ["delta"] * (len(stages) - 1) + ["combine"]:
         combiners = ", ".join(stage.name for stage in STAGES.values() if stage.kind == "combine")
         raise RecipeError(

@@ -41,10 +41,7 @@ Rescaling = Annotated[bool, Field(description="Multiply what is kept by m/n.")]
 def _check_turn(settings: Settings) -> None:
     n, m, turn = settings["n"], settings["m"], settings["turn"]
     if (turn + 1) * n > m:
-        raise RecipeError(
-            f"[nm] n = {n}, m = {m}, turn = {turn}: there are only {m} elements in a group; "
-            "(turn + 1)·n may be no more than m"
-        )
+        raise RecipeError(f"[nm] n = {n}, m = {m}, turn = {turn}: (turn + 1)·n may be at most m")
 
 
 def survey_groups(

@@ -90,16 +90,10 @@ class Parameter:
 
     def _check_gradient(self, values: Sequence[Any], where: str) -> list[Any]:
         if not values:
-            raise RecipeError(
-                f"{where}{self.name} = []: a list is its values from the first layer to the last, "
-                "and needs at least one number"
-            )
+            raise RecipeError(f"{where}{self.name} = []: needs at least one number")
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RecipeError(
-                    f"{where}{self.name} = {list(values)!r}: a list is its values from the first "
-                    f"layer to the last, and {value!r} is not a number"
-                )
+                raise RecipeError(f"{where}{self.name} = {list(values)}: {value!r} is not a number")
         return [self._check_one(value, where) for value in values]
 
     def _check_one(self, value: Any, where: str) -> Any:

@@ -154,10 +154,8 @@ class Candidates:
         """
         files = (recipe.base, *(entry.file for entry in recipe.models))
         if unknown := [str(file) for file in files if file not in self._kept]:
-            raise InputError(
-                f"{some_of(unknown)}: is not a model of the study; these are in memory: "
-                f"{', '.join(map(str, self._kept))}"
-            )
+            known = ", ".join(map(str, self._kept))
+            raise InputError(f"{some_of(unknown)}: is not a model of the study; these are: {known}")
         _, opened = open_inputs(recipe, rescales=False)
         base, *models = (
             self._kept[file].found_as(source, may_differ=recipe.vocabulary == "union")
@@ -185,10 +183,8 @@ class _Kept(NamedTuple):
     def found_as(self, source: Source, *, may_differ: bool) -> Source:
         """The same model opened again, in memory if it is presented as it was then."""
         if _times(source) != _times(self.source):
-            raise InputError(
-                f"{', '.join(map(str, source.files))}: changed since it was read; run the "
-                "search again"
-            )
+            files = ", ".join(map(str, source.files))
+            raise InputError(f"{files}: changed since it was read; run the search again")
         if may_differ or source.fingerprint() != self.source.fingerprint():
             return source
         return HeldSource(source, self.held)
@@ -298,8 +294,7 @@ def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -
     """Where the tensors of a plan are in a model, each piece of memory once."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(
-            f"the model has no {some_of(lacking)}, and the base does; give a model of "
-            "the base's architecture, with the tensor names of the base's files"
+            f"the model has no {some_of(lacking)}, and the base does; give one with its tensors"
         )
     homes: dict[str, _Home] = {}
     owners: dict[Any, TensorPlan] = {}

@@ -254,10 +254,7 @@ def _of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
         names = ", ".join(table.without_items)
         yield f"Intervals omit the chance in {names} (not means of items that every setting has)."
     if table.left_out:
-        yield (
-            f"Not all settings were scored on the same items: the {table.items:,} "
-            f"common ones are compared, {table.left_out:,} are left out."
-        )
+        yield f"Only the {table.items:,} common items are compared, {table.left_out:,} left out."
 
 
 def _of_others(
@@ -280,10 +277,7 @@ def _of_others(
     best, count = feasible[0], len(feasible)
     gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
     if noise is not None and noise > gap:
-        yield (
-            f"Two scorings of the same weights differ by {noise:.4g}; the best and "
-            f"the runner-up differ by only {gap:.4g}."
-        )
+        yield f"Two scorings of the same weights differ by {noise:.4g}, the best two by {gap:.4g}."
     done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
     stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
     if count + stopped > 1:

@@ -100,10 +100,7 @@ def open_scorer(
         _check_form(evaluator)
         return ProcessScorer(evaluator, recipe, time_limit=time_limit, work=work, threads=threads)
     if time_limit is not None:
-        raise RecipeError(
-            "a time limit works only for evaluators that run in another process: "
-            'give the function by name, as "module:function"'
-        )
+        raise RecipeError('a time limit needs a function by name, as "module:function"')
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
     function = look_at(evaluator, shown, getattr(module, "load_model", None))

@@ -112,8 +112,7 @@ def _import(place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise RecipeError(
-                f"{place}: there is no module {error.name!r}, neither in {folder} nor among those "
-                "installed"
+                f"{place}: there is no module {error.name!r}, neither in {folder} nor installed"
             ) from None
         raise RecipeError(f"{place}: cannot be imported: {_described(error)}") from error
     except (Exception, SystemExit) as error:

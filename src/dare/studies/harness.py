@@ -161,10 +161,9 @@ def _metric_of(name: str, task: Any) -> str:
     better: Mapping[str, bool] = task.higher_is_better()
     upward = [metric for metric, is_better in better.items() if is_better]
     if not upward:
+        names = ", ".join(better)
         raise RecipeError(
-            f"lm_eval: in the task {name!r} less is better ({', '.join(better)}), and "
-            "a score must be better if it is larger. Write a function that returns "
-            "its negative"
+            f"lm_eval: of what {name!r} measures ({names}), less is better; write a function"
         )
     return next((metric for metric in METRICS if metric in upward), upward[0])
 

@@ -53,10 +53,7 @@ class Objective:
         """Refuse a score that counts nothing."""
         for name, weight in self.weights.items():
             if not name or not weight or not math.isfinite(weight):
-                raise RecipeError(
-                    f"objective {name!r}: {weight:g} is not a weight; leave the score out, or "
-                    "write a number above or below 0"
-                )
+                raise RecipeError(f"objective {name!r}: {weight:g} is not a weight; leave it out")
 
     def shares(self, scores: Iterable[str]) -> dict[str, float]:
         """What each score counts, by its name: the sizes of the shares add up to 1."""

@@ -90,10 +90,7 @@ def make_request(
     planned = count_grid(space, table.seeds) if sampler == "grid" else table.trials or USUAL_TRIALS
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
-        raise RecipeError(
-            "no evaluator: add --eval score.py:score or --eval 'python score.py "
-            "{model}', which scores a candidate (docs: evaluators)"
-        )
+        raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
     judge = Judge.by(table.objective, table.guards)
     testing = holdout if holdout is not None else table.holdout
     for evaluator in (judging, testing):
@@ -107,10 +104,7 @@ def make_request(
 def count_grid(space: Space, seeds: int) -> int:
     """How many candidates a grid has: another seed counts only where something is random."""
     if not space.is_listed:
-        raise RecipeError(
-            "a grid needs lists of values, or ranges with a step; for other ranges "
-            "use random, tpe, cmaes or gp"
-        )
+        raise RecipeError("a grid needs lists or steps; else use random, tpe, cmaes or gp")
     return sum(seeds if space.is_random(settings) else 1 for settings in space.grid())
 
 

@@ -72,10 +72,7 @@ def search(
         make_recipe(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
     )
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
-        raise RecipeError(
-            "jobs: a function object runs in this process, one candidate at a time; "
-            "give the function by name, as in 'score.py:score'"
-        )
+        raise RecipeError("jobs: a function runs one at a time; name it, as in 'score.py:score'")
     with closing(Study(place, request.charter)) as opened:
         with show_search(visible=verbose) as display:
             story = _Story(request, opened, display, jobs, None if work is None else Path(work))
@@ -272,10 +269,7 @@ class _Story:
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
-                raise InputError(
-                    f"{self.study.path}: the base or a model has changed since the study "
-                    "began (their average has other weights); give another --study"
-                )
+                raise InputError(f"{self.study.path}: inputs have changed; give another --study")
         plain: dict[str, tuple[Recipe, Settings]] = {n: (r, {}) for n, r in recipes.items()}
         self._score_beside(scorers, BASELINE, plain, self.terms)
         found = self.study.beside(BASELINE)
@@ -381,10 +375,7 @@ class _Story:
         with self.study.turn():
             before = self.study.note("holdout")
             if before not in (None, evaluator):
-                raise InputError(
-                    f"{self.study.path}: its holdout was {before}; a second holdout would be "
-                    "used to choose too; keep the first one"
-                )
+                raise InputError(f"{self.study.path}: its holdout was {before}; keep that one")
             self.study.keep("holdout", evaluator)
         ranked = {Role.WINNER: conclusion.best, Role.RUNNER_UP: runner_up(conclusion)}
         recipes = {

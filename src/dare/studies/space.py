@@ -41,10 +41,7 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
     name, equals, values = text.partition("=")
     name = name.strip()
     if not name or not equals or not values.strip():
-        raise RecipeError(
-            f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO, as in "
-            "drop_rate=0.8,0.9 or scale=0.5:2"
-        )
+        raise RecipeError(f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO")
     parts = [part.strip() for part in values.split(":")]
     numbers = [read_value(part) for part in parts[:2]]
     if len(parts) == 1 or not all(isinstance(number, int | float) for number in numbers):
@@ -81,10 +78,7 @@ class Space:
     def check(self) -> None:
         """Refuse a space in which a name has no effect, or a value is not valid."""
         if not self.over:
-            raise RecipeError(
-                "nothing to search over: add --over with a setting and its values, as in "
-                "--over drop_rate=0.8,0.9, or a table [search.over] to the recipe"
-            )
+            raise RecipeError("nothing to search over: add --over NAME=VALUES or [search.over]")
         if isinstance(self.over.get(METHOD), Range):
             raise RecipeError("over method: must be a list of methods")
         for name, dimension in self.over.items():

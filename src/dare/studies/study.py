@@ -112,10 +112,7 @@ class Study:
             self.keep("charter", asdict(charter))
             told = self.note("charter")
         if self.note("format") != FORMAT:
-            raise InputError(
-                f"{self.path}: was written by another version of dare (format "
-                f"{self.note('format')}, not {FORMAT}); give another --study"
-            )
+            raise InputError(f"{self.path}: is of another version of dare; give another --study")
         self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
         if charter is not None and self.charter.to_json() != charter.to_json():
             raise InputError(self._another(charter))

@@ -139,11 +139,8 @@ def _input(
     node = table["model"]
     model, lora = _reference(node)
     if lora is not None:
-        node.require(
-            model == base,
-            f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; "
-            "merge this one into its model first",
-        )
+        text = f"{model}+{lora}: an adapter changes the base, which is {base}; merge it first"
+        node.require(model == base, text)
         notes.append(
             f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base "
             "and rounds the sum"
@@ -174,11 +171,8 @@ def _inputs_of_slices(
         sources = as_items(table["sources"], "sources")
         spans = {_span(source) for source in sources}
         (begin, stop), *other_spans = spans
-        item.require(
-            begin == end and not other_spans,
-            f"layer_range: this slice must begin with layer {end} of every model; layers "
-            "are merged where they are, and cannot be stacked in another order",
-        )
+        text = f"layer_range: this slice must begin with layer {end}; layers cannot be reordered"
+        item.require(begin == end and not other_spans, text)
         end = stop
         inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
         slices.append((item, inputs, shared, slice_base))
@@ -227,11 +221,8 @@ def _check_layers(
         return
     counts = count_layers(tensors_of(to_path(model)))
     found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
-    node.require(
-        layers in counts.values(),
-        f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
-        "layers cannot be made here",
-    )
+    text = f"slices end with layer {layers}, and {model} has {found}; take all of its layers"
+    node.require(layers in counts.values(), text)
 
 
 def _exists(path: Path) -> bool:
@@ -277,9 +268,6 @@ def _chat_template(table: Table) -> dict[str, str]:
     if "chat_template" not in table:
         return {}
     template = as_text(table["chat_template"], "chat_template")
-    table["chat_template"].require(
-        template == "auto" or "{" in template,
-        f"chat_template: {template}: mergekit's built-in templates are not known here; "
-        "write the template itself",
-    )
+    text = f"chat_template: {template}: is not known here; write the template itself"
+    table["chat_template"].require(template == "auto" or "{" in template, text)
     return {"chat_template": template}

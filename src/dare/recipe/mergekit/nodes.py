@@ -72,10 +72,7 @@ def read_yaml(file: Path) -> Node:
         if root is None:
             raise RecipeError(f"{file}: is empty")
         if (values := _count(root, file, {})) > MOST_VALUES:
-            raise RecipeError(
-                f"{file}: stands for {values:.3g} values when its aliases are followed; more than "
-                f"{MOST_VALUES} are not read"
-            )
+            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MOST_VALUES}")
         return _from_yaml(root, loader, file, {})
     except RecipeError:
         raise
