@@ -157,9 +157,7 @@ def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _stage_help(name: str) -> str:
-    owners = {
-        stage.name: stage.parameters[name] for stage in STAGES.values() if name in stage.parameters
-    }
+    owners = {s.name: s.parameters[name] for s in STAGES.values() if name in s.parameters}
     first = next(iter(owners.values()))
     defaults = ", ".join(f"{stage} {toml_word(p.default)}" for stage, p in owners.items())
     return rf"{first.description} {first.range} \[default: {defaults}]"  # else it is markup

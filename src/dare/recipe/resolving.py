@@ -147,8 +147,6 @@ class Resolving:
         return described
 
 
-def _at(
-    depth: Fraction, settings: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> dict[str, Any]:
+def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """One stage's settings at a depth, with what takes their place."""
-    return {name: value_at(overrides.get(name, value), depth) for name, value in settings.items()}
+    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}

@@ -55,7 +55,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     feasible = [n for n in order if not standing[n].broken]
     rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
     differences = {
-        n: _difference(table, feasible[0], n, standing[n].label, feasible)
+        n: _differ(table, feasible[0], n, standing[n].label, feasible)
         for n in [*feasible[1:], *rest]
         if feasible
     }
@@ -145,11 +145,9 @@ def _choose(
     return better, first
 
 
-def _difference(
-    table: Resampled, best: int, other: int, label: str, among: Sequence[int]
-) -> Difference:
+def _differ(table: Resampled, best: int, other: int, name: str, among: Sequence[int]) -> Difference:
     value = table.difference(best, other, among)
-    return Difference(label, value, verdict(value))
+    return Difference(name, value, verdict(value))
 
 
 def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
@@ -213,7 +211,7 @@ def _holdout(
     looks = len({(t.name, key_of(t.settings)) for t in winners})
     holdout = Holdout(
         objective=winner.objective,
-        against=tuple(_difference(table, 0, n, o.name, ()) for n, o in enumerate(others, start=1)),
+        against=tuple(_differ(table, 0, n, o.name, ()) for n, o in enumerate(others, start=1)),
         validation=validation,
         loss=validation - winner.objective.value,
         usual_loss=fmean(usual) if usual else None,

@@ -315,9 +315,7 @@ def check_asked(items: Sequence[str] | None, *, is_made: bool, takes_items: bool
     if not is_made:
         raise EvaluationError("there is no candidate to score; make one first")
     if items is not None and not takes_items:
-        raise EvaluationError(
-            "the evaluator has no `items`, so it cannot score a part of the items"
-        )
+        raise EvaluationError("the evaluator has no `items` and cannot score a part of the items")
 
 
 def failed(what: str, error: BaseException) -> EvaluationError:

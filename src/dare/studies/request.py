@@ -92,13 +92,11 @@ def make_request(
     if judging is None:
         raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
     judge = Judge.by(table.objective, table.guards)
-    testing = holdout if holdout is not None else table.holdout
-    for evaluator in (judging, testing):
+    held = holdout if holdout is not None else table.holdout
+    for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    return SearchRequest(
-        space, table, sampler, planned, judging, testing, judge, seed, recipe.output
-    )
+    return SearchRequest(space, table, sampler, planned, judging, held, judge, seed, recipe.output)
 
 
 def count_grid(space: Space, seeds: int) -> int:

@@ -312,17 +312,13 @@ class Conclusion:
     tied: tuple[Ranked, ...] = ()
     """Settings and baselines that the best cannot be told apart from."""
     better: tuple[Ranked, ...] = ()
-    """Baselines that are better than the best setting, beyond chance, where it was chosen or on
-    the holdout; those first that no other baseline beats."""
+    """Baselines that beat the best setting, beyond chance; those first that no other beats."""
     chosen: Ranked | None = None
-    """What to take: the best setting, or a baseline that is better and that no other beats. None if
-    there is neither."""
+    """What to take, if anything: the best setting, or a baseline that beats it and is unbeaten."""
     simplest: Ranked | None = None
-    """The simplest of the best and those that it cannot be told apart from, if no baseline beats
-    it; otherwise what is chosen."""
+    """The simplest of the best and its ties, if no baseline beats it; else what is chosen."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting: its share in telling good trials from others, by Optuna's PED-ANOVA. Empty where
-    no settings differ beyond chance."""
+    """By setting: its share by Optuna's PED-ANOVA; empty where none differ beyond chance."""
     front: tuple[int, ...] = ()
     """Places in the ranking of settings that no other beats in every score."""
     noise: float | None = None

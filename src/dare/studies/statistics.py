@@ -143,7 +143,7 @@ def resample(
     names = [n for n in trials[0].scores if all(n in scored.scores for scored in trials)]
     used = list(objective.shares(names))
     own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
-    groups, left_out = _common_groups(trials, used)
+    groups, left_out = _in_common(trials, used)
     columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
@@ -174,9 +174,7 @@ def _is_share(name: str, values: np.ndarray) -> bool:
     return not sounds_like_an_error(name) and bool((values >= 0).all() and (values <= 1).all())
 
 
-def _common_groups(
-    trials: Sequence[Scored], used: Sequence[str]
-) -> tuple[dict[str, list[str]], int]:
+def _in_common(trials: Sequence[Scored], used: Sequence[str]) -> tuple[dict[str, list[str]], int]:
     """For each score that is made of items in all trials: those that all have, two or more."""
     made = [groups_of_scores(scored) for scored in trials]
     if not all(made):

@@ -26,10 +26,7 @@ PARAMETERS = (
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
 """What any of mergekit's methods takes."""
-ENTRY_KEYS = {
-    "a model": ("model", "parameters"),
-    "a source": ("model", "parameters", "layer_range"),
-}
+ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def _input(
     item: Node, what: str, base: str | None, scopes: tuple[Table, ...], notes: list[str]
 ) -> Input:
     """An entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
-    table = as_table(item, ENTRY_KEYS[what], what, required="model")
+    table = as_table(item, ENTRIES[what], what, required="model")
     node = table["model"]
     model, lora = _reference(node)
     if lora is not None:
@@ -193,7 +190,7 @@ def _inputs_of_slices(
 
 
 def _span(source: Node) -> tuple[int, int]:
-    table = as_table(source, ENTRY_KEYS["a source"], "a source")
+    table = as_table(source, ENTRIES["a source"], "a source")
     ends = table["layer_range"].plain if "layer_range" in table else None
     node = table.get("layer_range", source)
     if not isinstance(ends, list) or [type(end) for end in ends] != [int, int]:
