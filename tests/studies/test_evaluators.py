@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.settings import with_settings
-from dare.studies.evaluators import check_evaluator, check_items, open_scorer, read_scores
+from dare.studies.evaluators import check_evaluator, open_scorer
 from dare.studies.functions import find_function
 from dare.studies.results import Scored
+from dare.studies.scores import check_items, read_scores
 from dare.studies.watched import MOST_SHOWN, Tail
 from helpers import listing, write_recipe
 

@@ -35,21 +35,12 @@ from dare.studies.functions import (
     split_name,
 )
 from dare.studies.results import Scored
-from dare.studies.scores import check_items, checked, read_scores
+from dare.studies.scores import checked, read_scores
 from dare.studies.scoring_process import READY_SECONDS, Asked, ProcessScorer
 from dare.studies.watched import SHELL, TimeUpError, Watched, describe_status
 
 if TYPE_CHECKING:
     from dare.recipe.schema import Recipe
-
-__all__ = [
-    "EvaluationError",
-    "Scorer",
-    "check_evaluator",
-    "check_items",
-    "open_scorer",
-    "read_scores",
-]
 
 MODEL, ITEMS = "{model}", "{items}"
 ALL_ITEMS = "all"
