@@ -112,7 +112,9 @@ class Study:
             self.keep("charter", asdict(charter))
             told = self.note("charter")
         if self.note("format") != FORMAT:
-            raise InputError(f"{self.path}: is of another version of dare; give another --study")
+            raise InputError(
+                f"{self.path}: has format {self.note('format')}, not {FORMAT}; give another --study"
+            )
         self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
         if charter is not None and self.charter.to_json() != charter.to_json():
             raise InputError(self._another(charter))

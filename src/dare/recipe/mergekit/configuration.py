@@ -168,7 +168,7 @@ def _inputs_of_slices(
         sources = as_items(table["sources"], "sources")
         spans = {_span(source) for source in sources}
         (begin, stop), *other_spans = spans
-        text = f"layer_range: this slice must begin with layer {end}; layers cannot be reordered"
+        text = f"layer_range: must begin with layer {end} of each model; layers cannot be reordered"
         item.require(begin == end and not other_spans, text)
         end = stop
         inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
