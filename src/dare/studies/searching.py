@@ -72,7 +72,7 @@ def search(
         make_recipe(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
     )
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
-        raise RecipeError("jobs: a function runs one at a time; name it, as in 'score.py:score'")
+        raise RecipeError("jobs: give the function by name, as in 'score.py:score'")
     with closing(Study(place, request.charter)) as opened:
         with show_search(visible=verbose) as display:
             story = _Story(request, opened, display, jobs, None if work is None else Path(work))
