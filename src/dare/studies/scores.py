@@ -38,7 +38,7 @@ def read_scores(returned: object) -> Scored:
     table = returned if isinstance(returned, Mapping) else {UNGROUPED: returned}
     given = table.get(ITEMS)
     if given is not None and not isinstance(given, Mapping):
-        raise EvaluationError(f"items must be like {{'add/1': 1, 'add/2': 0}}, not {_shown(given)}")
+        raise EvaluationError(f"items must be a table of numbers by id, not {_shown(given)}")
     items = {
         _name(id_, "id of an item"): _number(value, f"item {id_}")
         for id_, value in (given or {}).items()
