@@ -219,7 +219,8 @@ class Recipe(Strict, Resolving):
             weights |= {str(rule): rule.weight for rule in self.tensors}
             for where, weight in weights.items():
                 if weight is not None:
-                    yield f"{where}: {combine.name} takes no weights; leave it out"
+                    known = ", ".join(combine.parameters)
+                    yield f"{where}: {combine.name} takes no weights; it takes {known}"
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
             yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
         drops = any("drop_rate" in stage.parameters for stage, _ in self.chain[:-1])
