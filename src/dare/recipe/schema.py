@@ -206,7 +206,7 @@ class Recipe(Strict, Resolving):
             if name not in STAGES:
                 yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
             elif name not in names:
-                yield f"[{name}] would have no effect: method {self.method!r} has no such stage"
+                yield f"[{name}] would have no effect: method {self.method!r} is {', '.join(names)}"
         for entry in self.models:
             yield from self._override_problems(entry.settings, f"model {entry.name}: ", False)
         for rule, indices in self.rules:
