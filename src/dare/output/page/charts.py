@@ -90,6 +90,7 @@ def logarithmic(scale: str, *, percent: bool = False) -> Any:
         gridOpacity=alt.when(power).then(alt.value(1)).otherwise(alt.value(0.3)),
         ticks=False,
         labelPadding=6,
+        labelFlush=20,  # pixels: a first label centred there would lie in the other axis
     )
 
 
