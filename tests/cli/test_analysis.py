@@ -144,6 +144,14 @@ def test_not_ready_is_a_failure(folder):
     assert found.err == ""
 
 
+def test_a_name_that_no_file_can_have_stands_in_the_advice_all_the_same(analysis):
+    document = json.loads(analysis.read_text())
+    document["base"] = 300 * "é"
+    analysis.write_text(json.dumps(document))
+    advised = dare_succeeds("advise", analysis, "--quiet").out
+    assert tomllib.loads(advised)["base"] == document["base"]
+
+
 def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
     shutil.copy("base.safetensors", "copy.safetensors")
     given = ("base.safetensors", "copy.safetensors")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare import api
 from dare.errors import DareError, RecipeError, printable
+from dare.inputs.small_files import is_there
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.naming import in_our_form
@@ -67,7 +68,7 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
 def check_runs(recipe: Recipe, where: str) -> None:
     """Refuse a recipe, before it is written, that could not be run; if its models are here."""
     files = [recipe.base, *(entry.file for entry in recipe.models)]
-    if any(isinstance(file, StorePath) or not file.exists() for file in files):
+    if any(isinstance(file, StorePath) or not is_there(file) for file in files):
         return  # where they are it will be planned
     try:
         api.plan(recipe)

@@ -59,11 +59,11 @@ def open_model(
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """What the `config.json` of a model directory says; nothing where there is none."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
     try:
+        file = (path if path.is_dir() else path.parent) / "config.json"
         if not is_there(file):
             return {}
-    except ValueError:  # no possible name of a file
+    except (OSError, ValueError):  # no possible name of a file
         return {}
     config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     return config if isinstance(config, dict) else {}
