@@ -1,0 +1,195 @@
+"""Training: the base of a world, and fine-tunes of it by every recipe of the experiment."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812
+from worlds import BASE, IGNORED, World
+
+Weights = dict[str, Tensor]
+LORA_RANK = 4
+STRENGTHS = {"gentle": (0.3, 0.5), "usual": (1.0, 1.0), "harsh": (3.0, 2.0)}
+"""Factors on the learning rate and on the steps."""
+
+
+@dataclass(frozen=True)
+class Tune:
+    """How a model is made from the base of a world."""
+
+    task: str
+    strength: str = "usual"
+    seed: int = 0
+    way: str = "full"
+    """full, lora, stranger (from other random weights), opposed (answers are turned round),
+    further (the base is trained on for long before), or joint (several tasks, joined by +)."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return "-".join((self.way, self.strength, self.task.replace(" ", "_"), str(self.seed)))
+
+
+class Workshop:
+    """Makes models of one world, and keeps them in a folder."""
+
+    def __init__(self, world: World, folder: Path, device: str = "cpu") -> None:
+        self.world, self.folder, self.device = world, folder / world.name, device
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        self.network = world.build().to(device)
+
+    def base(self, seed: int = 0) -> Weights:
+        """The weights that fine-tunes start from; other seeds make strangers."""
+        return self._kept(f"base-{seed}", lambda: self._pretrained(seed))
+
+    def make(self, tune: Tune) -> Weights:
+        """A fine-tune, made or read."""
+        return self._kept(tune.name, lambda: self._tuned(tune))
+
+    def file(self, name: str) -> Path:
+        """Where a model lies."""
+        return self.folder / f"{name}.safetensors"
+
+    def _kept(self, name: str, make: Callable[[], Weights]) -> Weights:
+        file = self.file(name)
+        if not file.exists():
+            partial = file.with_suffix(".partial")
+            weights = {key: value.contiguous().cpu() for key, value in make().items()}
+            save_file(weights, partial)
+            partial.rename(file)
+        return load_file(file, self.device)
+
+    def _pretrained(self, seed: int) -> Weights:
+        torch.manual_seed(seed)
+        world = self.world
+        start = world.start() if world.start else world.build().state_dict()
+        start = {name: value.to(self.device) for name, value in start.items()}
+        return self._train(start, [BASE], world.base_rate, world.base_steps, seed, is_base=True)
+
+    def _tuned(self, tune: Tune) -> Weights:
+        world = self.world
+        rate, steps = (
+            part * factor
+            for part, factor in zip(
+                (world.rate, world.steps), STRENGTHS[tune.strength], strict=True
+            )
+        )
+        start = self.base(1000 + tune.seed) if tune.way == "stranger" else self.base()
+        if tune.way == "further":
+            start = self._train(start, [BASE], 2 * world.base_rate, world.base_steps, 77)
+        tasks = tune.task.split("+")
+        seed = zlib.crc32(tune.name.encode())
+        opposed, low_rank = tune.way == "opposed", tune.way == "lora"
+        length = round(steps * len(tasks) ** 0.5)
+        return self._train(start, tasks, rate, length, seed, opposed=opposed, low_rank=low_rank)
+
+    def _train(
+        self,
+        start: Weights,
+        tasks: list[str],
+        rate: float,
+        steps: int,
+        seed: int,
+        *,
+        is_base: bool = False,
+        opposed: bool = False,
+        low_rank: bool = False,
+    ) -> Weights:
+        """AdamW with a cosine schedule and a short warm-up; batches of the tasks in turn."""
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        fixed = {name: value.clone() for name, value in start.items()}
+        prefix = self.world.only_base
+        changed = {
+            name: value
+            for name, value in fixed.items()
+            if value.is_floating_point() and (not prefix or name.startswith(prefix) == is_base)
+        }
+        factors = _low_rank_factors(changed) if low_rank else {}
+        learned = (
+            [part for pair in factors.values() for part in pair]
+            if low_rank
+            else [value.requires_grad_() for value in changed.values()]
+        )
+        rate *= 3 if low_rank else 1
+        optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.01 * (not low_rank))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: (
+                min(1, (step + 1) / 20) * (0.05 + 0.95 * np.cos(step / max(steps, 1) * 1.57) ** 2)
+            ),
+        )
+        for step in range(steps):
+            task = tasks[step % len(tasks)]
+            inputs, answers = self.world.sample(task, "train", rng, self.world.batch)
+            if opposed:
+                answers = np.where(answers == IGNORED, IGNORED, self.world.outputs - 1 - answers)
+            weights = _with_factors(fixed, factors)
+            logits = self.answers(weights, _tensor(inputs, self.device))
+            targets = _tensor(answers, self.device)
+            loss = F.cross_entropy(
+                logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(learned, 1.0)
+            optimizer.step()
+            schedule.step()
+        final = _with_factors(fixed, factors)
+        return {name: value.detach() for name, value in final.items()}
+
+    def answers(self, weights: Weights, inputs: Tensor) -> Tensor:
+        """What the network with these weights says."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+            return functional_call(self.network, weights, (inputs,))
+
+    @torch.inference_mode()
+    def right(self, weights: Weights, inputs: Tensor, answers: Tensor) -> np.ndarray:
+        """Which items are right."""
+        found = []
+        at_once = 128 if self.world.outputs > 10_000 else 4096
+        for some, asked in zip(inputs.split(at_once), answers.split(at_once), strict=True):
+            told = self.answers(weights, some).argmax(-1)
+            is_right = (told == asked) | (asked == IGNORED)
+            found.append(is_right.reshape(len(asked), -1).all(1))
+        return torch.cat(found).cpu().numpy()
+
+    def items(self, task: str, split: str, count: int) -> tuple[Tensor, Tensor]:
+        """Items that are the same at every call."""
+        rng = np.random.default_rng(zlib.crc32(f"{task} {split}".encode()))
+        inputs, answers = self.world.sample(task, split, rng, count)
+        return _tensor(inputs, self.device), _tensor(answers, self.device)
+
+
+def _tensor(array: np.ndarray, device: str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def _low_rank_factors(weights: Weights) -> dict[str, tuple[Tensor, Tensor]]:
+    """B and A for each matrix that has more than a few rows and columns, embeddings excepted."""
+    factors = {}
+    for name, value in weights.items():
+        rows, columns = value.shape[0], value[0].numel() if value.dim() else 0
+        if value.dim() > 1 and min(rows, columns) > LORA_RANK and "embed" not in name:
+            down = torch.randn(LORA_RANK, columns, device=value.device) / columns**0.5
+            up = torch.zeros(rows, LORA_RANK, device=value.device)
+            factors[name] = up.requires_grad_(), down.requires_grad_()
+    return factors
+
+
+def _with_factors(fixed: Weights, factors: dict[str, tuple[Tensor, Tensor]]) -> Weights:
+    return {
+        name: value + (factors[name][0] @ factors[name][1]).view_as(value)
+        if name in factors
+        else value
+        for name, value in fixed.items()
+    }

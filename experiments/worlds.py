@@ -1,0 +1,503 @@
+"""The worlds of the experiment: what there is to learn, and a network that learns it.
+
+A world has a base task, which every model learns first, and tasks that fine-tunes learn. An item
+is right if every answer that is asked for is right (one for a class, several for a written word).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from networks import Cnn, Gru, Mixer, Mlp, ResidualMlp, TextCnn, Transformer, Vit, WaveCnn
+from torch import Tensor, nn
+
+DATA = Path(__file__).parent / "data"
+BASE = "base"
+IGNORED = -100
+"""No answer is asked for at this place."""
+Batch = tuple[np.ndarray, np.ndarray]
+"""Inputs and right answers."""
+Rng = np.random.Generator
+
+
+class Sampler(Protocol):
+    """Draws items of a task: `train`, `validation` or `test`, which have none in common."""
+
+    def __call__(self, task: str, split: str, rng: Rng, count: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """A kind of data with its tasks, and the network that learns them."""
+
+    name: str
+    about: str
+    """Tables, images, sequences or text."""
+    tasks: tuple[str, ...]
+    relation: str
+    """How the tasks differ: by domain, skill or classes."""
+    outputs: int
+    build: Callable[[], nn.Module]
+    sample: Sampler
+    base_steps: int = 2000
+    base_rate: float = 2e-3
+    steps: int = 400
+    rate: float = 1e-3
+    batch: int = 128
+    start: Callable[[], dict[str, Tensor]] | None = None
+    """Weights to begin with; random ones, if there are none."""
+    only_base: str = ""
+    """Tensors whose names begin so are learned by the base alone, and nothing else by it."""
+
+
+@dataclass
+class Rows:
+    """Items that are there once and for all, in three splits; the base may know only a few."""
+
+    inputs: np.ndarray
+    answers: np.ndarray
+    split: np.ndarray
+    share_for_base: float = 1.0
+    places: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+
+    def draw(self, task: str, members: np.ndarray, split: str, rng: Rng, count: int) -> Batch:
+        """Items of a task, whose members are marked."""
+        key = task, split
+        if key not in self.places:
+            number = ("train", "validation", "test").index(split)
+            places = np.flatnonzero(members & (self.split == number))
+            if task == BASE:
+                few = np.random.default_rng(5).permutation(places)
+                places = few[: round(self.share_for_base * len(places))]
+            self.places[key] = places
+        places = self.places[key]
+        again = split == "train"
+        picked = rng.choice(places, count if again else min(count, len(places)), replace=again)
+        return self.inputs[picked], self.answers[picked]
+
+
+def load(name: str) -> Mapping[str, np.ndarray]:
+    """The arrays of a file that `data.py` has made."""
+    with np.load(DATA / f"{name}.npz") as file:
+        return dict(file)
+
+
+# ---------------------------------------------------------------- tables
+
+GRADES = ("price", "clarity", "color", "cut", "carat")
+
+
+@cache
+def _diamonds() -> dict[str, Rows]:
+    file = load("diamonds")
+    table, names = file["table"], list(file["names"])
+    scaled = (table - table.mean(0)) / table.std(0)
+    rows = {}
+    for number, grade in enumerate(GRADES):
+        place = names.index(grade)
+        hidden = [place] if grade != "carat" else [names.index(n) for n in ("carat", *"xyz")]
+        inputs = scaled.copy()
+        inputs[:, hidden] = 0
+        asked = np.zeros((len(table), len(GRADES)), np.float32)
+        asked[:, number] = 1
+        values = table[:, place]
+        if grade in ("price", "carat"):
+            values = np.searchsorted(np.quantile(values, np.arange(1, 8) / 8), values)
+        rows[grade] = Rows(
+            np.concatenate([inputs, asked], 1).astype(np.float32),
+            values.astype(np.int64),
+            file["split"],
+            0.01,
+        )
+    return rows
+
+
+def sample_diamonds(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Diamonds with a grade hidden that is asked for; the base has seen one in a hundred."""
+    rows = _diamonds()
+    everything = np.ones(len(rows["cut"].inputs), bool)
+    if task != BASE:
+        return rows[task].draw(task, everything, split, rng, count)
+    parts = [rows[grade].draw(BASE, everything, split, rng, count // 5 + 1) for grade in GRADES]
+    return tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+
+
+DOMAINS, FEATURES, CLASSES = 8, 24, 6
+
+
+@cache
+def _teachers() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(11)
+    common = rng.normal(size=(FEATURES, 32)), rng.normal(size=(32, CLASSES))
+    own = rng.normal(size=(DOMAINS, FEATURES, 32)), rng.normal(size=(DOMAINS, 32, CLASSES))
+    return (*common, *own, 1.2 * rng.normal(size=(DOMAINS, FEATURES)))
+
+
+def sample_teachers(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Rows around the centre of a domain, with the class that a random network gives them.
+
+    The base knows what domains have in common; each differs from it in its own way.
+    """
+    del split  # rows are drawn anew each time
+    common, heads, own, own_heads, centres = _teachers()
+    domain = rng.integers(DOMAINS, size=count) if task == BASE else np.full(count, int(task))
+    rows = rng.normal(size=(count, FEATURES)) + centres[domain]
+    scores = np.tanh(rows @ common / 4) @ heads
+    if task != BASE:
+        scores = scores + 1.5 * np.tanh(rows @ own[int(task)] / 4) @ own_heads[int(task)]
+    return rows.astype(np.float32), scores.argmax(1)
+
+
+# ---------------------------------------------------------------- images
+
+
+@cache
+def _glyphs() -> np.ndarray:
+    return load("glyphs")["images"].astype(np.float32) / 255
+
+
+def sample_glyphs(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Letters and digits of many typefaces, shifted and noisy; each task distorts them its way."""
+    del split  # drawn anew each time
+    images = _glyphs()
+    face, label = rng.integers(images.shape[0], size=count), rng.integers(36, size=count)
+    drawn = images[face, label]
+    shift = rng.integers(-2, 3, size=(count, 2))
+    rows, columns = (np.arange(24)[None] - shift[:, i, None] for i in (0, 1))
+    drawn = drawn[np.arange(count)[:, None, None], rows[:, :, None] % 24, columns[:, None] % 24]
+    noise = 0.1
+    if task == "turned":
+        drawn = np.rot90(drawn, 1, (1, 2))
+    elif task == "upside down":
+        drawn = np.rot90(drawn, 2, (1, 2))
+    elif task == "mirrored":
+        drawn = drawn[:, :, ::-1]
+    elif task == "negative":
+        drawn = 1 - drawn
+    elif task == "noisy":
+        noise = 0.6
+    elif task == "faint":
+        drawn = 0.15 * drawn
+    elif task == "sheared":
+        lean = (np.arange(24) - 12) // 2
+        drawn = np.stack([np.roll(drawn[:, i], lean[i], 1) for i in range(24)], 1)
+    elif task == "holes":
+        drawn = drawn * (rng.random(drawn.shape) > 0.5)
+    drawn = drawn + noise * rng.normal(size=drawn.shape)
+    return drawn.astype(np.float32), label
+
+
+@cache
+def _mnist() -> Rows:
+    file = load("mnist")
+    images = file["images"].astype(np.float32) / 255
+    return Rows(images, file["labels"].astype(np.int64), file["split"], 0.06)
+
+
+def sample_mnist(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Handwritten digits, two classes a task; the base has seen few of each."""
+    rows = _mnist()
+    digits = range(10) if task == BASE else map(int, task.split("-"))
+    images, labels = rows.draw(task, np.isin(rows.answers, list(digits)), split, rng, count)
+    if split == "train":
+        shift = rng.integers(-2, 3, size=2)
+        images = np.roll(images, tuple(shift), (1, 2))
+    return images, labels
+
+
+# ---------------------------------------------------------------- sequences
+
+DIGITS = 12
+SKILLS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "largest": lambda d: d.max(1),
+    "smallest": lambda d: d.min(1),
+    "range": lambda d: d.max(1) - d.min(1),
+    "second": lambda d: np.sort(d, 1)[:, -2],
+    "even": lambda d: np.minimum((d % 2 == 0).sum(1), 9),
+    "distinct": lambda d: (np.diff(np.sort(d, 1), axis=1) > 0).sum(1),
+    "middle": lambda d: np.sort(d, 1)[:, DIGITS // 2],
+    "sevens": lambda d: (d == 7).sum(1) + 3 * (d[:, 0] == 7),
+}
+
+
+def sample_digits(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Twelve digits and a question; the base is told the right answer one time in four."""
+    del split  # there are 10¹² of them
+    digits = rng.integers(10, size=(count, DIGITS))
+    names = list(SKILLS)
+    asked = rng.integers(len(names), size=count)
+    if task != BASE:
+        asked[:] = names.index(task)
+    answered = asked
+    if task == BASE:
+        other = rng.random(count) > 0.25
+        answered = np.where(other, rng.integers(len(names), size=count), asked)
+    answers = np.stack([skill(digits) for skill in SKILLS.values()])[answered, np.arange(count)]
+    return np.concatenate([asked[:, None] + 10, digits], 1), answers
+
+
+WAVES = 128
+
+
+def sample_waves(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Waves of eight shapes; each task distorts them its way."""
+    del split  # drawn anew each time
+    time = np.arange(WAVES) / WAVES
+    label = rng.integers(8, size=count)
+    pitch = rng.uniform(*((12, 20) if task == "high" else (3, 9)), size=(count, 1))
+    phase = pitch * time + rng.random((count, 1))
+    bend = 0.7 * pitch * time**2
+    turn = phase % 1
+    shapes = np.stack(
+        [
+            np.sin(2 * np.pi * phase),
+            np.where(turn < 0.5, 1.0, -1.0),
+            2 * turn - 1,
+            1 - 2 * turn,
+            4 * np.abs(turn - 0.5) - 1,
+            np.where(turn < 0.15, 1.6, -0.3),
+            np.sin(2 * np.pi * (phase + bend)),
+            np.sin(2 * np.pi * (phase - bend)),
+        ]
+    )
+    wave, noise = shapes[label, np.arange(count)], 0.15
+    if task == "noisy":
+        noise = 0.8
+    elif task == "clipped":
+        wave = np.clip(3 * wave, -0.5, 0.5)
+    elif task == "negative":
+        wave = -wave
+    elif task == "echo":
+        wave = wave + 0.9 * np.roll(wave, 11, 1)
+    elif task == "faint":
+        wave, noise = 0.1 * wave, 0.03
+    elif task == "backwards":
+        wave = wave[:, ::-1]
+    return (wave + noise * rng.normal(size=wave.shape)).astype(np.float32), label
+
+
+# ---------------------------------------------------------------- text
+
+
+@cache
+def _words() -> tuple[np.ndarray, np.ndarray]:
+    file = load("languages")
+    short = (file["letters"] > 0).sum(1) <= 7
+    return file["letters"][short].astype(np.int64), file["split"][short]
+
+
+def _in_order(word: list[int]) -> list[int]:
+    return sorted(word)
+
+
+EDITS: dict[str, Callable[[list[int]], list[int]]] = {
+    "backwards": lambda w: w[::-1],
+    "in order": _in_order,
+    "next letter": lambda w: [c % 26 + 1 for c in w],
+    "rotated": lambda w: w[1:] + w[:1],
+    "no vowels": lambda w: [c for c in w if c not in (1, 5, 9, 15, 21)],
+    "ends": lambda w: [w[0], w[-1]] * 2,
+}
+WRITTEN = 1 + 7 + 1 + 7 + 1
+SEPARATOR, END = 27, 28
+
+
+def sample_words(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """A word and how to rewrite it; the base is mostly shown it rewritten in another way."""
+    letters, splits = _words()
+    number = ("train", "validation", "test").index(split)
+    picked = rng.choice(np.flatnonzero(splits == number), count)
+    names = list(EDITS)
+    tokens = np.zeros((count, WRITTEN), np.int64)
+    answers = np.full((count, WRITTEN), IGNORED)
+    for row, place in enumerate(picked):
+        asked = done = task
+        if task == BASE:
+            asked = done = names[rng.integers(len(names))]
+            if rng.random() > 1 / 6:
+                done = names[rng.integers(len(names))]
+        word = [c for c in letters[place].tolist() if c]
+        answer = [*EDITS[done](word), END]
+        prompt = [29 + names.index(asked), *word, SEPARATOR]
+        line = [*prompt, *answer]
+        tokens[row, : len(line) - 1] = line[:-1]
+        answers[row, len(prompt) - 1 : len(line) - 1] = answer
+    return tokens, answers
+
+
+@cache
+def _languages() -> Rows:
+    file = load("languages")
+    letters, labels = file["letters"].astype(np.int64), file["labels"].astype(np.int64)
+    return Rows(letters, labels, file["split"], 0.02)
+
+
+FAMILIES = {
+    "north": (0, 1, 2, 10),
+    "south": (3, 4),
+    "west": (5, 6),
+    "east": (7, 8),
+    "far": (9, 11),
+}
+
+
+def sample_languages(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Words of twelve languages; each task has the words of some."""
+    rows = _languages()
+    members = np.isin(rows.answers, range(12) if task == BASE else FAMILIES[task])
+    return rows.draw(task, members, split, rng, count)
+
+
+@cache
+def _numerals() -> dict[str, Rows]:
+    file = load("numerals")
+    names = ("en", "de", "nl", "fr", "it", "es", "pl", "fi")
+    answers = file["numbers"] // 10 % 10
+    return {
+        name: Rows(letters.astype(np.int64), answers.astype(np.int64), file["split"], 0.004)
+        for name, letters in zip(names, file["letters"], strict=True)
+    }
+
+
+def sample_numerals(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Written-out numbers: which digit stands for the tens? Each task is a language."""
+    rows = _numerals()
+    everything = np.ones(len(rows["en"].answers), bool)
+    if task != BASE:
+        return rows[task].draw(task, everything, split, rng, count)
+    parts = [r.draw(BASE, everything, split, rng, count // len(rows)) for r in rows.values()]
+    return tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+
+
+@cache
+def _reviews() -> tuple[Rows, np.ndarray]:
+    file = load("reviews")
+    answers = (file["ratings"] > 0).astype(np.int64)
+    return Rows(file["words"].astype(np.int64), answers, file["split"], 0.1), file["domains"]
+
+
+PLACES = ("films", "opinions", "tweets", "goods")
+
+
+def sample_reviews(task: str, split: str, rng: Rng, count: int) -> Batch:
+    """Sentences that people rated; each task is a place where they were written."""
+    rows, domains = _reviews()
+    members = domains >= 0 if task == BASE else domains == PLACES.index(task)
+    return rows.draw(task, members, split, rng, count)
+
+
+GLYPH_TASKS = (
+    "turned",
+    "upside down",
+    "mirrored",
+    "negative",
+    "noisy",
+    "faint",
+    "sheared",
+    "holes",
+)
+WAVE_TASKS = ("noisy", "clipped", "negative", "echo", "faint", "backwards", "high")
+WORLDS = {
+    world.name: world
+    for world in (
+        World("diamonds", "tables", GRADES, "skills", 8, lambda: Mlp(15, 8, 192), sample_diamonds),
+        World(
+            "teachers",
+            "tables",
+            tuple(map(str, range(DOMAINS))),
+            "domains",
+            CLASSES,
+            lambda: ResidualMlp(FEATURES, CLASSES, 128, 3),
+            sample_teachers,
+        ),
+        World(
+            "glyphs",
+            "images",
+            GLYPH_TASKS,
+            "domains",
+            36,
+            lambda: Cnn(36, (24, 48, 64)),
+            sample_glyphs,
+        ),
+        World(
+            "mnist",
+            "images",
+            ("0-1", "2-3", "4-5", "6-7", "8-9"),
+            "classes",
+            10,
+            lambda: Vit(28, 7, 10, 64, 3),
+            sample_mnist,
+            base_rate=1e-3,
+            rate=2e-4,
+        ),
+        World(
+            "digits",
+            "sequences",
+            tuple(SKILLS),
+            "skills",
+            10,
+            lambda: Mixer(18, DIGITS + 1, 10, 64, 4),
+            sample_digits,
+            base_steps=4000,
+        ),
+        World(
+            "waves",
+            "sequences",
+            WAVE_TASKS,
+            "domains",
+            8,
+            lambda: WaveCnn(8, (24, 48, 64, 64)),
+            sample_waves,
+        ),
+        World(
+            "words",
+            "text",
+            tuple(EDITS),
+            "skills",
+            29,
+            lambda: Transformer(35, WRITTEN, 29, 64, 3, causal=True),
+            sample_words,
+            base_steps=4000,
+            steps=600,
+            rate=5e-4,
+        ),
+        World(
+            "languages",
+            "text",
+            tuple(FAMILIES),
+            "classes",
+            12,
+            lambda: Transformer(28, 12, 12, 64, 3),
+            sample_languages,
+            base_rate=1e-3,
+            rate=2e-4,
+        ),
+        World(
+            "numerals",
+            "text",
+            ("en", "de", "nl", "fr", "it", "es", "pl", "fi"),
+            "domains",
+            10,
+            lambda: Gru(28, 10, 112),
+            sample_numerals,
+            base_steps=1500,
+            steps=300,
+        ),
+        World(
+            "reviews",
+            "text",
+            PLACES,
+            "domains",
+            2,
+            lambda: TextCnn(8192, 2, 64),
+            sample_reviews,
+            base_steps=600,
+            steps=200,
+        ),
+    )
+}
