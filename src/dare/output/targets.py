@@ -297,15 +297,17 @@ def _is_as_written(file: Path, digests: Collection[str]) -> bool:
 
     Of merged weights a manifest has the digest of the header; those are not read.
     """
-    if file.suffix == ".safetensors":
-        try:
+    try:
+        if file.suffix == ".safetensors":
             with closing(open_input(file)) as opened:
                 raw = read_beginning(file, read_header(opened, str(file)).data_start)
             if bytes_digest(raw) in digests or has_fitting_check(raw):
                 return True
-        except InputError:
-            return False
-    return bool(digests) and file_digest(file) in digests
+        return bool(digests) and file_digest(file) in digests
+    except InputError:
+        return False
+    except OSError as error:
+        raise OutputError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
 def written_files(folder: Path) -> set[Path]:
