@@ -294,3 +294,8 @@ def test_no_request_is_answered_by_a_mistake(own_models, tmp_path, attack_size, 
     assert found.failures == []
     assert {200, 400, 403, 404, 405, 415} <= set(found.statuses)
     assert 0 < len(found.jobs) <= MOST_FINISHED + MOST_WAITING + 1
+
+
+def test_a_path_that_is_empty_is_not_found_whatever_the_query(own_models):
+    app = make_app(KEY, own_models.routes, lambda: None)
+    assert asyncio.run(ask(app, Sent("GET", "", b"path=\xe4\x89"))).status == 404

@@ -127,6 +127,7 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
         exception_handlers={Exception: _apologise},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # it would read the query as UTF-8, whatever it is
     return Guard(app, key)
 
 
