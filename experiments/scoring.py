@@ -6,29 +6,36 @@ drop rates are tuned on validation items, twenty trials for each method, and sco
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from sets import ModelSet
-from tuning import Tune, Weights, Workshop
+from tuning import Weights, Workshop
 
 import dare
 
-TEST_ITEMS, VALIDATION_ITEMS = 3000, 900
+Trial = TypeVar("Trial")
+TEST_ITEMS, VALIDATION_ITEMS = 2400, 600
 """Of a set; shared out among its tasks."""
 SEEDS = (1, 2, 3)
 RATES = (0.5, 0.9)
 TRIED_RATES = (0.2, 0.5, 0.8, 0.9)
 TRIED_SCALES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """With each tried rate: relative to the best scale without dropping."""
+SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+CURVE_SCALES = (0.2, 0.3, 0.5, 0.7, 0.8, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0)
+CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock")
+"""Methods that are scored on test items at each of those scales, too; `balanced` is the average of
+changes that were made equally large."""
 COMBINES = (
     "linear",
+    "balanced",
     "sum",
     "ties",
     "tsv",
@@ -42,21 +49,15 @@ COMBINES = (
     "emr",
     "knots",
 )
-CHAINS = (
-    "trim+ties",
-    "trim+sum",
-    "breadcrumbs+sum",
-    "star+sum",
-    "fourier+sum",
-    "nm+sum",
-)
+CHAINS = ("trim+ties", "trim+sum", "breadcrumbs+sum", "star+sum", "fourier+sum", "nm+sum")
 RANDOM_CHAINS = ("della+sum", "della+ties")
 OF_TWO = ("slerp", "nuslerp")
+FEW = ("linear", "balanced", "sum", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
+"""For models of many millions of parameters."""
+DROPPED = {"linear", "sum", "ties"}
+"""Of those few, the methods that DARE goes before."""
 SAME_DIRECTION = {"sum"}
 """Only the scale differs from `linear`, so tuning it would be the same twenty trials."""
-SCALES = tuple(round(float(s), 3) for s in np.geomspace(0.2, 4, 20))
-CURVES = ("linear", "ties", "tsv", "iso", "wudi", "trim+ties", "karcher")
-"""Methods that are also scored at every second scale on test items."""
 
 
 @dataclass
@@ -76,24 +77,48 @@ class Scorer:
             for t in self.tasks
         ]
 
+    @cached_property
+    def arrays(self) -> list[dict[str, np.ndarray]]:
+        """The base and the models, for a merge."""
+        return [{k: v.cpu().numpy() for k, v in m.items()} for m in (self.base, *self.models)]
+
+    @cached_property
+    def norms(self) -> list[float]:
+        """How far each model is from the base."""
+        return [_distance(model, self.base) for model in self.models]
+
     def right(self, weights: Weights, items: str = "test") -> list[np.ndarray]:
         """Which items of each task are right."""
         return [self.shop.right(weights, *batch) for batch in getattr(self, items)]
 
     def merge(self, method: str, members: Sequence[int] | None = None, **settings: Any) -> Weights:
         """A merge of all models, or of some."""
-        chosen = self.models if members is None else [self.models[i] for i in members]
-        arrays = [{k: v.cpu().numpy() for k, v in m.items()} for m in (self.base, *chosen)]
+        chosen = range(len(self.models)) if members is None else members
+        arrays = [self.arrays[1 + i] for i in chosen]
+        if method.endswith("balanced"):
+            method = method.replace("balanced", "linear")
+            settings["weights"] = _balance([self.norms[i] for i in chosen])
+        if not self.shop.world.is_large:
+            settings["threads"] = 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             merged, _ = dare.merge_arrays(
-                arrays[0], arrays[1:], method=method, verbose=False, **settings
+                self.arrays[0], arrays, method=method, verbose=False, **settings
             )
         return {k: torch.from_numpy(v).to(self.shop.device) for k, v in merged.items()}
 
     def scaled(self, weights: Weights, scale: float) -> Weights:
         """The same change of the base, so many times as large."""
         return {k: base + scale * (weights[k] - base) for k, base in self.base.items()}
+
+
+def _distance(one: Weights, other: Weights) -> float:
+    return math.sqrt(sum(float(((one[k] - v).double() ** 2).sum()) for k, v in other.items()))
+
+
+def _balance(norms: Sequence[float]) -> list[float]:
+    """Weights that make changes equally large, and their mean as large as the plain one."""
+    return [float(np.mean(norms)) / norm / len(norms) for norm in norms]
 
 
 def mean_score(right: Iterable[np.ndarray]) -> float:
@@ -107,83 +132,105 @@ def half_width(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     return 196 * math.sqrt(sum(spreads)) / len(spreads)
 
 
-def score_set(shop: Workshop, members: ModelSet, *, joint: bool = True) -> dict[str, Any]:
-    """Every score of a set, by candidate."""
-    models = [shop.make(tune) for tune in members.tunes]
-    scorer = Scorer(shop, models, members.tasks)
-    book = Book(scorer)
-    book.add("base", [scorer.base])
-    for number, model in enumerate(models):
-        book.add(f"single {number}", [model])
-    if joint:
-        tasks = "+".join(members.tasks)
-        strength = members.tunes[0].strength
-        book.add("joint", [shop.make(Tune(tasks, strength, way="joint"))])
-    _without_some(book, members)
-    methods = [*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ())]
-    for method in methods:
-        _score_method(book, method)
-    for method in RANDOM_CHAINS:
-        book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
-    return {
-        "world": shop.world.name,
-        "kind": members.kind,
-        "models": [tune.name for tune in members.tunes],
-        "strangers": list(members.strangers),
-        "tasks": list(members.tasks),
-        "items": sum(len(batch[1]) for batch in scorer.test),
-        "scores": book.scores,
-    }
-
-
+@dataclass
 class Book:
     """Scores of candidates, each with the half-width of its difference from the average."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
-        self.average = scorer.right(scorer.merge("linear"))
-        self.scores: dict[str, dict[str, Any]] = {}
+    scorer: Scorer
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, np.ndarray] = field(default_factory=dict)
+    """Which items a candidate has right, those for validation first; tasks one after the other."""
 
-    def add(self, name: str, made: Sequence[Weights], **known: Any) -> None:
+    @cached_property
+    def average(self) -> list[np.ndarray]:
+        """What the average of all models has right."""
+        return self.scorer.right(self.scorer.merge("linear"))
+
+    def add(self, name: str, made: Sequence[Weights], *, keep: bool = False, **known: Any) -> None:
         """Score a candidate: the mean over its seeds."""
         found = [self.scorer.right(weights) for weights in made]
         scores = [mean_score(right) for right in found]
         mean = [np.mean(seeds, axis=0) for seeds in zip(*found, strict=True)]
         self.scores[name] = {
-            "score": round(float(np.mean(scores)), 3),
-            "half_width": round(half_width(mean, self.average), 3),
-            "by_task": [round(100 * float(items.mean()), 2) for items in mean],
-            **({"seeds": [round(score, 3) for score in scores]} if len(scores) > 1 else {}),
+            "score": round(float(np.mean(scores)), 2),
+            "half_width": round(half_width(mean, self.average), 2),
+            **({"seeds": [round(score, 2) for score in scores]} if len(scores) > 1 else {}),
             **known,
         }
+        if keep:
+            tried = self.scorer.right(made[0], "validation")
+            self.scores[name]["validation"] = round(mean_score(tried), 2)
+            self.scores[name]["by_task"] = [round(100 * float(r.mean()), 2) for r in mean]
+            self.items[name] = np.concatenate([*tried, *found[0]])
+
+
+def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Every score of a set, by candidate; and which items the candidates of a search have right."""
+    models = [shop.make(tune) for tune in members.tunes]
+    scorer = Scorer(shop, models, members.tasks)
+    book = Book(scorer)
+    book.add("base", [scorer.base], keep=True)
+    for number, model in enumerate(models):
+        book.add(f"single {number}", [model], keep=True)
+    if members.joint:
+        book.add("joint", [shop.make(members.joint)], keep=True)
+    is_large = shop.world.is_large
+    _without_some(book, members)
+    methods = FEW if is_large else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
+    for method in methods:
+        _score_method(book, method, drops="+" not in method and (not is_large or method in DROPPED))
+    for method in () if is_large else RANDOM_CHAINS:
+        book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
+    found = {
+        "world": shop.world.name,
+        "about": shop.world.about,
+        "relation": shop.world.relation,
+        "kind": members.kind,
+        "parameters": sum(value.numel() for value in scorer.base.values()),
+        "models": [tune.name for tune in members.tunes],
+        "strangers": list(members.strangers),
+        "tasks": list(members.tasks),
+        "items": [sum(len(b[1]) for b in part) for part in (scorer.validation, scorer.test)],
+        "scores": book.scores,
+    }
+    return found, book.items
 
 
 def _without_some(book: Book, members: ModelSet) -> None:
-    """The average and the sum without each model, and without all that do not belong."""
-    count = len(members.tunes)
-    parts = {f"without {i}": [j for j in range(count) if j != i] for i in range(count)}
-    if members.strangers:
-        parts["without strangers"] = [j for j in range(count) if j not in members.strangers]
-    for name, kept in parts.items() if count > 2 else ():
+    """The average and the sum without each model, and more without all that do not belong."""
+    count, scorer = len(members.tunes), book.scorer
+    for left_out in range(count) if count > 2 else ():
+        kept = [i for i in range(count) if i != left_out]
         for method in ("linear", "sum"):
-            book.add(f"{method} {name}", [book.scorer.merge(method, kept)])
+            book.add(f"{method} without {left_out}", [scorer.merge(method, kept)])
+    if members.strangers:
+        kept = [i for i in range(count) if i not in members.strangers]
+        for method in ("sum", *CURVES):
+            name, merged = f"{method} without strangers", scorer.merge(method, kept)
+            book.add(name, [merged], keep=True)
+            for scale in CURVE_SCALES if method in CURVES else ():
+                book.add(f"{name} at {scale:g}", [scorer.scaled(merged, scale)])
 
 
-def _score_method(book: Book, method: str) -> None:
+def _score_method(book: Book, method: str, *, drops: bool) -> None:
     """A method as it is and tuned, with and without DARE before it."""
     scorer = book.scorer
     plain = scorer.merge(method)
-    book.add(method, [plain])
+    is_kept = method in ("sum", *CURVES)
+    book.add(method, [plain], keep=is_kept)
     scale = 1.0
     if method not in SAME_DIRECTION:
-        scale, known = _best(scorer, {s: scorer.scaled(plain, s) for s in SCALES})
+        scale, known = _best(scorer, SCALES, lambda tried: scorer.scaled(plain, tried))
         book.add(f"{method} tuned", [scorer.scaled(plain, scale)], scale=scale, tried=known)
-    if method in CURVES:
-        for tried in SCALES[::2]:
-            book.add(f"{method} at {tried:g}", [scorer.scaled(plain, tried)])
-    if "+" in method:
-        return
-    dropped = f"dare+{method}"
+    for tried in CURVE_SCALES if method in CURVES else ():
+        book.add(f"{method} at {tried:g}", [scorer.scaled(plain, tried)], keep=method == "linear")
+    if drops:
+        _score_dropped(book, method, scale)
+
+
+def _score_dropped(book: Book, method: str, scale: float) -> None:
+    """A method after DARE, at usual rates and tuned around a scale."""
+    scorer, dropped = book.scorer, f"dare+{method}"
     made = {
         (rate, seed): scorer.merge(dropped, drop_rate=rate, seed=seed)
         for rate in sorted({*RATES, *TRIED_RATES})
@@ -193,19 +240,20 @@ def _score_method(book: Book, method: str) -> None:
         book.add(f"{dropped} {rate:g}", [made[rate, seed] for seed in SEEDS])
     if method in SAME_DIRECTION:
         return
-    trials = {
-        (rate, part * scale): scorer.scaled(made[rate, SEEDS[0]], part * scale)
-        for rate, part in itertools.product(TRIED_RATES, TRIED_SCALES)
-    }
-    (rate, best), _ = _best(scorer, trials)
+    trials = [(rate, part * scale) for rate in TRIED_RATES for part in TRIED_SCALES]
+    (rate, best), known = _best(
+        scorer, trials, lambda tried: scorer.scaled(made[tried[0], SEEDS[0]], tried[1])
+    )
     tuned = [
         scorer.scaled(made.get((rate, s)) or scorer.merge(dropped, drop_rate=rate, seed=s), best)
         for s in SEEDS
     ]
-    book.add(f"{dropped} tuned", tuned, scale=best, drop_rate=rate)
+    book.add(f"{dropped} tuned", tuned, scale=best, drop_rate=rate, tried=[max(known)])
 
 
-def _best(scorer: Scorer, trials: Mapping[Any, Weights]) -> tuple[Any, list[float]]:
+def _best(
+    scorer: Scorer, trials: Sequence[Trial], make: Callable[[Trial], Weights]
+) -> tuple[Trial, list[float]]:
     """The trial that gets most right on validation items, and what each got."""
-    scores = {key: mean_score(scorer.right(made, "validation")) for key, made in trials.items()}
+    scores = {trial: mean_score(scorer.right(make(trial), "validation")) for trial in trials}
     return max(scores, key=scores.__getitem__), [round(score, 2) for score in scores.values()]

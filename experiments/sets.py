@@ -16,6 +16,13 @@ class ModelSet:
     tunes: tuple[Tune, ...]
     strangers: tuple[int, ...] = ()
     """Those that do not belong: from other random weights, or taught the opposite."""
+    seed: int = 0
+    """Of training, where a set is made more than once."""
+
+    @property
+    def name(self) -> str:
+        """The kind, and the seed if it is not the first."""
+        return f"{self.kind}, seed {self.seed}" if self.seed else self.kind
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -23,20 +30,41 @@ class ModelSet:
         able = [tune.task for tune in self.tunes if tune.way != "opposed"]
         return tuple(dict.fromkeys(able))
 
+    @property
+    def joint(self) -> Tune | None:
+        """One model that learns all tasks together, for the plain sets."""
+        if self.seed or self.kind not in ("pair", "usual", "many"):
+            return None
+        return Tune("+".join(self.tasks), self.tunes[0].strength, way="joint")
+
 
 def sets_of(world: World) -> list[ModelSet]:
     """The sets of a world."""
-    first, second, third, *_ = tasks = world.tasks
-    pair = Tune(first), Tune(second)
+    found = [members for seed in range(world.seeds) for members in _all_sets(world.tasks, seed)]
+    kinds = world.kinds
+    return [members for members in found if not kinds or members.kind in kinds]
+
+
+def _all_sets(tasks: tuple[str, ...], seed: int) -> list[ModelSet]:
+    """The sets of one seed; later seeds have the plain ones only."""
+    first, second, third, *_ = tasks
+    pair = Tune(first, seed=seed), Tune(second, seed=seed)
+    sets = [
+        ModelSet("pair", pair, seed=seed),
+        ModelSet("usual", (*pair, Tune(third, seed=seed)), seed=seed),
+        ModelSet("many", tuple(Tune(task, seed=seed) for task in tasks[:8]), seed=seed),
+        ModelSet("lora", tuple(Tune(t, seed=seed, way="lora") for t in tasks[:3]), seed=seed),
+    ]
+    if seed:
+        return sets
     return [
-        ModelSet("pair", pair),
+        *sets,
+        ModelSet("light", tuple(Tune(task, "light") for task in tasks[:3])),
         ModelSet("gentle", tuple(Tune(task, "gentle") for task in tasks[:3])),
-        ModelSet("usual", (*pair, Tune(third))),
         ModelSet("harsh", tuple(Tune(task, "harsh") for task in tasks[:3])),
-        ModelSet("many", tuple(Tune(task) for task in tasks[:8])),
         ModelSet("seeds", tuple(Tune(first, seed=seed) for seed in range(4))),
         ModelSet("seeds, harsh", tuple(Tune(second, "harsh", seed) for seed in range(3))),
-        ModelSet("lora", tuple(Tune(task, way="lora") for task in tasks[:3])),
+        ModelSet("lora, gentle", tuple(Tune(t, "gentle", way="lora") for t in tasks[:4])),
         ModelSet("uneven", (Tune(first, "gentle"), Tune(second), Tune(third, "harsh"))),
         ModelSet("twice", (*pair, Tune(first, seed=1), Tune(first, seed=2))),
         ModelSet("stranger", (*pair, Tune(third, way="stranger")), (2,)),

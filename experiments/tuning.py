@@ -17,7 +17,7 @@ from worlds import BASE, IGNORED, World
 
 Weights = dict[str, Tensor]
 LORA_RANK = 4
-STRENGTHS = {"gentle": (0.3, 0.5), "usual": (1.0, 1.0), "harsh": (3.0, 2.0)}
+STRENGTHS = {"light": (0.1, 0.5), "gentle": (0.3, 0.5), "usual": (1.0, 1.0), "harsh": (3.0, 2.0)}
 """Factors on the learning rate and on the steps."""
 
 
@@ -44,6 +44,7 @@ class Workshop:
     def __init__(self, world: World, folder: Path, device: str = "cpu") -> None:
         self.world, self.folder, self.device = world, folder / world.name, device
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.uses_bf16 = world.is_large and device == "cuda"
         torch.manual_seed(0)
         self.network = world.build().to(device)
 
@@ -149,7 +150,7 @@ class Workshop:
 
     def answers(self, weights: Weights, inputs: Tensor) -> Tensor:
         """What the network with these weights says."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.uses_bf16):
             return functional_call(self.network, weights, (inputs,))
 
     @torch.inference_mode()
