@@ -152,8 +152,9 @@ def run(
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
         checked = make_request(merge, **asked)
-        trials = times(checked.planned, "trial")
-        console.print(f"{trials} by {checked.sampler}; all settings are valid")
+        trials = f"{times(checked.planned, 'trial')} by {checked.sampler}"
+        what = trials if checked.planned else "only the baselines are scored"
+        console.print(f"{what}; all settings are valid")
         return DONE
     result = run_search(
         merge,
@@ -207,8 +208,9 @@ def show_command(
         if watch and console.is_terminal:
             console.clear()
         show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
-        open_trials = result.data.planned - sum(t.state.is_final for t in result.data.trials)
-        if not watch or open_trials <= 0:
+        data = result.data
+        ended = sum(trial.state.is_final for trial in data.candidates)
+        if not watch or ended >= data.planned:
             break
         time.sleep(WATCH_SECONDS)
     _write_beside(console, result, html, overwrite=overwrite, json=json)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, RecipeError
+from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
+from dare.recipe.settings import INCLUDE
 from dare.studies.evaluators import check_evaluator
 from dare.studies.judging import Judge
 from dare.studies.space import Space, seed_shifts
@@ -30,6 +32,7 @@ class SearchRequest:
     table: Search
     sampler: str
     planned: int
+    """How many trials; 0 if only the baselines are scored."""
     evaluator: Evaluator
     holdout: Evaluator | None
     judge: Judge
@@ -53,9 +56,10 @@ class SearchRequest:
         document = self.recipe.to_document()
         for name in ("threads", "verbose", "max_memory"):  # which change no candidate
             document.pop(name, None)
+        table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return Charter(
             recipe={"models": document.pop("models"), **document},
-            space=self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)["over"],
+            space=table.get("over", {}),
             sampler=self.sampler,
             seeds=self.table.seeds,
             evaluator=evaluator_name(self.evaluator),
@@ -79,15 +83,19 @@ def make_request(
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.model_fields}
     fields |= {name: value for name, value in settings.items() if value is not None}
-    fields["over"] = {**table.over, **(over or {})}
+    fields["over"] = _each_model({**table.over, **(over or {})}, recipe)
     table = Search(**fields)
+    if not table.over:
+        _check_idle(table)
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
     if lacking := [package for package in NEEDED.get(sampler, ()) if find_spec(package) is None]:
         how = f"pip install {' '.join(lacking)}, or use tpe"
         raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
-    planned = count_grid(space, table.seeds) if sampler == "grid" else table.trials or USUAL_TRIALS
+    planned = table.trials or USUAL_TRIALS
+    if sampler == "grid":
+        planned = count_grid(space, table.seeds) if table.over else 0
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
         raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
@@ -97,6 +105,24 @@ def make_request(
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
     return SearchRequest(space, table, sampler, planned, judging, held, judge, seed, recipe.output)
+
+
+def _each_model(over: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """What is searched over, with `include` written out for each model."""
+    models = distinct([entry.name for entry in recipe.models])
+    named = {name: dimension for name, dimension in over.items() if name != INCLUDE[:-1]}
+    whole = [over[INCLUDE[:-1]]] if INCLUDE[:-1] in over else []
+    return {f"{INCLUDE}{model}": dimension for dimension in whole for model in models} | named
+
+
+def _check_idle(table: Search) -> None:
+    """Refuse what says how settings are chosen where there are none to choose from."""
+    for name in ("sampler", "trials", "seeds", "race"):
+        if getattr(table, name) != Search.model_fields[name].default:
+            raise RecipeError(
+                f"{name}: nothing to search over: add --over NAME=VALUES or [search.over]; to "
+                f"score only the baselines, leave out {name}"
+            )
 
 
 def count_grid(space: Space, seeds: int) -> int:

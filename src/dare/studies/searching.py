@@ -15,7 +15,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
@@ -89,8 +89,18 @@ def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     return Path("study.db")
 
 
-def advised_recipe(recipe: Recipe) -> tuple[Recipe | None, str]:
-    """The recipe that `dare advise` gives, or None and why there is none."""
+class Advised(NamedTuple):
+    """What `dare advise` says of the models of a recipe."""
+
+    recipe: Recipe | None = None
+    left_out: tuple[str, ...] = ()
+    """The models that should not be merged."""
+    remark: str = ""
+    """Why there is no recipe."""
+
+
+def advised_for(recipe: Recipe) -> Advised:
+    """The advice for the models of a recipe."""
     try:
         analysis = analyze(
             recipe.base,
@@ -101,13 +111,14 @@ def advised_recipe(recipe: Recipe) -> tuple[Recipe | None, str]:
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
-            return None, "There is no advice: none of the models should be merged."
+            remark = "There is no advice: none of the models should be merged."
+            return Advised(None, advice.left_out, remark)
         advised = recipe_from_document(advice.recipe, "advice")
     except DareError as error:
-        return None, f"There is no advice: {error}."
+        return Advised(remark=f"There is no advice: {error}.")
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
     policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), ""
+    return Advised(advised.model_copy(update={**policies, "output": None}), advice.left_out)
 
 
 # ---------------------------------------------------------------- one candidate
@@ -244,17 +255,21 @@ class _Story:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        recipe, remark = None, ""
+        advised = Advised()
         if advice:
             self.display.say("analysing the models for the advice")
-            recipe, remark = advised_recipe(self.request.recipe)
-        space = self.request.space
-        starts = [space.nearest(start) for start in (recipe, space.recipe) if start is not None]
+            advised = advised_for(self.request.recipe)
+        space, recipe = self.request.space, advised.recipe
+        starts = [] if recipe is None else [space.nearest(recipe, advised.left_out)]
+        starts.append(space.nearest(space.recipe))
         different = {key_of(start): start for start in starts if start is not None}
         with self.study.turn():
             if self.study.note("starts") is None:
                 self.study.keep("advice", None if recipe is None else recipe.to_document())
-                self._remark(remark)
+                self.study.keep("left_out", advised.left_out)
+                if not space.over:
+                    self.study.keep("planned", len(self._baseline_recipes()))
+                self._remark(advised.remark)
                 self.study.keep("starts", list(different.values()))
 
     def _remark(self, text: str) -> None:
@@ -262,10 +277,14 @@ class _Story:
         if text and text not in known:
             self.study.keep("remarks", [*known, text])
 
-    def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
-        document = self.study.note("advice")
+    def _baseline_recipes(self) -> dict[str, Recipe]:
+        document, space = self.study.note("advice"), self.request.space
         advised = None if document is None else recipe_from_document(document, "advice")
-        recipes = baseline_recipes(self.request.recipe, advised)
+        left_out = self.study.note("left_out") or ()
+        return baseline_recipes(space.recipe, advised, left_out, is_searched=bool(space.over))
+
+    def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
+        recipes = self._baseline_recipes()
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
@@ -381,7 +400,7 @@ class _Story:
         recipes = {
             f"{role} {key_of(found.settings)}": (recipe_of(data, found), found.settings)
             for role, found in ranked.items()
-            if found is not None
+            if found is not None and not found.baseline
         }
         for baseline in conclusion.baselines:
             recipes[baseline.baseline] = recipe_of(data, baseline), {}

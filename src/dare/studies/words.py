@@ -13,6 +13,7 @@ from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
     Holdout,
+    Role,
     State,
     StudyData,
     Trial,
@@ -51,6 +52,8 @@ def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
 
 
 def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
+    if not data.is_searched:
+        return _headline_of_baselines(conclusion)
     if not data.trials:
         return "No trials yet", "note"
     if conclusion.best is None:
@@ -67,21 +70,37 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
     return "The top score may be luck", "note"
 
 
+def _headline_of_baselines(conclusion: Conclusion) -> tuple[str, Tone]:
+    chosen = conclusion.chosen
+    if chosen is None:
+        why = conclusion.no_recipe
+        return why[0].upper() + why[1:], "stop" if conclusion.baselines else "note"
+    if NOT_KNOWN in {item.verdict for item in conclusion.against}:
+        return "The top score may be luck", "note"
+    if chosen.role not in NOT_MERGED:
+        return f"Merge: take the {chosen.label}", "ready"
+    what = "the base" if chosen.role is Role.BASE else "the best single model"
+    return f"Do not merge: nothing is shown to be better than {what}", "stop"
+
+
 def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     """Label and sentence of what decides."""
     best, chosen, simplest = conclusion.best, conclusion.chosen, conclusion.simplest
     tied = [ranked.label for ranked in conclusion.tied]
     if best is None:
         return
-    label = "Best setting" if conclusion.better else "Best"
-    yield label, f"{best.label}: {best.objective}"
+    taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
+    if best.baseline:
+        yield "Take", conclusion.no_recipe or taken
+    else:
+        label = "Best setting" if conclusion.better else "Best"
+        yield label, f"{best.label}: {best.objective}"
     if tied:
         more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
         yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
     if conclusion.better:
-        taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
         yield "Take instead", conclusion.no_recipe or taken
-    elif simplest is not None:
+    elif simplest is not None and not best.baseline:
         same = simplest == best
         shown = "the best itself" if same else f"{simplest.label}: {simplest.objective}"
         yield "Simplest within noise", shown
@@ -162,9 +181,10 @@ def state_text(trial: Trial) -> str:
 
 def counted(data: StudyData) -> str:
     """How many of the planned trials are done, and what became of the others."""
-    counts = Counter(trial.state for trial in data.trials)
+    counts = Counter(trial.state for trial in data.candidates)
+    planned = times(data.planned, "trial" if data.is_searched else "baseline")
     others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
-    return ", ".join([f"{counts[State.DONE]} of {times(data.planned, 'trial')} done", *others])
+    return ", ".join([f"{counts[State.DONE]} of {planned} done", *others])
 
 
 def time_text(seconds: float) -> str:
