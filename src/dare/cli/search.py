@@ -152,9 +152,8 @@ def run(
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
         checked = make_request(merge, **asked)
-        trials = f"{times(checked.planned, 'trial')} by {checked.sampler}"
-        what = trials if checked.planned else "only the baselines are scored"
-        console.print(f"{what}; all settings are valid")
+        trials = times(checked.planned, "trial")
+        console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
     result = run_search(
         merge,
@@ -208,9 +207,8 @@ def show_command(
         if watch and console.is_terminal:
             console.clear()
         show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
-        data = result.data
-        ended = sum(trial.state.is_final for trial in data.candidates)
-        if not watch or ended >= data.planned:
+        ended = sum(trial.state.is_final for trial in result.data.candidates)
+        if not watch or ended >= result.data.planned:
             break
         time.sleep(WATCH_SECONDS)
     _write_beside(console, result, html, overwrite=overwrite, json=json)

@@ -156,38 +156,22 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     for name, value in given.items():
         set_by_name(document, name, value, names)
     changed = recipe_from_document(document, "settings")
-    left_out = _left_out(included, names)
-    return _without(changed, left_out) if left_out else changed
+    return _with_some(changed, included, names) if included else changed
 
 
-def _left_out(included: Mapping[str, Any], models: Sequence[str]) -> set[int]:
-    """The places of the models that do not take part."""
+def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str]) -> Recipe:
+    """The same recipe for some of its models; rules go on being for the same ones."""
     for name, value in included.items():
-        model = name.removeprefix(INCLUDE)
-        if model not in models:
-            known = f"{did_you_mean(model, models)}; there are {', '.join(models)}"
-            raise RecipeError(f"{name}: there is no model {model!r}{known}")
-        if not isinstance(value, bool):
-            raise RecipeError(f"{name} = {value!r}: must be true or false")
-    return {place for place, model in enumerate(models) if not included.get(INCLUDE + model, True)}
-
-
-def _without(recipe: Recipe, left_out: set[int]) -> Recipe:
-    """The same recipe for the other models alone; rules go on being for the same models."""
-    kept = tuple(entry for place, entry in enumerate(recipe.models) if place not in left_out)
-    if not kept:
-        raise RecipeError("include: leaves no model to merge; keep at least one")
-    if recipe.copy_from not in (None, *(entry.name for entry in kept)):
-        raise RecipeError(f"copy_from = {recipe.copy_from!r}: is left out; name another model")
-    files = [str(entry.file) for entry in recipe.models]
-    rules = [
-        rule
-        if places is None
-        else rule.model_copy(update={"model": tuple(files[n] for n in places if n not in left_out)})
-        for rule, places in recipe.rules
-        if places is None or not left_out.issuperset(places)
-    ]
-    changed = {"models": kept, "tensors": tuple(rules), "input_digests": None}
+        if name.removeprefix(INCLUDE) not in models or not isinstance(value, bool):
+            there = f"{INCLUDE}MODEL is true or false, for {', '.join(models)}"
+            raise RecipeError(f"{name} = {value!r}: {there}")
+    kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
+    rules = []
+    for rule, places in recipe.rules:
+        files = tuple(str(kept[place].file) for place in places or () if place in kept)
+        if places is None or files:
+            rules.append(rule if places is None else rule.model_copy(update={"model": files}))
+    changed = {"models": tuple(kept.values()), "tensors": tuple(rules), "input_digests": None}
     return recipe.model_copy(update=changed)
 
 

@@ -46,10 +46,10 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     if not entries:
         return Conclusion(remarks=("Nothing is scored yet.", *_of_failures(data)))
     table = resample(entries, judge.objective, resamples=resamples)
+    if not data.is_searched:
+        return _among_baselines(data, judge, entries, table, resamples)
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
-    if not data.is_searched:
-        return _among_baselines(data, judge, entries, table, standing, resamples)
     order = sorted(
         (n for n, ranked in enumerate(standing) if not ranked.baseline),
         key=lambda n: (bool(standing[n].broken), -table.values[n], entries[n].trials[0].number),
@@ -76,12 +76,8 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     simplest = chosen
     if best is not None and chosen is best:
         ways = judge.simplest_first(best, tied)
-        simplest = next(
-            way
-            for way in ways
-            if way is best
-            or not (_beating(way, rivals, contests) or (held and held.is_worse(way, best)))
-        )
+        ways = [way for way in ways if not _beating(way, [best], contests[1:])]  # on the holdout
+        simplest = next(way for way in ways if way is best or not _beating(way, rivals, contests))
     noise = _noise(data.baselines, judge)
     told = {difference.verdict for n, difference in differences.items() if n in feasible}
     shown = [*feasible[1:2], *(rest if feasible else ())]
@@ -134,7 +130,7 @@ class _Contest:
 
 
 def _beating(one: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> list[Ranked]:
-    """The baselines that are better, beyond chance, in any contest."""
+    """The rivals that are better, beyond chance, in any contest."""
     return [r for r in rivals if any(contest.is_worse(one, r) for contest in contests)]
 
 
@@ -182,23 +178,20 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
 
 
 def _among_baselines(
-    data: StudyData,
-    judge: Judge,
-    entries: Sequence[Entry],
-    table: Resampled,
-    standing: Sequence[Ranked],
-    resamples: int,
+    data: StudyData, judge: Judge, entries: Sequence[Entry], table: Resampled, resamples: int
 ) -> Conclusion:
     """Take the simplest baseline that no other beats, once all are scored."""
-    is_complete = 0 < data.planned <= sum(trial.state.is_final for trial in data.baselines)
-    places = {r.baseline: n for n, r in enumerate(standing) if is_complete and not r.broken}
-    contest, rivals = _Contest(table, places), [standing[place] for place in places.values()]
-    best = chosen = _simplest_unbeaten(rivals, contest)
+    singles = singles_of(entries)
+    standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
+    ended = sum(trial.state.is_final for trial in data.baselines)
+    rivals = [r for r in standing if 0 < data.planned <= ended and not r.broken]
+    contest = _Contest(table, {r.baseline: n for n, r in enumerate(standing) if r in rivals})
+    best = _simplest_unbeaten(rivals, contest)
     holdout, held, on_holdout = _holdout(data, judge, best, resamples) if best else (None, None, ())
-    if held is not None:
-        chosen = _simplest_unbeaten(rivals, contest, held)
+    chosen = _simplest_unbeaten(rivals, contest, held)
     against = _facing(contest, best) if best else ()
     tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
+    remarks = *_of_chance(table, entries), *_of_failures(data)
     return Conclusion(
         baselines=tuple(standing),
         best=best,
@@ -208,13 +201,7 @@ def _among_baselines(
         simplest=chosen,
         noise=_noise(data.baselines, judge),
         holdout=holdout,
-        remarks=(
-            *([] if is_complete else ["Not all baselines are scored yet."]),
-            *_of_chance(table, entries),
-            *_of_failures(data),
-            *_of_scores(judge, standing, singles_of(entries)),
-            *on_holdout,
-        ),
+        remarks=(*remarks, *_of_scores(judge, standing, singles), *on_holdout),
     )
 
 
@@ -224,8 +211,7 @@ def _simplest_unbeaten(
     """The first level whose best is not beaten; where chance is not known, a lead will do."""
     for level in LEVELS:
         found = [ranked for ranked in rivals if ranked.role in level]
-        best = max(found, key=lambda ranked: ranked.objective.value, default=None)
-        if best is not None:
+        for best in sorted(found, key=lambda ranked: -ranked.objective.value)[:1]:
             here, there = _facing(contest, best), _facing(held, best) if held else ()
             is_behind = any(d.verdict == NOT_KNOWN and d.estimate.value < 0 for d in here)
             if not is_behind and all(d.verdict != WORSE for d in (*here, *there)):
@@ -234,16 +220,11 @@ def _simplest_unbeaten(
 
 
 def _facing(contest: _Contest, one: Ranked) -> tuple[Difference, ...]:
-    """One minus each of the others, by intervals that hold for all of them at once.
-
-    Whichever beats it would have been chosen among them.
-    """
-    place = contest.places.get(_key(one))
-    if place is None:
+    """One minus each of the others, by intervals that hold for all of them at once."""
+    if (place := contest.places.get(_key(one))) is None:
         return ()
-    others = {name: other for name, other in contest.places.items() if other != place}
-    among = list(others.values())
-    found = {name: -contest.table.difference(n, place, among) for name, n in others.items()}
+    others = {name: n for name, n in contest.places.items() if n != place}
+    found = {k: -contest.table.difference(n, place, [*others.values()]) for k, n in others.items()}
     return tuple(Difference(name, value, verdict(value)) for name, value in found.items())
 
 

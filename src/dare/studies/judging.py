@@ -301,14 +301,8 @@ class Judge:
         return [self.entry(same, "", self.is_random(same[0].settings)) for same in found.values()]
 
     def entries_of_names(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Baselines that are done, but for the one that is there to tell the noise.
-
-        A recipe that gives the weights of another baseline is not one more.
-        """
-        named = [trial for trial in trials if trial.role is not Role.AGAIN]
-        others = {trial.digest for trial in named if trial.role is not Role.RECIPE} - {None}
-        different = (t for t in named if t.role is not Role.RECIPE or t.digest not in others)
-        found = _together(different, lambda trial: trial.name)
+        """Baselines that are done, but for the one that is there to tell the noise."""
+        found = _together((t for t in trials if t.role is not Role.AGAIN), lambda t: t.name)
         # A runner-up has settings; of baselines that have none, only recipes may be random.
         return [
             self.entry(

@@ -174,28 +174,28 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
 def baseline_recipes(
     recipe: Recipe, advised: Recipe | None, left_out: Collection[str], is_searched: bool
 ) -> dict[str, Recipe]:
-    """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise.
-
-    `left_out` has the models that the advice leaves out; one that remains is a baseline already.
-    """
+    """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise."""
     names = distinct([entry.name for entry in recipe.models])
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
         for name, entry in zip(names, recipe.models, strict=True)
     }
     fit = [e for name, e in zip(names, recipe.models, strict=True) if name not in left_out]
-    some = {Role.WITHOUT_STRANGERS: fit} if 1 < len(fit) < len(names) else {}
-    return {
-        str(Role.BASE): _plain(recipe, "sum", scale=0.0),
+    has_some = 1 < len(fit) < len(names)
+    average, total = _plain(recipe, "linear"), _plain(recipe, "sum")
+    is_more = not is_searched and recipe not in (average, total, advised)
+    made = {
+        Role.BASE: _plain(recipe, "sum", scale=0.0),
         **alone,
-        str(Role.AVERAGE): _plain(recipe, "linear"),
-        **{str(role): _plain(recipe, "linear", models=models) for role, models in some.items()},
-        str(Role.SUM): _plain(recipe, "sum"),
-        str(Role.PART): _plain(recipe, "sum", scale=PART),
-        **({} if advised is None else {str(Role.ADVICE): advised}),
-        **({} if is_searched else {str(Role.RECIPE): recipe}),
-        str(Role.AGAIN): _plain(recipe, "linear"),
+        Role.AVERAGE: average,
+        Role.WITHOUT_STRANGERS: _plain(recipe, "linear", models=fit) if has_some else None,
+        Role.SUM: total,
+        Role.PART: _plain(recipe, "sum", scale=PART),
+        Role.ADVICE: advised,
+        Role.RECIPE: recipe if is_more else None,
+        Role.AGAIN: average,
     }
+    return {str(name): found for name, found in made.items() if found is not None}
 
 
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:

@@ -22,6 +22,8 @@ Evaluator = str | Callable[..., Any]
 USUAL_TRIALS = 40
 NEEDED = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 """Packages that a sampler of Optuna imports when it first has something to suggest."""
+IDLE = ("sampler", "trials", "seeds", "race")
+"""What has no effect where nothing is searched over."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class SearchRequest:
     table: Search
     sampler: str
     planned: int
-    """How many trials; 0 if only the baselines are scored."""
     evaluator: Evaluator
     holdout: Evaluator | None
     judge: Judge
@@ -83,19 +84,22 @@ def make_request(
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.model_fields}
     fields |= {name: value for name, value in settings.items() if value is not None}
-    fields["over"] = _each_model({**table.over, **(over or {})}, recipe)
-    table = Search(**fields)
-    if not table.over:
-        _check_idle(table)
+    searched = {**table.over, **(over or {})}
+    if (each := searched.pop(INCLUDE[:-1], None)) is not None:
+        names = distinct([entry.name for entry in recipe.models])
+        searched = {f"{INCLUDE}{name}": each for name in names} | searched
+    table = Search(**fields | {"over": searched})
+    idle = [name for name in IDLE if getattr(table, name) != Search.model_fields[name].default]
+    if idle and not searched:
+        how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
+        raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
     if lacking := [package for package in NEEDED.get(sampler, ()) if find_spec(package) is None]:
         how = f"pip install {' '.join(lacking)}, or use tpe"
         raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
-    planned = table.trials or USUAL_TRIALS
-    if sampler == "grid":
-        planned = count_grid(space, table.seeds) if table.over else 0
+    planned = count_grid(space, table.seeds) if sampler == "grid" else table.trials or USUAL_TRIALS
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
         raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
@@ -105,24 +109,6 @@ def make_request(
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
     return SearchRequest(space, table, sampler, planned, judging, held, judge, seed, recipe.output)
-
-
-def _each_model(over: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """What is searched over, with `include` written out for each model."""
-    models = distinct([entry.name for entry in recipe.models])
-    named = {name: dimension for name, dimension in over.items() if name != INCLUDE[:-1]}
-    whole = [over[INCLUDE[:-1]]] if INCLUDE[:-1] in over else []
-    return {f"{INCLUDE}{model}": dimension for dimension in whole for model in models} | named
-
-
-def _check_idle(table: Search) -> None:
-    """Refuse what says how settings are chosen where there are none to choose from."""
-    for name in ("sampler", "trials", "seeds", "race"):
-        if getattr(table, name) != Search.model_fields[name].default:
-            raise RecipeError(
-                f"{name}: nothing to search over: add --over NAME=VALUES or [search.over]; to "
-                f"score only the baselines, leave out {name}"
-            )
 
 
 def count_grid(space: Space, seeds: int) -> int:

@@ -3,9 +3,8 @@
 A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
 weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
 base, each model alone, the plain average, task arithmetic, the advice. A study that searches over
-nothing has only these, and the recipe itself. *Items* are what a score is
-the mean of: the part of an item's id before the first slash is its group, and a score of that name
-is the mean over the group.
+nothing has only these, and the recipe itself. *Items* are what a score is the mean of: the part of
+an item's id before the first slash is its group, and a score of that name is the group's mean.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Role(StrEnum):
     PART = "sum × 0.4"
     ADVICE = "advice"
     RECIPE = "recipe"
-    """The recipe itself, where nothing is searched over."""
     AGAIN = "average again"
     """Scored for the noise of the evaluator."""
     WINNER = "winner"
@@ -83,9 +81,8 @@ def value_text(value: Any) -> str:
     """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else text
 
 
 def settings_text(settings: Settings) -> str:
@@ -360,8 +357,7 @@ class Conclusion:
         if chosen is not None and chosen.role not in NOT_MERGED:
             return ""
         if chosen is not None:
-            is_base = chosen.role is Role.BASE
-            what = "the base" if is_base else chosen.baseline.removesuffix(ALONE)
+            what = "the base" if chosen.baseline == Role.BASE else chosen.baseline[: -len(ALONE)]
             why = f"{what} is better than the best setting"
             if self.best is not None and self.best.baseline:
                 why = f"nothing is shown to be better than {what}"

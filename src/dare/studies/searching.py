@@ -15,7 +15,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
@@ -89,18 +89,8 @@ def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     return Path("study.db")
 
 
-class Advised(NamedTuple):
-    """What `dare advise` says of the models of a recipe."""
-
-    recipe: Recipe | None = None
-    left_out: tuple[str, ...] = ()
-    """The models that should not be merged."""
-    remark: str = ""
-    """Why there is no recipe."""
-
-
-def advised_for(recipe: Recipe) -> Advised:
-    """The advice for the models of a recipe."""
+def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
+    """The advised recipe, the models that the advice leaves out, and why there is no recipe."""
     try:
         analysis = analyze(
             recipe.base,
@@ -111,14 +101,13 @@ def advised_for(recipe: Recipe) -> Advised:
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
-            remark = "There is no advice: none of the models should be merged."
-            return Advised(None, advice.left_out, remark)
+            return None, advice.left_out, "There is no advice: none of the models should be merged."
         advised = recipe_from_document(advice.recipe, "advice")
     except DareError as error:
-        return Advised(remark=f"There is no advice: {error}.")
+        return None, (), f"There is no advice: {error}."
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
     policies = {name: getattr(recipe, name) for name in kept}
-    return Advised(advised.model_copy(update={**policies, "output": None}), advice.left_out)
+    return advised.model_copy(update={**policies, "output": None}), advice.left_out, ""
 
 
 # ---------------------------------------------------------------- one candidate
@@ -255,21 +244,20 @@ class _Story:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        advised = Advised()
+        space, no_advice = self.request.space, (None, (), "")
         if advice:
             self.display.say("analysing the models for the advice")
-            advised = advised_for(self.request.recipe)
-        space, recipe = self.request.space, advised.recipe
-        starts = [] if recipe is None else [space.nearest(recipe, advised.left_out)]
+        recipe, left_out, remark = advised_for(space.recipe) if advice else no_advice
+        starts = [] if recipe is None else [space.nearest(recipe, left_out)]
         starts.append(space.nearest(space.recipe))
         different = {key_of(start): start for start in starts if start is not None}
         with self.study.turn():
             if self.study.note("starts") is None:
                 self.study.keep("advice", None if recipe is None else recipe.to_document())
-                self.study.keep("left_out", advised.left_out)
+                self.study.keep("left_out", left_out)
                 if not space.over:
                     self.study.keep("planned", len(self._baseline_recipes()))
-                self._remark(advised.remark)
+                self._remark(remark)
                 self.study.keep("starts", list(different.values()))
 
     def _remark(self, text: str) -> None:

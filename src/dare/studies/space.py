@@ -21,7 +21,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
 from dare.recipe.settings import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
-from dare.stages import STAGES, parse_method
+from dare.stages import parse_method
 from dare.studies.results import Settings, key_of
 
 SEED_STEP = 1000
@@ -78,16 +78,19 @@ class Space:
 
     def counting(self, settings: Settings) -> dict[str, Any]:
         """Those of some settings that count: neither for another method nor for models left out."""
-        out, method = left_out_by(settings), settings.get(METHOD, self.methods[0])
+        method = settings.get(METHOD, self.methods[0])
         return {
             name: value
             for name, value in settings.items()
-            if name == METHOD or (applies(name, method) and _model_of(name) not in out)
+            if name == METHOD
+            or name.startswith(INCLUDE)
+            or (applies(name, method) and settings.get(INCLUDE + name.partition(".")[2], True))
         }
 
     def has_models(self, settings: Settings) -> bool:
         """Whether a setting leaves any model to merge."""
-        return len(left_out_by(settings)) < len(self.recipe.models)
+        names = distinct([entry.name for entry in self.recipe.models])
+        return any(settings.get(INCLUDE + name, True) for name in names)
 
     def check(self) -> None:
         """Refuse a space in which a name has no effect, or a value is not valid."""
@@ -138,7 +141,7 @@ class Space:
         return all(_listed(dimension) is not None for dimension in self.over.values())
 
     def grid(self) -> list[dict[str, Any]]:
-        """Every setting once."""
+        """Every setting once; none if nothing is searched over."""
         settings: dict[str, dict[str, Any]] = {}
         for method in self.methods:
             own = {METHOD: method} if METHOD in self.over else {}
@@ -148,7 +151,7 @@ class Space:
                 raise RecipeError(f"the grid has over {MOST_IN_GRID:,} settings; use random or tpe")
             for row in itertools.product(*lists):
                 found = self.counting({**own, **dict(zip(names, row, strict=True))})
-                if self.has_models(found):
+                if found and self.has_models(found):
                     settings.setdefault(key_of(found), found)
         return list(settings.values())
 
@@ -205,27 +208,11 @@ class Space:
         settings: dict[str, Any] = {METHOD: same[0]} if METHOD in self.over else {}
         same_models = all(f"{INCLUDE}{model}" in self.over for model in left_out)
         for name in self.names_in(same[0]):
+            near = recipe if same_models or name != "scale" else self.recipe
+            settings[name] = _snapped(self.over[name], _value_of(near, name))
             if name.startswith(INCLUDE):
                 settings[name] = name.removeprefix(INCLUDE) not in left_out
-            else:
-                near = recipe if same_models or name != "scale" else self.recipe
-                settings[name] = _snapped(self.over[name], _value_of(near, name))
         return self.counting(settings)
-
-
-def left_out_by(settings: Settings) -> set[str]:
-    """The models that a setting leaves out."""
-    return {
-        name.removeprefix(INCLUDE)
-        for name, value in settings.items()
-        if name.startswith(INCLUDE) and not value
-    }
-
-
-def _model_of(name: str) -> str:
-    """The model that a setting may be said of, other than whether it takes part."""
-    first, _, rest = name.partition(".")
-    return "" if name.startswith(INCLUDE) or first in STAGES else rest
 
 
 def is_random(recipe: Recipe) -> bool:

@@ -13,7 +13,6 @@ from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
     Holdout,
-    Role,
     State,
     StudyData,
     Trial,
@@ -52,35 +51,26 @@ def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
 
 
 def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
-    if not data.is_searched:
-        return _headline_of_baselines(conclusion)
-    if not data.trials:
+    chosen, verdicts = conclusion.chosen, {item.verdict for item in conclusion.against}
+    if not data.is_searched and NOT_KNOWN not in verdicts:
+        if chosen is None:
+            return conclusion.no_recipe.capitalize(), "stop"
+        merge = f"Merge: take the {chosen.label}"
+        return ("Do not merge", "stop") if conclusion.no_recipe else (merge, "ready")
+    if not data.candidates:
         return "No trials yet", "note"
     if conclusion.best is None:
         broken = bool(conclusion.ranking)
         return ("Every setting breaks a guard" if broken else "No setting is scored yet"), "stop"
     if conclusion.better:
-        is_there = conclusion.chosen is not None and conclusion.chosen.role in NOT_MERGED
+        is_there = chosen is not None and chosen.role in NOT_MERGED
         advice = "Do not merge: a" if is_there else "A"
         return f"{advice} baseline is better than the best setting", "stop"
     if conclusion.tied:
         return f"The best is within noise of {times(len(conclusion.tied), 'other')}", "change"
-    if {item.verdict for item in conclusion.against} == {BETTER}:
+    if verdicts == {BETTER}:
         return "The best stands out", "ready"
     return "The top score may be luck", "note"
-
-
-def _headline_of_baselines(conclusion: Conclusion) -> tuple[str, Tone]:
-    chosen = conclusion.chosen
-    if chosen is None:
-        why = conclusion.no_recipe
-        return why[0].upper() + why[1:], "stop" if conclusion.baselines else "note"
-    if NOT_KNOWN in {item.verdict for item in conclusion.against}:
-        return "The top score may be luck", "note"
-    if chosen.role not in NOT_MERGED:
-        return f"Merge: take the {chosen.label}", "ready"
-    what = "the base" if chosen.role is Role.BASE else "the best single model"
-    return f"Do not merge: nothing is shown to be better than {what}", "stop"
 
 
 def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
