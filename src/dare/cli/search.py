@@ -61,7 +61,8 @@ class Options:
     over: Annotated[
         list[str] | None,
         several(
-            "A setting and its values: drop_rate=0.8,0.9 or scale=0.5:2 (see the examples).",
+            "A setting and its values: drop_rate=0.8,0.9, scale=0.5:2 or include.math=true,false. "
+            "Without it, only the baselines are scored.",
             group=WHAT,
             metavar="NAME=VALUES...",
         ),

@@ -62,10 +62,10 @@ def search(
 ) -> SearchResult:
     """Search around a recipe for the settings whose merge scores best, and say whether it is best.
 
-    `over` has a list or a range for each setting, and `evaluate` scores a candidate: a function, or
-    a text as on the command line. All else is laid over the recipe's table `[search]`: `sampler`,
-    `trials`, `seeds`, `objective`, `guards`, `race`, `time_limit`. The study is a file; the same
-    call resumes it.
+    `over` has a list or a range for each setting; without it, only the baselines are scored.
+    `evaluate` scores a candidate: a function, or a text as on the command line. All else is laid
+    over the recipe's table `[search]`: `sampler`, `trials`, `seeds`, `objective`, `guards`, `race`,
+    `time_limit`. The study is a file; the same call resumes it.
     """
     place = study_place(recipe, study)
     request = make_request(
