@@ -137,8 +137,8 @@ with --merged what a finished merge has kept. Needs the extra `report`.
 
 Makes candidates in memory and has each scored on data that you hold out. The
 baselines come first: the base, each model, the plain average, task arithmetic
-and the advice. Without --over they are all, and the answer is the simplest one
-that no other beats. A study is a file: the same command resumes it.
+and the advice. Without --over only these are scored; take the simplest that no
+other beats. A study is a file: stopped or killed, the same command resumes.
 
 [bold]Examples[/bold]
 
