@@ -174,7 +174,7 @@ def test_before_anything_is_scored():
     assert mentions(found, "base")
     only = conclude(study([], [baseline("base", right(10))]))
     assert only.baselines[0].objective.value == 0.1
-    assert mentions(only, "setting")
+    assert (only.best, only.chosen) == (None, None)
 
 
 def test_an_objective_that_the_evaluator_does_not_give_is_refused():
@@ -458,6 +458,23 @@ def test_the_simplest_is_none_that_a_baseline_beats():
     assert found.simplest == found.chosen == found.best
 
 
+@pytest.mark.parametrize("runner_up", [True, False])
+def test_the_simplest_is_none_that_the_holdout_calls_worse_than_the_best(runner_up):
+    trials = [trial(0, {"method": "dare+ties"}, right(60))]
+    if runner_up:
+        trials.append(trial(1, {"method": "linear"}, right(59)))
+    plain = baseline("average", right(1 if runner_up else 59))
+    found = conclude(study(trials, [plain]))
+    assert found.simplest.label == ("method=linear" if runner_up else "average")
+    held = (
+        trial(0, {"method": "dare+ties"}, right(60), name="winner"),
+        *([trial(1, {"method": "linear"}, right(30), name="runner-up")] if runner_up else ()),
+        baseline("average", right(30)),
+    )
+    found = conclude(study(trials, [plain], holdout=held))
+    assert found.chosen == found.simplest == found.best
+
+
 def test_models_that_are_called_like_roles_are_models():
     names = ("winner", "runner-up", "average again", "sum", "base", "advice", "winner before")
     singles = [baseline(f"{name} alone", right(40 + n)) for n, name in enumerate(names)]
@@ -470,6 +487,110 @@ def test_models_that_are_called_like_roles_are_models():
     assert {r.role for r in found.baselines} == {Role.SINGLE, Role.AVERAGE, Role.BASE}
     assert found.best.broken == ()
     assert not mentions(found, "add:keep:0.9")
+
+
+# ------------------------------------------------------------------------------------- baselines
+
+
+SIMPLEST_FIRST = (
+    "base",
+    "math alone",
+    "average",
+    "average without strangers",
+    "sum",
+    "sum × 0.4",
+    "advice",
+    "recipe",
+)
+
+
+def only_baselines(*scored, held=(), **more) -> Conclusion:
+    """Of a study that searches over nothing; all baselines, or the first of them."""
+    found = [baseline(name, s) for name, s in zip(SIMPLEST_FIRST, scored, strict=False)]
+    on_holdout = [baseline(name, s) for name, s in zip(SIMPLEST_FIRST, held, strict=False)]
+    return conclude(study([], found, holdout=on_holdout, **{"planned": len(found), **more}))
+
+
+@pytest.mark.parametrize(
+    ("counts", "taken"),
+    [
+        ((50, 51, 52, 52, 52, 52, 52, 52), "base"),
+        ((50, 80, 81, 81, 81, 81, 81, 81), "math alone"),
+        ((50, 60, 80, 81, 82, 82, 82, 82), "average without strangers"),  # the better average
+        ((50, 60, 81, 80, 82, 82, 82, 82), "average"),
+        ((50, 60, 60, 60, 90, 60, 91, 91), "sum"),
+        ((50, 60, 60, 60, 60, 90, 91, 91), "sum × 0.4"),
+        ((50, 60, 60, 60, 60, 60, 90, 91), "advice"),
+        ((50, 60, 60, 60, 60, 60, 60, 90), "recipe"),
+        ((50, 20, 20, 20, 20, 20, 20, 80), "recipe"),  # single models are worse than the base
+    ],
+)
+def test_without_a_space_the_simplest_baseline_that_none_beats_is_taken(counts, taken):
+    found = only_baselines(*map(right, counts))
+    assert found.chosen.baseline == taken
+    assert found.chosen == found.best == found.simplest
+    assert found.ranking == ()
+    verdicts = {item.other: item.verdict for item in found.against}
+    assert verdicts.keys() == set(SIMPLEST_FIRST) - {taken}
+    assert "worse" not in verdicts.values()
+    assert {r.baseline for r in found.tied} == {
+        name for name, said in verdicts.items() if said == "no difference shown"
+    }
+
+
+def test_without_a_space_the_answer_may_be_not_to_merge():
+    base = only_baselines(*map(right, (50, 51, 52)))
+    assert base.no_recipe.startswith("do not merge")
+    assert base.no_recipe.endswith("use the base as it is")
+    single = only_baselines(*map(right, (50, 80, 81)))
+    assert single.no_recipe.endswith("use math as it is")
+    assert only_baselines(*map(right, (50, 60, 80))).no_recipe == ""
+
+
+def test_nothing_is_taken_before_all_baselines_have_ended():
+    early = only_baselines(*map(right, (50, 60)), planned=3)
+    assert (early.best, early.chosen, early.against) == (None, None, ())
+    assert "yet" in early.no_recipe
+    failed = only_baselines(right(50), right(70), None)  # it has ended, too
+    assert failed.chosen.baseline == "math alone"
+    assert mentions(failed, "average")
+
+
+def test_baselines_that_break_a_guard_are_not_taken_and_beat_nothing():
+    counts = (50, 70, 90)
+    found = only_baselines(*map(right, counts), guards=("add:max:0.8",))
+    assert found.chosen.baseline == "math alone"
+    none = only_baselines(*map(right, counts), guards=("add:max:0.1",))
+    assert none.chosen is None
+    assert "guard" in none.no_recipe
+
+
+def test_without_items_the_top_score_is_taken_and_may_be_luck():
+    found = only_baselines(*(Scored({"x": value}) for value in (0.5, 0.7, 0.7, 0.6)))
+    assert found.chosen.baseline == "math alone"  # as high as the average, and simpler
+    assert {item.verdict for item in found.against} == {"not known"}
+
+
+def test_what_the_holdout_beats_is_not_taken():
+    counts = (50, 51, 52)
+    found = only_baselines(*map(right, counts), held=map(right, (50, 51, 80)))
+    assert (found.best.baseline, found.chosen.baseline) == ("base", "average")
+    assert {d.other: d.verdict for d in found.holdout.against}["average"] == "worse"
+    assert (found.holdout.validation, found.holdout.looks) == (0.5, 1)
+    same = only_baselines(*map(right, counts), held=map(right, counts))
+    assert same.chosen == same.best
+    opposed = only_baselines(*map(right, (50, 90)), held=map(right, (90, 50)))
+    assert opposed.chosen is None
+    assert "contradicts" in opposed.no_recipe
+
+
+def test_equal_baselines_are_rarely_called_better_than_the_base():
+    merged = 0
+    for seed in range(40):
+        equal = (one.scored for one in noisy(8, 1, 60, seed))
+        found = only_baselines(*equal, objective={"a": 1.0})
+        merged += found.chosen.baseline != "base"
+    assert merged < 5
 
 
 # ------------------------------------------------------------------------------------- as a whole

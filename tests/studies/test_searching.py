@@ -182,7 +182,8 @@ def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
         ({"guards": ("cod:min:0.5",)}, "cod"),
         ({"objective": "mean(math, code)"}, "objective.*math = 1.0"),
         ({"over": {"scale": ()}}, "scale"),
-        ({"over": None}, "--over"),
+        ({"over": None, "sampler": "grid"}, "sampler.*--over"),
+        ({"over": None, "trials": 5}, "trials.*--over"),
         ({"jobs": 2}, "jobs.*by name"),
         ({"sampler": "grid", "over": {"scale": {"from": 0.5, "to": 1.0}}}, "grid.*tpe"),
     ],
@@ -293,6 +294,92 @@ def test_models_called_like_roles_are_searched_like_others(recipe, tmp_path):
     ]
     assert result.conclusion.holdout.looks == 1
     assert result.conclusion.holdout.validation == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.fixture
+def strange(recipe, tmp_path, monkeypatch) -> Recipe:
+    """With a third model that comes from elsewhere, which the advice leaves out."""
+    odd = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
+    file = save(tmp_path / "odd.safetensors", {"layers.0.w": odd})
+    models = [*(entry.file for entry in recipe.models), file]
+    advised = recipe, ("odd",), ""
+    monkeypatch.setattr("dare.studies.searching.advised_for", lambda _recipe: advised)
+    return Recipe(base=recipe.base, models=models, method="linear", verbose=False)
+
+
+def test_models_are_left_out_where_that_is_better(strange, tmp_path):
+    over = {"include": (True, False), "method": ("linear", "sum")}
+    result = run(strange, Evaluator(strange), tmp_path / "study.db", over=over)
+    assert len(result.data.trials) == 2 * (2**3 - 1)
+    best = result.conclusion.best.settings
+    assert best == {"method": "sum", "include.math": True, "include.code": True} | {
+        "include.odd": False
+    }
+    assert [entry.name for entry in result.best.models] == ["math", "code"]
+    average = dare.Candidates(strange).make({"include.odd": False})
+    pair = strange.model_copy(update={"models": strange.models[:2]})
+    assert average.digest == dare.Candidates(pair).make().digest
+
+
+def test_the_average_without_strangers_is_a_baseline(strange, tmp_path):
+    evaluator = Evaluator(strange)
+    result = run(strange, evaluator, tmp_path / "study.db", advice=True)
+    found = {trial.name: trial.objective for trial in result.data.baselines}
+    assert found["average without strangers"] == pytest.approx(0.5, abs=1e-4)
+    assert result.data.left_out == ("odd",)
+    pair = strange.model_copy(update={"models": strange.models[1:]})  # one remains: itself
+    one = run(pair, evaluator, tmp_path / "pair.db", advice=True)
+    assert "average without strangers" not in {trial.name for trial in one.data.baselines}
+
+
+def test_without_a_space_the_baselines_are_the_candidates(strange, tmp_path, capsys):
+    study, asked = tmp_path / "study.db", {"over": None, "advice": True}
+    evaluator, holdout = Evaluator(strange), Evaluator(strange)
+    result = run(strange, evaluator, study, holdout=holdout, **asked)
+    names = [trial.name for trial in result.data.baselines]
+    assert names == [
+        *("base", "math alone", "code alone", "odd alone", "average"),
+        *("average without strangers", "sum", "sum × 0.4", "advice", "average again"),
+    ]  # the recipe itself is the average
+    assert (result.data.trials, result.data.planned) == ((), len(names))
+    assert result.conclusion.chosen.baseline == "advice"
+    assert [entry.name for entry in result.best.models] == ["math", "code"]
+    assert result.to_dict()["answer"] == str(result)
+    assert {trial.name for trial in result.data.holdout} == set(names) - {"average again"}
+    assert main(["search", "best", str(study)]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["method"] == "sum"
+    assert main(["search", "show", str(study), "--watch"]) == 0
+    assert f"{len(names)} of {len(names)} baselines" in capsys.readouterr().out
+    assert "best-recipe" in assemble_study_page(result.data, result.conclusion, [], "")
+    calls = evaluator.calls
+    run(strange, evaluator, study, holdout=holdout, **asked)
+    assert evaluator.calls == calls
+    other = strange.model_copy(update={"method": "ties"})
+    own = run(other, evaluator, tmp_path / "other.db", **asked)
+    assert "recipe" in {ranked.baseline for ranked in own.conclusion.baselines}
+
+
+@pytest.mark.parametrize("wanted", ["base", "math"])
+def test_without_a_space_nothing_is_merged_that_is_no_better(recipe, tmp_path, capsys, wanted):
+    base = dare.Candidates(recipe).make({"scale": 0.0}).arrays["layers.0.w"].copy()
+
+    def score(tensors):
+        moved = tensors["layers.0.w"] - base
+        right = 55 if moved[0] > 0.005 or wanted == "base" else 20  # all that math is in whole
+        return {"items": {f"add/{n}": float(n < right) for n in range(60)}}
+
+    study = tmp_path / "study.db"
+    result = run(recipe, score, study, over=None)
+    assert (result.best, result.simplest) == (None, None)
+    assert result.conclusion.chosen.baseline.partition(" ")[0] == wanted
+    document = result.to_dict()
+    assert document["recipes"] == {"best": None, "simplest": None}
+    assert "do not merge" in document["answer"]
+    for more in ([], ["--simplest"], ["--write", str(tmp_path / "best.toml")]):
+        assert main(["search", "best", str(study), *more]) == 1
+        assert f"{wanted} as it is" in capsys.readouterr().err
+    assert not (tmp_path / "best.toml").exists()
+    assert "best-recipe" not in assemble_study_page(result.data, result.conclusion, [], "")
 
 
 RIGHT = {0.9: (58, 30), 1.0: (57, 55)}

@@ -57,7 +57,6 @@ def test_over_that_makes_no_sense_is_refused(text, message):
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        ([], "nothing to search over"),
         (["drop_rate=0.8,1.5"], "over drop_rate: .*1.5"),
         (["drop_rat=0.8"], "over drop_rat: drop_rat would have no effect"),
         (["method=dare+tise"], "there is no stage 'tise'"),
@@ -66,6 +65,10 @@ def test_over_that_makes_no_sense_is_refused(text, message):
         (["seed=1,2"], "seeds = 5"),
         (["drop_rate=0.5:1"], "over drop_rate"),
         (["method=1:2"], "must be a list of methods"),
+        (["include.math=0:1"], "over include.math: .*true,false"),
+        (["include.math=1,0"], "over include.math: .*true,false"),
+        (["include.math=false"], "over include.math: .*true,false"),
+        (["include.maths=true,false"], "over include.maths: .*math, code"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused(over, message):
@@ -93,6 +96,71 @@ def test_a_search_starts_where_the_advice_is():
     assert start == {"method": "dare+sum", "drop_rate": 0.6}
     assert [s.get("drop_rate") for s in found.grid()] == [None, 0.2, 0.4, 0.6]
     assert found.nearest(recipe(method="ties")) is None
+
+
+WITH_MODELS = ("include.math=true,false", "include.code=true,false", "weight.math=0.5,2")
+
+
+def test_models_can_be_left_out_but_not_all_of_them():
+    found = space(*WITH_MODELS)
+    found.check()
+    both = {"include.math": True, "include.code": True}
+    assert found.grid() == [
+        {**both, "weight.math": 0.5},
+        {**both, "weight.math": 2},
+        {"include.math": True, "include.code": False, "weight.math": 0.5},
+        {"include.math": True, "include.code": False, "weight.math": 2},
+        {"include.math": False, "include.code": True},  # whose weight says nothing
+    ]
+    assert Space(recipe(), {}).grid() == []
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_samplers_leave_a_model(sampler):
+    optuna = pytest.importorskip("optuna")
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    study = optuna.create_study(sampler=samplers[sampler](seed=0))
+    found, seen = space(*WITH_MODELS), set()
+    for number in range(40):
+        for settings in (found.suggest(study.ask()), found.draw(number, 0)):
+            assert settings in found.grid()
+            seen.add(tuple(settings[f"include.{name}"] for name in ("math", "code")))
+    assert seen == {(True, True), (True, False), (False, True)}
+    told = found.suggestion({"include.math": False, "include.code": True})
+    study.enqueue_trial(told)
+    assert found.suggest(study.ask()) == {"include.math": False, "include.code": True}
+
+
+def test_a_model_that_is_left_out_takes_no_part():
+    rules = [
+        {"match": "*.mlp.*", "model": ["math", "code"], "settings": {"drop_rate": 0.1}},
+        {"match": "*.norm.*", "model": ["math"], "settings": {"drop_rate": 0.2}},
+        {"match": "*", "settings": {"drop_rate": 0.3}},
+    ]
+    given = Recipe(base="base", models=["math", "code", "law"], method="dare+linear", tensors=rules)
+    left = with_settings(given, {"include.math": False, "weight.math": 3.0, "include.law": True})
+    assert [entry.name for entry in left.models] == ["code", "law"]
+    assert left.weights() == (0.5, 0.5)
+    assert [(rule.match, rule.model) for rule in left.tensors] == [
+        (("*.mlp.*",), ("code",)),
+        (("*",), None),
+    ]
+    for wrong in ({"include.maths": True}, {"include.math": "no"}):
+        with pytest.raises(RecipeError, match="true or false, for math, code, law"):
+            with_settings(given, wrong)
+    with pytest.raises(RecipeError, match="at least one"):
+        with_settings(given, {f"include.{name}": False for name in ("math", "code", "law")})
+
+
+def test_the_start_has_no_scale_that_was_advised_for_other_models():
+    advised = Recipe(base="base", models=["math"], method="sum", scale=0.5)
+    plain = space("scale=0.2:2", method="sum")
+    assert plain.nearest(advised, ["code"]) == {"scale": 1.0}
+    own = space("scale=0.2:2", method="sum", scale=0.8)
+    assert own.nearest(advised, ["code"]) == {"scale": 0.8}
+    leaves_out = space("scale=0.2:2", "include.code=true,false", method="sum")
+    assert leaves_out.nearest(advised, ["code"]) == {"scale": 0.5, "include.code": False}
+    assert plain.nearest(recipe(method="sum", scale=0.5)) == {"scale": 0.5}
 
 
 def test_the_start_takes_the_mean_of_what_models_have_of_their_own():

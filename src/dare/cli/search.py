@@ -61,7 +61,8 @@ class Options:
     over: Annotated[
         list[str] | None,
         several(
-            "A setting and its values: drop_rate=0.8,0.9 or scale=0.5:2 (see the examples).",
+            "A setting and its values: drop_rate=0.8,0.9, scale=0.5:2 or include.math=true,false. "
+            "Without it, only the baselines are scored.",
             group=WHAT,
             metavar="NAME=VALUES...",
         ),
@@ -153,7 +154,7 @@ def run(
     if options.dry_run:
         checked = make_request(merge, **asked)
         trials = times(checked.planned, "trial")
-        console.print(f"{trials} by {checked.sampler}; all settings are valid")
+        console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
     result = run_search(
         merge,
@@ -207,8 +208,8 @@ def show_command(
         if watch and console.is_terminal:
             console.clear()
         show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
-        open_trials = result.data.planned - sum(t.state.is_final for t in result.data.trials)
-        if not watch or open_trials <= 0:
+        ended = sum(trial.state.is_final for trial in result.data.candidates)
+        if not watch or ended >= result.data.planned:
             break
         time.sleep(WATCH_SECONDS)
     _write_beside(console, result, html, overwrite=overwrite, json=json)

@@ -137,10 +137,13 @@ with --merged what a finished merge has kept. Needs the extra `report`.
 
 Makes candidates in memory and has each scored on data that you hold out. The
 baselines come first: the base, each model, the plain average, task arithmetic
-and the advice. A study is a file: stopped or killed, the same command resumes.
+and the advice. Without --over only these are scored; take the simplest that no
+other beats. A study is a file: stopped or killed, the same command resumes.
 
 [bold]Examples[/bold]
 
+  dare search recipe.toml --eval score.py:score
+  dare search recipe.toml --over include=true,false --eval score.py:score
   dare search recipe.toml --over method=dare+linear,dare+ties,sum \
        drop_rate=0.3:0.95 scale=0.5:2 --trials 40 --eval score.py:score
   dare search recipe.toml --over weight.math=0:1 weight.code=0:1 \
@@ -247,7 +250,7 @@ SUBCOMMANDS = {
 
 [bold]Examples[/bold]
 
-  dare search best --study study.db --write best.toml
+  dare search best study.db --write best.toml
   dare search best study.db --simplest""",
 }
 """The help of commands that stand below another."""

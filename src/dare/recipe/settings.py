@@ -4,6 +4,7 @@ scale, method, seed …          a field of the recipe
 drop_rate                      a parameter, in the table of the one stage that has it
 trim.density                   a parameter of that stage
 weight.math, drop_rate.math    what is said of one model; weight alone: of each
+include.math                   whether a model takes part at all
 
 `overlaid` does it for a whole merge, from a command line or from keywords in Python.
 """
@@ -27,6 +28,8 @@ FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
 """Fields of a recipe that can be set by name."""
 OF_MODELS = ("weight", "seed")
 """What is said of each model, beside the parameters of delta stages."""
+INCLUDE = "include."
+"""Before the name of a model: whether it takes part."""
 OF_THE_CALL = ("overwrite", "resume", "backend")
 """What is said to a function, and not of the merge."""
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
@@ -138,6 +141,8 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     >>> changed = with_settings(recipe, {"method": "trim+ties", "weight.math": 0.7, "scale": 2.0})
     >>> changed.stages, changed.weights(), changed.scale
     ({}, (0.7, 1.0), 2.0)
+    >>> with_settings(changed, {"include.math": False}).weights()
+    (1.0,)
     """
     document = recipe.to_document()
     document.pop("output_digest", None)
@@ -147,9 +152,27 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         document["method"] = given.pop("method")
         _leave_out_the_idle(document)
     names = distinct([entry.name for entry in recipe.models])
+    included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
     for name, value in given.items():
         set_by_name(document, name, value, names)
-    return recipe_from_document(document, "settings")
+    changed = recipe_from_document(document, "settings")
+    return _with_some(changed, included, names) if included else changed
+
+
+def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str]) -> Recipe:
+    """The same recipe for some of its models; rules go on being for the same ones."""
+    for name, value in included.items():
+        if name.removeprefix(INCLUDE) not in models or not isinstance(value, bool):
+            there = f"{INCLUDE}MODEL is true or false, for {', '.join(models)}"
+            raise RecipeError(f"{name} = {value!r}: {there}")
+    kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
+    rules = []
+    for rule, places in recipe.rules:
+        files = tuple(str(kept[place].file) for place in places or () if place in kept)
+        if places is None or files:
+            rules.append(rule if places is None else rule.model_copy(update={"model": files}))
+    changed = {"models": tuple(kept.values()), "tensors": tuple(rules), "input_digests": None}
+    return recipe.model_copy(update=changed)
 
 
 def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:
@@ -186,6 +209,8 @@ def applies(name: str, method: str) -> bool:
     first, dot, rest = name.partition(".")
     if name == "embedding_drop_rate":
         return any("drop_rate" in stage.parameters for stage in chain[:-1])
+    if name.startswith(INCLUDE):
+        return True
     if first in OF_MODELS and (dot or first == "weight"):
         return first == "seed" or chain[-1].default_weight is not None
     if name in FIELDS:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from dare.errors import RecipeError
-from dare.studies.judging import Entry, Judge, doubts, singles_of
+from dare.studies.judging import LEVELS, Entry, Judge, doubts, singles_of
 from dare.studies.results import (
     Conclusion,
     Difference,
@@ -46,6 +46,8 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     if not entries:
         return Conclusion(remarks=("Nothing is scored yet.", *_of_failures(data)))
     table = resample(entries, judge.objective, resamples=resamples)
+    if not data.is_searched:
+        return _among_baselines(data, judge, entries, table, resamples)
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
     order = sorted(
@@ -74,6 +76,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     simplest = chosen
     if best is not None and chosen is best:
         ways = judge.simplest_first(best, tied)
+        ways = [way for way in ways if not _beating(way, [best], contests[1:])]  # on the holdout
         simplest = next(way for way in ways if way is best or not _beating(way, rivals, contests))
     noise = _noise(data.baselines, judge)
     told = {difference.verdict for n, difference in differences.items() if n in feasible}
@@ -118,7 +121,7 @@ class _Contest:
     """Places of the settings of which the best was chosen here."""
 
     def is_worse(self, one: Ranked, other: Ranked) -> bool:
-        """Whether one is worse than a baseline, beyond chance."""
+        """Whether one is worse than another, beyond chance; False if either has no scores here."""
         place, rival = self.places.get(_key(one)), self.places.get(_key(other))
         if place is None or rival is None or place == rival:
             return False
@@ -127,7 +130,7 @@ class _Contest:
 
 
 def _beating(one: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> list[Ranked]:
-    """The baselines that are better, beyond chance, in any contest."""
+    """The rivals that are better, beyond chance, in any contest."""
     return [r for r in rivals if any(contest.is_worse(one, r) for contest in contests)]
 
 
@@ -171,6 +174,60 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
     return fmean(map(judge.objective.value, scores)) if scores else None
 
 
+# ----------------------------------------------------------------------------------- baselines
+
+
+def _among_baselines(
+    data: StudyData, judge: Judge, entries: Sequence[Entry], table: Resampled, resamples: int
+) -> Conclusion:
+    """Take the simplest baseline that no other beats, once all are scored."""
+    singles = singles_of(entries)
+    standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
+    ended = sum(trial.state.is_final for trial in data.baselines)
+    rivals = [r for r in standing if 0 < data.planned <= ended and not r.broken]
+    contest = _Contest(table, {r.baseline: n for n, r in enumerate(standing) if r in rivals})
+    best = _simplest_unbeaten(rivals, contest)
+    holdout, held, on_holdout = _holdout(data, judge, best, resamples) if best else (None, None, ())
+    chosen = _simplest_unbeaten(rivals, contest, held)
+    against = _facing(contest, best) if best else ()
+    tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
+    remarks = *_of_chance(table, entries), *_of_failures(data)
+    return Conclusion(
+        baselines=tuple(standing),
+        best=best,
+        against=against,
+        tied=tuple(ranked for ranked in rivals if ranked.baseline in tied),
+        chosen=chosen,
+        simplest=chosen,
+        noise=_noise(data.baselines, judge),
+        holdout=holdout,
+        remarks=(*remarks, *_of_scores(judge, standing, singles), *on_holdout),
+    )
+
+
+def _simplest_unbeaten(
+    rivals: Sequence[Ranked], contest: _Contest, held: _Contest | None = None
+) -> Ranked | None:
+    """The first level whose best is not beaten; where chance is not known, a lead will do."""
+    for level in LEVELS:
+        found = [ranked for ranked in rivals if ranked.role in level]
+        for best in sorted(found, key=lambda ranked: -ranked.objective.value)[:1]:
+            here, there = _facing(contest, best), _facing(held, best) if held else ()
+            is_behind = any(d.verdict == NOT_KNOWN and d.estimate.value < 0 for d in here)
+            if not is_behind and all(d.verdict != WORSE for d in (*here, *there)):
+                return best
+    return None
+
+
+def _facing(contest: _Contest, one: Ranked) -> tuple[Difference, ...]:
+    """One minus each of the others, by intervals that hold for all of them at once."""
+    if (place := contest.places.get(_key(one))) is None:
+        return ()
+    others = {name: n for name, n in contest.places.items() if n != place}
+    found = {k: -contest.table.difference(n, place, [*others.values()]) for k, n in others.items()}
+    return tuple(Difference(name, value, verdict(value)) for name, value in found.items())
+
+
 # ------------------------------------------------------------------------------------- holdout
 
 
@@ -178,7 +235,8 @@ def _holdout(
     data: StudyData, judge: Judge, best: Ranked, resamples: int
 ) -> tuple[Holdout | None, _Contest | None, tuple[str, ...]]:
     """The winner on the second evaluator, beside all else that was scored there."""
-    winners = [t for t in data.holdout if t.role in (Role.WINNER, Role.EARLIER_WINNER)]
+    names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
+    winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
         failed = [f"The winner has no score on the holdout: {t.message}." for t in winners[-1:]]
@@ -186,7 +244,7 @@ def _holdout(
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = [t for t in done if t.settings == latest]
     others = judge.entries_of_names(t for t in data.holdout if t not in winners)
-    entries = [judge.entry(trials, "", judge.is_random(latest)), *others]
+    entries = [judge.entry(trials, best.baseline, judge.is_random(latest)), *others]
     try:
         table = resample(entries, judge.objective, resamples=resamples)
         singles = singles_of(others)
@@ -207,17 +265,18 @@ def _holdout(
         before = _mean_objective([t for t in data.baselines if t.name == other.name], judge)
         if before is not None:
             usual.append(before - float(table.values[place]))
-    winner = standing[0]
+    winner, contest = standing[0], _Contest(table, places)
+    pairs = (_differ(table, 0, n, other.name, ()) for n, other in enumerate(others, start=1))
     looks = len({(t.name, key_of(t.settings)) for t in winners})
     holdout = Holdout(
         objective=winner.objective,
-        against=tuple(_differ(table, 0, n, o.name, ()) for n, o in enumerate(others, start=1)),
+        against=_facing(contest, best) if best.baseline else tuple(pairs),
         validation=validation,
         loss=validation - winner.objective.value,
         usual_loss=fmean(usual) if usual else None,
         looks=looks,
     )
-    return holdout, _Contest(table, places), tuple(_of_holdout(winner, best, latest, looks))
+    return holdout, contest, tuple(_of_holdout(winner, best, latest, looks))
 
 
 # ------------------------------------------------------------------------------------- remarks

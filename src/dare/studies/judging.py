@@ -21,8 +21,17 @@ from dare.recipe.settings import with_settings
 from dare.studies.results import Estimate, Ranked, Role, Scored, Settings, StudyData, Trial, key_of
 from dare.studies.space import is_random
 
-_PLAIN = (Role.AVERAGE, Role.SUM)
+_PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)
 """Baselines that are merges, and need no setting."""
+LEVELS = (
+    (Role.BASE,),
+    (Role.SINGLE,),
+    (Role.AVERAGE, Role.WITHOUT_STRANGERS),
+    (Role.SUM, Role.PART),
+    (Role.ADVICE,),
+    (Role.RECIPE,),
+)
+"""Baselines, the simplest first."""
 Scores = Mapping[str, float]
 _KINDS = ("max", "min", "keep")
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
@@ -294,12 +303,12 @@ class Judge:
     def entries_of_names(self, trials: Iterable[Trial]) -> list[Entry]:
         """Baselines that are done, but for the one that is there to tell the noise."""
         found = _together((t for t in trials if t.role is not Role.AGAIN), lambda t: t.name)
-        # A runner-up has settings; of baselines that have none, only the advice may be random.
+        # A runner-up has settings; of baselines that have none, only recipes may be random.
         return [
             self.entry(
                 same,
                 name,
-                same[0].role is Role.ADVICE
+                same[0].role in (Role.ADVICE, Role.RECIPE)
                 or (bool(same[0].settings) and self.is_random(same[0].settings)),
             )
             for name, same in found.items()

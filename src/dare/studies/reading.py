@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +55,8 @@ class SearchResult:
             name: None if recipe is None else recipe.to_document()
             for name, recipe in (("best", self.best), ("simplest", self.simplest))
         }
-        return {**document, "conclusion": self.conclusion.to_dict(), "recipes": recipes}
+        conclusion = self.conclusion.to_dict()
+        return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
     def to_toml(self, *, simplest: bool = False, output: Path | None = None) -> str:
         """The best recipe, or the simplest, with what speaks for it as comments."""
@@ -116,6 +117,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         trials=tuple(trials),
         holdout_evaluator=study.note("holdout"),
         advice=study.note("advice"),
+        left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
         remarks=tuple(study.note("remarks") or ()),
         importance=study.importance(),
@@ -165,26 +167,35 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
         made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
     else:
         advice = None if data.advice is None else recipe_from_document(data.advice, "advice")
-        made = baseline_recipes(recipe, advice)[ranked.baseline]
+        made = baseline_recipes(recipe, advice, data.left_out, data.is_searched)[ranked.baseline]
     return made.model_copy(update={"output": data.output})
 
 
-def baseline_recipes(recipe: Recipe, advised: Recipe | None) -> dict[str, Recipe]:
+def baseline_recipes(
+    recipe: Recipe, advised: Recipe | None, left_out: Collection[str], is_searched: bool
+) -> dict[str, Recipe]:
     """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise."""
     names = distinct([entry.name for entry in recipe.models])
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
         for name, entry in zip(names, recipe.models, strict=True)
     }
-    return {
-        str(Role.BASE): _plain(recipe, "sum", scale=0.0),
+    fit = [e for name, e in zip(names, recipe.models, strict=True) if name not in left_out]
+    has_some = 1 < len(fit) < len(names)
+    average, total = _plain(recipe, "linear"), _plain(recipe, "sum")
+    is_more = not is_searched and recipe not in (average, total, advised)
+    made = {
+        Role.BASE: _plain(recipe, "sum", scale=0.0),
         **alone,
-        str(Role.AVERAGE): _plain(recipe, "linear"),
-        str(Role.SUM): _plain(recipe, "sum"),
-        str(Role.PART): _plain(recipe, "sum", scale=PART),
-        **({} if advised is None else {str(Role.ADVICE): advised}),
-        str(Role.AGAIN): _plain(recipe, "linear"),
+        Role.AVERAGE: average,
+        Role.WITHOUT_STRANGERS: _plain(recipe, "linear", models=fit) if has_some else None,
+        Role.SUM: total,
+        Role.PART: _plain(recipe, "sum", scale=PART),
+        Role.ADVICE: advised,
+        Role.RECIPE: recipe if is_more else None,
+        Role.AGAIN: average,
     }
+    return {str(name): found for name, found in made.items() if found is not None}
 
 
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, RecipeError
+from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
+from dare.recipe.settings import INCLUDE
 from dare.studies.evaluators import check_evaluator
 from dare.studies.judging import Judge
 from dare.studies.space import Space, seed_shifts
@@ -20,6 +22,8 @@ Evaluator = str | Callable[..., Any]
 USUAL_TRIALS = 40
 NEEDED = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 """Packages that a sampler of Optuna imports when it first has something to suggest."""
+IDLE = ("sampler", "trials", "seeds", "race")
+"""What has no effect where nothing is searched over."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class SearchRequest:
         document = self.recipe.to_document()
         for name in ("threads", "verbose", "max_memory"):  # which change no candidate
             document.pop(name, None)
+        table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return Charter(
             recipe={"models": document.pop("models"), **document},
-            space=self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)["over"],
+            space=table.get("over", {}),
             sampler=self.sampler,
             seeds=self.table.seeds,
             evaluator=evaluator_name(self.evaluator),
@@ -79,8 +84,15 @@ def make_request(
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.model_fields}
     fields |= {name: value for name, value in settings.items() if value is not None}
-    fields["over"] = {**table.over, **(over or {})}
-    table = Search(**fields)
+    searched = {**table.over, **(over or {})}
+    if (each := searched.pop(INCLUDE[:-1], None)) is not None:
+        names = distinct([entry.name for entry in recipe.models])
+        searched = {f"{INCLUDE}{name}": each for name in names} | searched
+    table = Search(**fields | {"over": searched})
+    idle = [name for name in IDLE if getattr(table, name) != Search.model_fields[name].default]
+    if idle and not searched:
+        how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
+        raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")

@@ -2,9 +2,9 @@
 
 A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
 weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
-base, each model alone, the plain average, task arithmetic, the advice. *Items* are what a score is
-the mean of: the part of an item's id before the first slash is its group, and a score of that name
-is the mean over the group.
+base, each model alone, the plain average, task arithmetic, the advice. A study that searches over
+nothing has only these, and the recipe itself. *Items* are what a score is the mean of: the part of
+an item's id before the first slash is its group, and a score of that name is the group's mean.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class Role(StrEnum):
     SINGLE = ALONE
     BASE = "base"
     AVERAGE = "average"
+    WITHOUT_STRANGERS = "average without strangers"
+    """Of the models that the advice does not leave out."""
     SUM = "sum"
     PART = "sum × 0.4"
     ADVICE = "advice"
+    RECIPE = "recipe"
     AGAIN = "average again"
     """Scored for the noise of the evaluator."""
     WINNER = "winner"
@@ -73,12 +76,13 @@ def key_of(settings: Settings) -> str:
 def value_text(value: Any) -> str:
     """The value of a setting, short.
 
-    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(3)
-    ('0.6123', 'dare+ties', '[0, 1]', '3')
+    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(True)
+    ('0.6123', 'dare+ties', '[0, 1]', 'true')
     """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else text
 
 
 def settings_text(settings: Settings) -> str:
@@ -174,7 +178,7 @@ class StudyData:
     sampler: str
     """`grid`, `random`, `tpe`, `cmaes` or `gp`."""
     planned: int
-    """How many trials there will be."""
+    """How many trials there will be; baselines, where nothing is searched over."""
     seeds: tuple[int, ...]
     evaluator: str
     objective: dict[str, float]
@@ -192,8 +196,20 @@ class StudyData:
     """By setting: its share in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
     """The document of the advised recipe."""
+    left_out: tuple[str, ...] = ()
+    """The models that the advice leaves out."""
     output: str | None = None
     """Where the merge of the best goes."""
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether settings are tried; else the baselines are all there is."""
+        return bool(self.space or self.trials)
+
+    @property
+    def candidates(self) -> tuple[Trial, ...]:
+        """The trials that are planned; the baselines, where nothing is searched over."""
+        return self.trials if self.is_searched else self.baselines
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -221,6 +237,12 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    def __neg__(self) -> Estimate:
+        """The number with the other sign."""
+        if self.low is None or self.high is None:
+            return Estimate(0.0 - self.value)
+        return Estimate(0.0 - self.value, 0.0 - self.high, 0.0 - self.low)  # never -0
 
     def interval(self, sign: str = "") -> str:
         """The bounds alone; empty if there are none."""
@@ -307,6 +329,7 @@ class Conclusion:
     """Settings, the best first; those that break guards after all others."""
     baselines: tuple[Ranked, ...] = ()
     best: Ranked | None = None
+    """The best setting; where nothing is searched over, the simplest baseline that none beats."""
     against: tuple[Difference, ...] = ()
     """The best against the runner-up and each baseline."""
     tied: tuple[Ranked, ...] = ()
@@ -330,15 +353,20 @@ class Conclusion:
     @property
     def no_recipe(self) -> str:
         """Why there is no recipe to take; empty if there is one."""
-        if self.chosen is not None and self.chosen.role not in NOT_MERGED:
+        chosen, candidates = self.chosen, self.ranking or self.baselines
+        if chosen is not None and chosen.role not in NOT_MERGED:
             return ""
-        if self.chosen is not None:
-            what = self.chosen.baseline.removesuffix(ALONE)
-            what = "the base" if self.chosen.role is Role.BASE else what
-            return f"do not merge: {what} is better than the best setting ({self.chosen.objective})"
+        if chosen is not None:
+            what = "the base" if chosen.baseline == Role.BASE else chosen.baseline[: -len(ALONE)]
+            why = f"{what} is better than the best setting"
+            if self.best is not None and self.best.baseline:
+                why = f"nothing is shown to be better than {what}"
+            return f"do not merge: {why} ({chosen.objective}); use {what} as it is"
         if self.best is not None:
-            return "the holdout contradicts the scores by which baselines beat the best setting"
-        return "every setting breaks a guard" if self.ranking else "no setting is scored"
+            return "the holdout contradicts the scores: in one of the two, something is better"
+        if candidates and all(ranked.broken for ranked in candidates):
+            return "every candidate breaks a guard"
+        return "not all is scored yet"
 
     def to_dict(self) -> dict[str, Any]:
         """The conclusion as plain values, ready for JSON."""

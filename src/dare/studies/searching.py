@@ -62,10 +62,10 @@ def search(
 ) -> SearchResult:
     """Search around a recipe for the settings whose merge scores best, and say whether it is best.
 
-    `over` has a list or a range for each setting, and `evaluate` scores a candidate: a function, or
-    a text as on the command line. All else is laid over the recipe's table `[search]`: `sampler`,
-    `trials`, `seeds`, `objective`, `guards`, `race`, `time_limit`. The study is a file; the same
-    call resumes it.
+    `over` has a list or a range for each setting; without it, only the baselines are scored.
+    `evaluate` scores a candidate: a function, or a text as on the command line. All else is laid
+    over the recipe's table `[search]`: `sampler`, `trials`, `seeds`, `objective`, `guards`, `race`,
+    `time_limit`. The study is a file; the same call resumes it.
     """
     place = study_place(recipe, study)
     request = make_request(
@@ -89,8 +89,8 @@ def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     return Path("study.db")
 
 
-def advised_recipe(recipe: Recipe) -> tuple[Recipe | None, str]:
-    """The recipe that `dare advise` gives, or None and why there is none."""
+def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
+    """The advised recipe, the models that the advice leaves out, and why there is no recipe."""
     try:
         analysis = analyze(
             recipe.base,
@@ -101,13 +101,13 @@ def advised_recipe(recipe: Recipe) -> tuple[Recipe | None, str]:
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
-            return None, "There is no advice: none of the models should be merged."
+            return None, advice.left_out, "There is no advice: none of the models should be merged."
         advised = recipe_from_document(advice.recipe, "advice")
     except DareError as error:
-        return None, f"There is no advice: {error}."
+        return None, (), f"There is no advice: {error}."
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
     policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), ""
+    return advised.model_copy(update={**policies, "output": None}), advice.left_out, ""
 
 
 # ---------------------------------------------------------------- one candidate
@@ -244,16 +244,19 @@ class _Story:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        recipe, remark = None, ""
+        space, no_advice = self.request.space, (None, (), "")
         if advice:
             self.display.say("analysing the models for the advice")
-            recipe, remark = advised_recipe(self.request.recipe)
-        space = self.request.space
-        starts = [space.nearest(start) for start in (recipe, space.recipe) if start is not None]
+        recipe, left_out, remark = advised_for(space.recipe) if advice else no_advice
+        starts = [] if recipe is None else [space.nearest(recipe, left_out)]
+        starts.append(space.nearest(space.recipe))
         different = {key_of(start): start for start in starts if start is not None}
         with self.study.turn():
             if self.study.note("starts") is None:
                 self.study.keep("advice", None if recipe is None else recipe.to_document())
+                self.study.keep("left_out", left_out)
+                if not space.over:
+                    self.study.keep("planned", len(self._baseline_recipes()))
                 self._remark(remark)
                 self.study.keep("starts", list(different.values()))
 
@@ -262,10 +265,14 @@ class _Story:
         if text and text not in known:
             self.study.keep("remarks", [*known, text])
 
-    def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
-        document = self.study.note("advice")
+    def _baseline_recipes(self) -> dict[str, Recipe]:
+        document, space = self.study.note("advice"), self.request.space
         advised = None if document is None else recipe_from_document(document, "advice")
-        recipes = baseline_recipes(self.request.recipe, advised)
+        left_out = self.study.note("left_out") or ()
+        return baseline_recipes(space.recipe, advised, left_out, is_searched=bool(space.over))
+
+    def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
+        recipes = self._baseline_recipes()
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
@@ -381,7 +388,7 @@ class _Story:
         recipes = {
             f"{role} {key_of(found.settings)}": (recipe_of(data, found), found.settings)
             for role, found in ranked.items()
-            if found is not None
+            if found is not None and not found.baseline
         }
         for baseline in conclusion.baselines:
             recipes[baseline.baseline] = recipe_of(data, baseline), {}

@@ -1,7 +1,7 @@
 """The space that is searched: which settings there are, and recipes made of them.
 
-A setting counts only in methods that have it, so candidates of different methods have different
-settings. Everything is checked before the first candidate is made.
+A setting counts only in methods that have it, and only for models that take part, so candidates
+have different settings. Everything is checked before the first candidate is made.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
-from dare.recipe.settings import FIELDS, applies, read_value, set_by_name, with_settings
+from dare.recipe.settings import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
 from dare.stages import parse_method
-from dare.studies.results import Settings
+from dare.studies.results import Settings, key_of
 
 SEED_STEP = 1000
 """Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
@@ -72,18 +72,37 @@ class Space:
         return chosen if isinstance(chosen, tuple) else (self.recipe.method,)
 
     def names_in(self, method: str) -> list[str]:
-        """The settings that count in a method, without the method itself."""
-        return [name for name in self.over if name != METHOD and applies(name, method)]
+        """The settings that count in a method, without the method itself; first, which models."""
+        names = [name for name in self.over if name != METHOD and applies(name, method)]
+        return sorted(names, key=lambda name: not name.startswith(INCLUDE))
+
+    def counting(self, settings: Settings) -> dict[str, Any]:
+        """Those of some settings that count: neither for another method nor for models left out."""
+        method = settings.get(METHOD, self.methods[0])
+        return {
+            name: value
+            for name, value in settings.items()
+            if name == METHOD
+            or name.startswith(INCLUDE)
+            or (applies(name, method) and settings.get(INCLUDE + name.partition(".")[2], True))
+        }
+
+    def has_models(self, settings: Settings) -> bool:
+        """Whether a setting leaves any model to merge."""
+        names = distinct([entry.name for entry in self.recipe.models])
+        return any(settings.get(INCLUDE + name, True) for name in names)
 
     def check(self) -> None:
         """Refuse a space in which a name has no effect, or a value is not valid."""
-        if not self.over:
-            raise RecipeError("nothing to search over: add --over NAME=VALUES or [search.over]")
         if isinstance(self.over.get(METHOD), Range):
             raise RecipeError("over method: must be a list of methods")
         for name, dimension in self.over.items():
             if name in FIELDS and isinstance(dimension, Range) and dimension.layers is not None:
                 raise RecipeError(f"over {name}: has one value for all layers; leave out `layers`")
+            if name.startswith(INCLUDE) and (
+                isinstance(dimension, Range) or {repr(v) for v in dimension} != {"True", "False"}
+            ):
+                raise RecipeError(f"over {name}: write true,false; else change the recipe's models")
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():
@@ -122,24 +141,27 @@ class Space:
         return all(_listed(dimension) is not None for dimension in self.over.values())
 
     def grid(self) -> list[dict[str, Any]]:
-        """Every setting once."""
-        settings = []
+        """Every setting once; none if nothing is searched over."""
+        settings: dict[str, dict[str, Any]] = {}
         for method in self.methods:
             own = {METHOD: method} if METHOD in self.over else {}
             names = self.names_in(method)
             lists = [_listed(self.over[name]) or () for name in names]
             if math.prod(map(len, lists)) > MOST_IN_GRID:
                 raise RecipeError(f"the grid has over {MOST_IN_GRID:,} settings; use random or tpe")
-            rows = itertools.product(*lists)
-            settings += [{**own, **dict(zip(names, row, strict=True))} for row in rows]
-        return settings
+            for row in itertools.product(*lists):
+                found = self.counting({**own, **dict(zip(names, row, strict=True))})
+                if found and self.has_models(found):
+                    settings.setdefault(key_of(found), found)
+        return list(settings.values())
 
     def draw(self, number: int, seed: int) -> dict[str, Any]:
         """A setting by chance, which depends on its number alone."""
         chance = np.random.default_rng([seed, number])
-        drawn = {name: _drawn(dimension, chance) for name, dimension in self.over.items()}
-        counting = self.names_in(drawn.get(METHOD, self.methods[0]))
-        return {name: value for name, value in drawn.items() if name in (METHOD, *counting)}
+        while True:
+            drawn = {name: _drawn(dimension, chance) for name, dimension in self.over.items()}
+            if self.has_models(drawn):
+                return self.counting(drawn)
 
     def suggest(self, trial: Any) -> dict[str, Any]:
         """A setting as a sampler suggests it through a trial of Optuna."""
@@ -148,7 +170,11 @@ class Space:
             settings[METHOD] = trial.suggest_categorical(METHOD, self.methods)
         for name in self.names_in(settings.get(METHOD, self.methods[0])):
             dimension = self.over[name]
-            if isinstance(dimension, Range):
+            if name not in self.counting({**settings, name: True}):
+                continue
+            if name.startswith(INCLUDE) and not self.has_models({**settings, name: False}):
+                settings[name] = True  # nothing to choose: all others are left out
+            elif isinstance(dimension, Range):
                 found = [_suggested(trial, part, dimension) for part in _parts(name, dimension)]
                 settings[name] = found[0] if dimension.layers is None else found
             else:
@@ -170,15 +196,23 @@ class Space:
 
     # ------------------------------------------------------------ where to start
 
-    def nearest(self, recipe: Recipe) -> dict[str, Any] | None:
-        """The setting of the space that is nearest to a recipe; None if its method is not there."""
+    def nearest(self, recipe: Recipe, left_out: Sequence[str] = ()) -> dict[str, Any] | None:
+        """The setting of the space that is nearest to a recipe; None if its method is not there.
+
+        Where the recipe leaves models out that the space does not, its scale is for other models,
+        and the scale is that of the recipe that is searched around.
+        """
         same = [m for m in self.methods if _chain(m) == _chain(recipe.method)]
         if not same:
             return None
         settings: dict[str, Any] = {METHOD: same[0]} if METHOD in self.over else {}
+        same_models = all(f"{INCLUDE}{model}" in self.over for model in left_out)
         for name in self.names_in(same[0]):
-            settings[name] = _snapped(self.over[name], _value_of(recipe, name))
-        return settings
+            near = recipe if same_models or name != "scale" else self.recipe
+            settings[name] = _snapped(self.over[name], _value_of(near, name))
+            if name.startswith(INCLUDE):
+                settings[name] = name.removeprefix(INCLUDE) not in left_out
+        return self.counting(settings)
 
 
 def is_random(recipe: Recipe) -> bool:

@@ -36,7 +36,7 @@ from dare.tensors.sizes import times
 
 TONES = {"ready": "green", "change": "yellow", "stop": "red", "note": "bold"}
 LEAST_LABEL = 12
-MOST_LABEL = 20
+MOST_LABEL = 25
 """Columns that labels get before scores do, if they are long."""
 BESIDE = 3
 """Columns between two others."""

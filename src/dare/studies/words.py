@@ -51,18 +51,24 @@ def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
 
 
 def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
-    if not data.trials:
+    chosen, verdicts = conclusion.chosen, {item.verdict for item in conclusion.against}
+    if not data.is_searched and NOT_KNOWN not in verdicts:
+        if chosen is None:
+            return conclusion.no_recipe.capitalize(), "stop"
+        merge = f"Merge: take the {chosen.label}"
+        return ("Do not merge", "stop") if conclusion.no_recipe else (merge, "ready")
+    if not data.candidates:
         return "No trials yet", "note"
     if conclusion.best is None:
         broken = bool(conclusion.ranking)
         return ("Every setting breaks a guard" if broken else "No setting is scored yet"), "stop"
     if conclusion.better:
-        is_there = conclusion.chosen is not None and conclusion.chosen.role in NOT_MERGED
+        is_there = chosen is not None and chosen.role in NOT_MERGED
         advice = "Do not merge: a" if is_there else "A"
         return f"{advice} baseline is better than the best setting", "stop"
     if conclusion.tied:
         return f"The best is within noise of {times(len(conclusion.tied), 'other')}", "change"
-    if {item.verdict for item in conclusion.against} == {BETTER}:
+    if verdicts == {BETTER}:
         return "The best stands out", "ready"
     return "The top score may be luck", "note"
 
@@ -73,15 +79,18 @@ def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     tied = [ranked.label for ranked in conclusion.tied]
     if best is None:
         return
-    label = "Best setting" if conclusion.better else "Best"
-    yield label, f"{best.label}: {best.objective}"
+    taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
+    if best.baseline:
+        yield "Take", conclusion.no_recipe or taken
+    else:
+        label = "Best setting" if conclusion.better else "Best"
+        yield label, f"{best.label}: {best.objective}"
     if tied:
         more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
         yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
     if conclusion.better:
-        taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
         yield "Take instead", conclusion.no_recipe or taken
-    elif simplest is not None:
+    elif simplest is not None and not best.baseline:
         same = simplest == best
         shown = "the best itself" if same else f"{simplest.label}: {simplest.objective}"
         yield "Simplest within noise", shown
@@ -162,9 +171,10 @@ def state_text(trial: Trial) -> str:
 
 def counted(data: StudyData) -> str:
     """How many of the planned trials are done, and what became of the others."""
-    counts = Counter(trial.state for trial in data.trials)
+    counts = Counter(trial.state for trial in data.candidates)
+    planned = times(data.planned, "trial" if data.is_searched else "baseline")
     others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
-    return ", ".join([f"{counts[State.DONE]} of {times(data.planned, 'trial')} done", *others])
+    return ", ".join([f"{counts[State.DONE]} of {planned} done", *others])
 
 
 def time_text(seconds: float) -> str:
