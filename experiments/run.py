@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from images import IMAGE_SETS, IMAGE_WORLDS, Releases
 from pretrained import PRETRAINED
 from questions import answer_all
 from scoring import score_set
@@ -33,7 +34,7 @@ from worlds import WORLDS
 import dare
 
 HERE = Path(__file__).parent
-ALL = WORLDS | PRETRAINED
+ALL = WORLDS | PRETRAINED | IMAGE_WORLDS
 QUESTIONS = "questions"
 
 
@@ -74,10 +75,10 @@ class Run:
         known = self.read(name)
         sets = [
             members
-            for members in sets_of(ALL[name])
+            for members in IMAGE_SETS.get(name) or sets_of(ALL[name])
             if members.name not in known and (not kinds or members.kind in kinds)
         ]
-        asks = not kinds and not self.file(name, QUESTIONS).exists()
+        asks = not kinds and name not in IMAGE_SETS and not self.file(name, QUESTIONS).exists()
         tunes = {tune for members in sets for tune in (*members.tunes, members.joint) if tune}
         missing = {"bases"} if sets or asks else set()
 
@@ -151,7 +152,7 @@ def write(file: Path, document: dict[str, Any]) -> None:
 def workshop(world: str, models: Path, device: str, threads: int) -> Workshop:
     """Where a world's models are made."""
     torch.set_num_threads(threads)
-    return Workshop(ALL[world], models, device)
+    return (Releases if world in IMAGE_SETS else Workshop)(ALL[world], models, device)
 
 
 def make(world: str, models: Path, device: str, threads: int, tune: Tune | None) -> str:
@@ -182,9 +183,7 @@ def score_one(
         threads=threads,
     )
     name = members.name.replace(", ", "-").replace(" ", "_")
-    np.savez_compressed(
-        shop.folder / f"{name}.items.npz", **{k: np.packbits(v) for k, v in items.items()}
-    )
+    np.savez_compressed(shop.folder / f"{name}.items.npz", **items)
     document = analysis.to_json().replace(f"{shop.folder}/", "")
     (shop.folder / f"{name}.analysis.json.gz").write_bytes(gzip.compress(document.encode()))
     return {members.name: found}

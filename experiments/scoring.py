@@ -1,7 +1,8 @@
 """What merges of a set of models can do: every method, with and without DARE, tuned and not.
 
-A score is the mean over the set's tasks of the share of held-out items that are right. Scales and
-drop rates are tuned on validation items, twenty trials for each method, and scored on test items.
+A score is the mean over the set's tasks: of the percentage of held-out items that are right, or of
+their PSNR in dB (`images.py`). Scales and drop rates are tuned on validation items, twenty trials
+for each method, and scored on test items.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Scorer:
         return [_distance(model, self.base) for model in self.models]
 
     def right(self, weights: Weights, items: str = "test") -> list[np.ndarray]:
-        """Which items of each task are right."""
+        """The scores of each task's items."""
         return [self.shop.right(weights, *batch) for batch in getattr(self, items)]
 
     def merge(self, method: str, members: Sequence[int] | None = None, **settings: Any) -> Weights:
@@ -122,14 +123,14 @@ def _balance(norms: Sequence[float]) -> list[float]:
 
 
 def mean_score(right: Iterable[np.ndarray]) -> float:
-    """The mean over tasks of the share that is right, in percent."""
-    return 100 * float(np.mean([items.mean() for items in right]))
+    """The mean over tasks of the mean over items."""
+    return float(np.mean([items.mean() for items in right]))
 
 
 def half_width(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Of a 95 % interval for the difference of two scores on the same items, in points."""
-    spreads = [(a.astype(float) - b).var() / len(a) for a, b in zip(one, other, strict=True)]
-    return 196 * math.sqrt(sum(spreads)) / len(spreads)
+    """Of a 95 % interval for the difference of two scores on the same items."""
+    spreads = [(a - b).var() / len(a) for a, b in zip(one, other, strict=True)]
+    return 1.96 * math.sqrt(sum(spreads)) / len(spreads)
 
 
 @dataclass
@@ -139,11 +140,11 @@ class Book:
     scorer: Scorer
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     items: dict[str, np.ndarray] = field(default_factory=dict)
-    """Which items a candidate has right, those for validation first; tasks one after the other."""
+    """The scores of a candidate's items, those for validation first; one task after the other."""
 
     @cached_property
     def average(self) -> list[np.ndarray]:
-        """What the average of all models has right."""
+        """The scores of the items with the average of all models."""
         return self.scorer.right(self.scorer.merge("linear"))
 
     def add(self, name: str, made: Sequence[Weights], *, keep: bool = False, **known: Any) -> None:
@@ -160,12 +161,12 @@ class Book:
         if keep:
             tried = self.scorer.right(made[0], "validation")
             self.scores[name]["validation"] = round(mean_score(tried), 2)
-            self.scores[name]["by_task"] = [round(100 * float(r.mean()), 2) for r in mean]
-            self.items[name] = np.concatenate([*tried, *found[0]])
+            self.scores[name]["by_task"] = [round(float(r.mean()), 2) for r in mean]
+            self.items[name] = np.concatenate([*tried, *found[0]]).astype(np.float16)
 
 
 def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Every score of a set, by candidate; and which items the candidates of a search have right."""
+    """Every score of a set, by candidate; and those of the items, for candidates of a search."""
     models = [shop.make(tune) for tune in members.tunes]
     scorer = Scorer(shop, models, members.tasks)
     book = Book(scorer)
@@ -254,6 +255,6 @@ def _score_dropped(book: Book, method: str, scale: float) -> None:
 def _best(
     scorer: Scorer, trials: Sequence[Trial], make: Callable[[Trial], Weights]
 ) -> tuple[Trial, list[float]]:
-    """The trial that gets most right on validation items, and what each got."""
+    """The trial that does best on validation items, and what each got."""
     scores = {trial: mean_score(scorer.right(make(trial), "validation")) for trial in trials}
     return max(scores, key=scores.__getitem__), [round(score, 2) for score in scores.values()]

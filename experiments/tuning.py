@@ -155,14 +155,14 @@ class Workshop:
 
     @torch.inference_mode()
     def right(self, weights: Weights, inputs: Tensor, answers: Tensor) -> np.ndarray:
-        """Which items are right."""
+        """The score of each item: 100 if it is right, or else 0."""
         found = []
         at_once = 128 if self.world.outputs > 10_000 else 4096
         for some, asked in zip(inputs.split(at_once), answers.split(at_once), strict=True):
             told = self.answers(weights, some).argmax(-1)
             is_right = (told == asked) | (asked == IGNORED)
             found.append(is_right.reshape(len(asked), -1).all(1))
-        return torch.cat(found).cpu().numpy()
+        return 100.0 * torch.cat(found).cpu().numpy()
 
     def items(self, task: str, split: str, count: int) -> tuple[Tensor, Tensor]:
         """Items that are the same at every call."""
