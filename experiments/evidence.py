@@ -1,0 +1,229 @@
+"""Stored results, and what can be said of them: differences, shares of a gain, intervals.
+
+Differences are in points of right answers. Intervals are 95 % ones, by bootstrap over bases, since
+models of one base are alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+Values = Sequence[tuple[str, float]]
+"""Each with the base it comes from."""
+
+LEAST_GAIN_POINTS = 5.0
+"""What a model must gain over its base before shares of its gain mean anything."""
+FREE_POINTS = 1.0
+"""An effect counts as none if its whole interval is smaller."""
+IN_DECIBELS = "cugan"
+"""Worlds whose names begin so are scored by PSNR, and stand apart."""
+RESAMPLES = 4000
+RATES = ("0.5", "0.7", "0.9", "0.95", "0.99")
+USUAL_RATES = ("0.5", "0.9")
+DROPPED = tuple(
+    (f"dare+{name} {rate}", name) for name in ("linear", "sum", "ties") for rate in USUAL_RATES
+)
+"""Methods after DARE, each with the same method without it."""
+WAYS = {"full": "full", "lora": "LoRA"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All stored results."""
+
+    sets: list[Record]
+    images: list[Record]
+    """Sets that are scored in dB."""
+    questions: list[Record]
+
+    @property
+    def models(self) -> list[Record]:
+        """The single models that were asked about, each with its world."""
+        return [{"world": q["world"], **m} for q in self.questions for m in q["singles"]]
+
+    @property
+    def gainers(self) -> list[Record]:
+        """Those of them that gained enough."""
+        return [m for m in self.models if m["full"] - m["base"] >= LEAST_GAIN_POINTS]
+
+
+def read(folder: Path) -> Evidence:
+    """Read all results; a set's best single model is the best one on validation items."""
+    sets = [entry for document in _documents(folder / "sets") for entry in document.values()]
+    for entry in sets:
+        scores = entry["scores"]
+        singles = [score for name, score in scores.items() if name.startswith("single ")]
+        scores["best single"] = max(singles, key=lambda score: score["validation"])
+    images = [entry for entry in sets if entry["world"].startswith(IN_DECIBELS)]
+    points = [entry for entry in sets if entry not in images]
+    return Evidence(points, images, _documents(folder / "questions"))
+
+
+def _documents(folder: Path) -> list[Record]:
+    return [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
+
+
+def group(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """Records by what they have in common, in the order in which they come."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+# ---------------------------------------------------------------- values
+
+
+def differences(records: Iterable[Record], name: str, other: str = "linear") -> Values:
+    """How much better one candidate is than another, where both were scored."""
+    return [
+        (record["world"], _score(scores[name]) - _score(scores[other]))
+        for record in records
+        if {name, other} <= (scores := record.get("scores", record)).keys()
+    ]
+
+
+def _score(found: Mapping[str, float] | Sequence[float] | float) -> float:
+    """A candidate's score, whether it stands alone, by seed or with more that is known."""
+    return float(np.mean(found["score"] if isinstance(found, Mapping) else found))
+
+
+def kept(model: Record, scores: float | Sequence[float]) -> float:
+    """The share of a model's gain over the base that is left; 1 is all of it."""
+    return (_score(scores) - model["base"]) / (model["full"] - model["base"])
+
+
+def shares(models: Iterable[Record], part: str, key: str) -> Values:
+    """The shares that models keep after something that was tried with them."""
+    return [(m["world"], kept(m, m[part][key])) for m in models if part in m]
+
+
+def tally(sets: Iterable[Record], name: str) -> str:
+    """In how many sets a candidate beats the average, ties with it and loses to it."""
+    wins = ties = losses = 0
+    for entry in sets:
+        if score := entry["scores"].get(name):
+            difference = score["score"] - entry["scores"]["linear"]["score"]
+            wins += difference > score["half_width"]
+            losses += -difference > score["half_width"]
+            ties += abs(difference) <= score["half_width"]
+    return f"{wins} / {ties} / {losses}" if wins + ties + losses else "–"
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def with_minus(text: str) -> str:
+    """Numbers as they are printed, not typed."""
+    return re.sub(r"-(?=\d)", "−", text)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its interval, which is not a number if there is only one base."""
+
+    mean: float
+    low: float
+    high: float
+    bases: int
+
+    @property
+    def points(self) -> str:
+        """The difference in words."""
+        return self._text("{:+.1f}", 1)
+
+    @property
+    def percent(self) -> str:
+        """The share in words."""
+        return self._text("{:.0f} %", 100)
+
+    def _text(self, form: str, factor: float) -> str:
+        if not self.bases:
+            return "–"
+        mean, low, high = (form.format(factor * v) for v in (self.mean, self.low, self.high))
+        interval = f" ({low} … {high})".replace(" %", "") if self.bases > 1 else ""
+        return with_minus(mean + interval)
+
+    @property
+    def verdict(self) -> str:
+        """What an effect in points amounts to."""
+        if self.low > -FREE_POINTS and self.high < FREE_POINTS:
+            return "free"
+        return "**helps**" if self.low > 0 else "**hurts**" if self.high < 0 else "not certain"
+
+
+def estimate(values: Values) -> Estimate:
+    """The mean over all values, and its interval by bootstrap over bases."""
+    bases = sorted({base for base, _ in values})
+    if not bases:
+        return Estimate(np.nan, np.nan, np.nan, 0)
+    groups = [[value for base, value in values if base == name] for name in bases]
+    sums, counts = np.array(list(map(sum, groups))), np.array(list(map(len, groups)))
+    mean = float(sums.sum() / counts.sum())
+    if len(bases) == 1:
+        return Estimate(mean, np.nan, np.nan, 1)
+    drawn = np.random.default_rng(0).integers(len(bases), size=(RESAMPLES, len(bases)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Estimate(mean, float(low), float(high), len(bases))
+
+
+def rank_correlation(models: Iterable[Record], rate: str, *, same_base: bool) -> float:
+    """Kendall's, of predicted error and lost gain, over pairs of models of one base or of two."""
+    signs = [
+        np.sign(one["predicted error"][rate] - other["predicted error"][rate])
+        * np.sign(kept(other, other["rescaled"][rate]) - kept(one, one["rescaled"][rate]))
+        for one, other in combinations(models, 2)
+        if (one["world"] == other["world"]) == same_base
+    ]
+    return float(np.mean(signs)) if signs else np.nan
+
+
+# ---------------------------------------------------------------- for tables and figures
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An estimate with its place: a column of a table or an x of a figure, and a series."""
+
+    x: str
+    series: str
+    estimate: Estimate
+    panel: str = ""
+
+
+def methods(sets: Sequence[Record]) -> list[str]:
+    """Every method without DARE, the best first."""
+    names = dict.fromkeys(name for entry in sets for name in entry["scores"])
+    plain = [name for name in names if " " not in name and name not in ("base", "joint")]
+    return sorted(plain, key=lambda name: -estimate(differences(sets, name)).mean)
+
+
+def tolerance(evidence: Evidence) -> list[Cell]:
+    """The share of its gain that a single model keeps, by drop rate."""
+    return [
+        Cell(rate, part, estimate(shares(models, part, rate)), WAYS[way])
+        for way, models in group(evidence.gainers, lambda model: str(model["way"])).items()
+        for part in ("rescaled", "not rescaled")
+        for rate in RATES
+    ]
+
+
+def effects_by_count(evidence: Evidence) -> list[Cell]:
+    """The effect of DARE in points, by the number of models."""
+    records = [{"world": q["world"], **found} for q in evidence.questions for found in q["counts"]]
+    by_count = sorted(group(records, lambda found: str(found["models"])).items())
+    return [
+        Cell(count, dropped.split()[-1], estimate(differences(found, dropped, plain)), plain)
+        for dropped, plain in DROPPED
+        for count, found in by_count
+    ]
