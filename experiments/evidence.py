@@ -26,13 +26,17 @@ FREE_POINTS = 1.0
 """An effect counts as none if its whole interval is smaller."""
 IN_DECIBELS = "cugan"
 """Worlds whose names begin so are scored by PSNR, and stand apart."""
+LEAST_BASES = 4
+"""With fewer, a bootstrap over bases gives no more than their range, and no interval is given."""
 RESAMPLES = 4000
 RATES = ("0.5", "0.7", "0.9", "0.95", "0.99")
 USUAL_RATES = ("0.5", "0.9")
-DROPPED = tuple(
-    (f"dare+{name} {rate}", name) for name in ("linear", "sum", "ties") for rate in USUAL_RATES
-)
+DROPPED = {
+    f"dare+{name} {rate}": name for name in ("linear", "sum", "ties") for rate in USUAL_RATES
+}
 """Methods after DARE, each with the same method without it."""
+SMALL_CHANGE = 0.05
+"""Of a model, relative to the norm of its base."""
 WAYS = {"full": "full", "lora": "LoRA"}
 
 
@@ -47,8 +51,12 @@ class Evidence:
 
     @property
     def models(self) -> list[Record]:
-        """The single models that were asked about, each with its world."""
-        return [{"world": q["world"], **m} for q in self.questions for m in q["singles"]]
+        """The single models that were asked about, each with its world and the kind of data."""
+        return [
+            {"world": asked["world"], "about": asked["about"], **model}
+            for asked in self.questions
+            for model in asked["singles"]
+        ]
 
     @property
     def gainers(self) -> list[Record]:
@@ -78,6 +86,12 @@ def group(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, 
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
+
+
+def way_and_size(model: Record) -> str:
+    """How a model was trained, and whether its change is small beside the base."""
+    relation = "under" if model["relative_norm"] < SMALL_CHANGE else "from"
+    return f"{WAYS[model['way']]}, {relation} {100 * SMALL_CHANGE:g} %"
 
 
 # ---------------------------------------------------------------- values
@@ -112,7 +126,7 @@ def tally(sets: Iterable[Record], name: str) -> str:
     wins = ties = losses = 0
     for entry in sets:
         if score := entry["scores"].get(name):
-            difference = score["score"] - entry["scores"]["linear"]["score"]
+            difference = round(score["score"] - entry["scores"]["linear"]["score"], 2)
             wins += difference > score["half_width"]
             losses += -difference > score["half_width"]
             ties += abs(difference) <= score["half_width"]
@@ -129,7 +143,7 @@ def with_minus(text: str) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval, which is not a number if there is only one base."""
+    """A mean with its interval, which is not a number if there are too few bases."""
 
     mean: float
     low: float
@@ -144,13 +158,13 @@ class Estimate:
     @property
     def percent(self) -> str:
         """The share in words."""
-        return self._text("{:.0f} %", 100)
+        return self._text("{:z.0f} %", 100)
 
     def _text(self, form: str, factor: float) -> str:
         if not self.bases:
             return "–"
         mean, low, high = (form.format(factor * v) for v in (self.mean, self.low, self.high))
-        interval = f" ({low} … {high})".replace(" %", "") if self.bases > 1 else ""
+        interval = f" ({low} … {high})".replace(" %", "") if self.bases >= LEAST_BASES else ""
         return with_minus(mean + interval)
 
     @property
@@ -169,19 +183,21 @@ def estimate(values: Values) -> Estimate:
     groups = [[value for base, value in values if base == name] for name in bases]
     sums, counts = np.array(list(map(sum, groups))), np.array(list(map(len, groups)))
     mean = float(sums.sum() / counts.sum())
-    if len(bases) == 1:
-        return Estimate(mean, np.nan, np.nan, 1)
+    if len(bases) < LEAST_BASES:
+        return Estimate(mean, np.nan, np.nan, len(bases))
     drawn = np.random.default_rng(0).integers(len(bases), size=(RESAMPLES, len(bases)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
     low, high = np.percentile(means, (2.5, 97.5))
     return Estimate(mean, float(low), float(high), len(bases))
 
 
-def rank_correlation(models: Iterable[Record], rate: str, *, same_base: bool) -> float:
-    """Kendall's, of predicted error and lost gain, over pairs of models of one base or of two."""
+def rank_correlation(
+    models: Iterable[Record], size: Callable[[Record], float], *, same_base: bool
+) -> float:
+    """Kendall's, of a size and the gain lost at 0.9, over pairs of models of one base or of two."""
     signs = [
-        np.sign(one["predicted error"][rate] - other["predicted error"][rate])
-        * np.sign(kept(other, other["rescaled"][rate]) - kept(one, one["rescaled"][rate]))
+        np.sign(size(one) - size(other))
+        * np.sign(kept(other, other["rescaled"]["0.9"]) - kept(one, one["rescaled"]["0.9"]))
         for one, other in combinations(models, 2)
         if (one["world"] == other["world"]) == same_base
     ]
@@ -208,7 +224,7 @@ def methods(sets: Sequence[Record]) -> list[str]:
     return sorted(plain, key=lambda name: -estimate(differences(sets, name)).mean)
 
 
-def tolerance(evidence: Evidence) -> list[Cell]:
+def shares_by_rate(evidence: Evidence) -> list[Cell]:
     """The share of its gain that a single model keeps, by drop rate."""
     return [
         Cell(rate, part, estimate(shares(models, part, rate)), WAYS[way])
@@ -224,6 +240,72 @@ def effects_by_count(evidence: Evidence) -> list[Cell]:
     by_count = sorted(group(records, lambda found: str(found["models"])).items())
     return [
         Cell(count, dropped.split()[-1], estimate(differences(found, dropped, plain)), plain)
-        for dropped, plain in DROPPED
+        for dropped, plain in DROPPED.items()
         for count, found in by_count
     ]
+
+
+# ---------------------------------------------------------------- delta files
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What a scheme of `dare compress` keeps of a group of models."""
+
+    scheme: str
+    models: str
+    bits: float
+    """For each parameter, on average."""
+    shares: Values
+
+    @property
+    def title(self) -> str:
+        """The scheme with its size."""
+        return f"{self.scheme} ({self.bits:.2f})"
+
+    @property
+    def kept(self) -> Estimate:
+        """The mean share of the gain."""
+        return estimate(self.shares)
+
+    @property
+    def worst(self) -> float:
+        """The share of the model that keeps least."""
+        return min(share for _, share in self.shares)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether elements were dropped at random, or not at all."""
+        return self.scheme.startswith("random")
+
+    def best_rival(self, others: Iterable[Storing]) -> Storing | None:
+        """The random scheme that keeps most of the same models, of those that are no larger."""
+        rivals = [
+            other
+            for other in others
+            if other.is_random and other.models == self.models and other.bits <= self.bits
+        ]
+        return max(rivals, key=lambda other: other.kept.mean, default=None)
+
+    def minus(self, other: Storing) -> Estimate:
+        """How much more it keeps than another scheme, model by model."""
+        pairs = zip(self.shares, other.shares, strict=True)
+        return estimate([(base, ours - theirs) for (base, ours), (_, theirs) in pairs])
+
+
+def storings(evidence: Evidence) -> list[Storing]:
+    """Every scheme with every group of models."""
+    models = [model for model in evidence.gainers if "stored" in model]
+    tries = [{**model, **tried} for model in models for tried in model["stored"]]
+    found = []
+    for label, part in sorted(group(tries, way_and_size).items()):
+        for scheme, tried in group(part, _scheme).items():
+            values = [(entry["world"], kept(entry, entry["scores"])) for entry in tried]
+            bits = float(np.mean([entry["bits_per_parameter"] for entry in tried]))
+            found.append(Storing(scheme, label, bits, values))
+    return found
+
+
+def _scheme(tried: Record) -> str:
+    width = tried["bits"] if tried["bits"] == "native" else f"{tried['bits']} bits"
+    return f"{tried.get('keep', 'random')} {tried['drop_rate']:g}, {width}"

@@ -21,15 +21,14 @@ from evidence import (
     estimate,
     kept,
     methods,
-    tolerance,
+    shares_by_rate,
 )
 
 from dare.output.page.charts import THEMES, by_name, vega_config
 
-IMAGES = Path(__file__).parents[1] / "docs/images"
 VARIANTS = {"as it is": "{}", "tuned": "{} tuned", "after DARE 0.5": "dare+{} 0.5"}
 """Of a method, by the name of a series."""
-POINTS = {"domain": (-15, 5), "clamp": True}
+POINTS = {"domain": (-15, 10), "clamp": True}
 SHARES = {"domain": (-0.5, 1.2), "clamp": True}
 """Of axes; what lies outside is drawn at their ends."""
 
@@ -55,7 +54,7 @@ def methods_figure(evidence: Evidence) -> Any:
 
 def tolerance_figure(evidence: Evidence) -> Any:
     y = alt.Y("mean:Q", title="share of the gain kept").axis(format="%")
-    return _lines(tolerance(evidence), "drop rate", y, SHARES, 300)
+    return _lines(shares_by_rate(evidence), "drop rate", y, SHARES, 300)
 
 
 def counts_figure(evidence: Evidence) -> Any:
@@ -72,7 +71,7 @@ def sizes_figure(evidence: Evidence) -> Any:
     ]
     chart = alt.Chart().mark_point(filled=True, size=50, opacity=0.8)
     chart = chart.encode(
-        alt.X("x:Q", title=None).scale(type="log").axis(format="~g", tickCount=5),
+        alt.X("x:Q", title=None).scale(type="log").axis(format="~g", grid=False),
         alt.Y("y:Q", title="gain kept at 0.9").axis(format="%").scale(**SHARES),
         by_name(alt.Color, list(WAYS.values()), field="series"),
     )
@@ -137,7 +136,11 @@ def draw(chart: Any) -> str:
     light, dark = (
         [*theme.models, *theme.colours.values()] for theme in (THEMES["light"], THEMES["dark"])
     )
-    looks = vega_config(THEMES["light"]) | {"background": THEMES["light"].colours["panel"]}
+    colours = THEMES["light"].colours
+    looks = vega_config(THEMES["light"]) | {
+        "background": colours["panel"],
+        "header": {"labelColor": colours["ink"], "labelFontSize": 12},
+    }
     drawn = vl_convert.vegalite_to_svg(chart.to_dict() | {"config": looks})
     rules = "".join(
         f'[{part}="{old}"]{{{part}:{new}}}'

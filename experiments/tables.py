@@ -1,0 +1,375 @@
+"""The tables and sentences of docs/evidence.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from evidence import (
+    DROPPED,
+    LEAST_GAIN_POINTS,
+    RATES,
+    USUAL_RATES,
+    WAYS,
+    Cell,
+    Estimate,
+    Evidence,
+    Record,
+    differences,
+    effects_by_count,
+    estimate,
+    group,
+    methods,
+    rank_correlation,
+    shares,
+    shares_by_rate,
+    storings,
+    tally,
+    way_and_size,
+    with_minus,
+)
+
+BY_KIND = (
+    *("sum", "ties", "tsv", "iso", "model_stock"),
+    *("dare+linear 0.5", "dare+linear 0.9", "dare+sum 0.5"),
+)
+FOR_ALL_SETS = ("balanced", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
+"""Methods that were tuned on every set, beside the average."""
+SAFE_SHARE = 0.95
+"""Of the gain: what a safe way of storing keeps of every group of models, on average."""
+BLOCKS: dict[str, Callable[[Evidence], str]] = {}
+"""By the name that the page has for them. A block of one line may stand within a sentence."""
+
+
+def block(make: Callable[[Evidence], str]) -> Callable[[Evidence], str]:
+    """Offer a function's text to the page, by the function's name."""
+    BLOCKS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; all columns but the first are aligned to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def pivot(corner: str, cells: Sequence[Cell], write: Callable[[Estimate], str]) -> str:
+    """A table of estimates: a row for each series, a column for each x."""
+    columns = list(dict.fromkeys(cell.x for cell in cells))
+    rows: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        name = ", ".join(filter(None, (cell.panel, cell.series)))
+        rows.setdefault(name, {})[cell.x] = write(cell.estimate)
+    return table(
+        (corner, *columns),
+        [(name, *(row.get(x, "–") for x in columns)) for name, row in rows.items()],
+    )
+
+
+# ---------------------------------------------------------------- sets
+
+
+@block
+def measured(evidence: Evidence) -> str:
+    rows = []
+    for world, sets in group(evidence.sets + evidence.images, lambda s: s["world"]).items():
+        first, items = sets[0], [entry["items"][1] for entry in sets]
+        counts = [len(entry["models"]) for entry in sets]
+        width = np.median([entry["scores"]["base"]["half_width"] for entry in sets])
+        rows.append(
+            (
+                world,
+                f"{first['about']}, {first['relation']}",
+                f"{first['parameters'] / 1e6:.2f}",
+                len(sets),
+                f"{min(counts)} to {max(counts)}",
+                len({model for entry in sets for model in entry["models"]}),
+                f"{min(items)} to {max(items)}",
+                f"± {width:.1f}" + (" dB" if first in evidence.images else ""),
+            )
+        )
+    columns = "base|data, tasks differ by|million parameters|sets|models in a set|different models"
+    return table((*columns.split("|"), "test items", "average against base"), rows)
+
+
+@block
+def amounts(evidence: Evidence) -> str:
+    every = evidence.sets + evidence.images
+    bases = {entry["world"] for entry in every}
+    return f"{len(every)} sets of models from {len(bases)} bases"
+
+
+Write = Callable[[list[Record], str], str]
+
+
+def by_kind(evidence: Evidence, names: Iterable[str], write: Write) -> str:
+    """A row for each kind of set, and one for all; a column for each name."""
+    kinds = {**group(evidence.sets, lambda entry: str(entry["kind"])), "**all**": evidence.sets}
+    rows = [(kind, len(sets), *(write(sets, n) for n in names)) for kind, sets in kinds.items()]
+    return table(("kind of set", "sets", *(f"`{name}`" for name in names)), rows)
+
+
+def _difference(sets: list[Record], name: str, other: str = "linear") -> str:
+    return estimate(differences(sets, name, other)).points
+
+
+def _beside_average(sets: list[Record], name: str) -> list[str]:
+    return [tally(sets, name), _difference(sets, name)]
+
+
+@block
+def average(evidence: Evidence) -> str:
+    names = ("base", "best single", "joint", "sum", "linear tuned", "linear without strangers")
+    return by_kind(evidence, names, lambda sets, name: _difference(sets, "linear", name))
+
+
+@block
+def methods_by_kind(evidence: Evidence) -> str:
+    return by_kind(evidence, BY_KIND, lambda sets, n: "<br>".join(_beside_average(sets, n)))
+
+
+@block
+def dare_by_kind(evidence: Evidence) -> str:
+    return by_kind(evidence, DROPPED, lambda sets, name: _difference(sets, name, DROPPED[name]))
+
+
+@block
+def without_dare(evidence: Evidence) -> str:
+    sets = evidence.sets
+    rows = [
+        (
+            f"`{name}`",
+            len(differences(sets, name)),
+            *_beside_average(sets, name),
+            *_beside_average(sets, f"{name} tuned"),
+            _difference(sets, f"{name} tuned", "linear tuned"),
+        )
+        for name in methods(sets)
+    ]
+    columns = "method|sets|as it is|points|tuned|points|tuned, minus tuned average"
+    return table(columns.split("|"), rows)
+
+
+@block
+def with_dare(evidence: Evidence) -> str:
+    sets = evidence.sets
+    rows = []
+    for name in methods(sets):
+        variants = [(f"dare+{name} {rate}", name) for rate in USUAL_RATES]
+        variants.append((f"dare+{name} tuned", f"{name} tuned"))
+        if differences(sets, *variants[0]):
+            tallies = [tally(sets, dropped) for dropped, _ in variants]
+            rows.append((f"`{name}`", *tallies, *(_difference(sets, *pair) for pair in variants)))
+    columns = "after DARE|0.5|0.9|tuned|0.5, minus without DARE|0.9, minus without|both tuned"
+    return table(columns.split("|"), rows)
+
+
+@block
+def images(evidence: Evidence) -> str:
+    names = ("base", "best single", "linear", "sum", "ties", *list(DROPPED)[:3])
+    rows = [
+        (f"{s['world']}: {s['kind']}", *(f"{s['scores'][name]['score']:.2f}" for name in names))
+        for s in evidence.images
+    ]
+    return table(("PSNR in dB", *names), rows) if rows else "No results are stored yet."
+
+
+# ---------------------------------------------------------------- in short
+
+
+def dare_effects(evidence: Evidence) -> dict[tuple[str, str], Estimate]:
+    """What DARE does to merges, by the method with it and without."""
+    tuned = {f"dare+{name} tuned": f"{name} tuned" for name in ("linear", "ties")}
+    pairs = (DROPPED | tuned).items()
+    return {pair: estimate(differences(evidence.sets, *pair)) for pair in pairs}
+
+
+@block
+def verdicts(evidence: Evidence) -> str:
+    rows = [
+        (f"`{dropped}` instead of `{plain}`", found.points, found.verdict)
+        for (dropped, plain), found in dare_effects(evidence).items()
+    ]
+    return table(("merge", "points", "DARE"), rows)
+
+
+@block
+def short(evidence: Evidence) -> str:
+    """The answers, a sentence or two each."""
+    effects = Counter(found.verdict for found in dare_effects(evidence).values())
+    verdicts = ", ".join(f"{count} × {verdict}" for verdict, count in effects.most_common())
+    by_size = "; ".join(
+        f"{label}: {estimate(shares(models, 'rescaled', '0.9')).percent}"
+        for label, models in sorted(group(evidence.gainers, way_and_size).items())
+    )
+    tuned = {
+        name: estimate(differences(evidence.sets, f"{name} tuned", "linear tuned"))
+        for name in FOR_ALL_SETS
+    }
+    best = max(tuned, key=lambda name: tuned[name].mean)
+    sentences = (
+        f"**Merges.** DARE in the {effects.total()} rows above: {verdicts}.",
+        f"**One model.** Share of the gain kept at a drop rate of 0.9, with rescaling, by training "
+        f"and by the size of the change relative to the base: {by_size}.",
+        f"**Scale.** Tuning its scale is worth {_difference(evidence.sets, 'linear tuned')} points "
+        f"to the average. Of the methods that were tuned alike on all sets, the best is `{best}`, "
+        f"with {tuned[best].points} points beside the tuned average.",
+        f"**Files.** {safe_storage(evidence)}",
+    )
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+# ---------------------------------------------------------------- single models
+
+
+@block
+def left_out(evidence: Evidence) -> str:
+    every, enough = len(evidence.models), len(evidence.gainers)
+    return f"{every - enough} of {every} models gained less than {LEAST_GAIN_POINTS:g} points"
+
+
+@block
+def tolerance(evidence: Evidence) -> str:
+    return pivot("gain kept", shares_by_rate(evidence), lambda found: found.percent)
+
+
+@block
+def counts(evidence: Evidence) -> str:
+    return pivot("models", effects_by_count(evidence), lambda found: found.points)
+
+
+@block
+def tolerance_by_base(evidence: Evidence) -> str:
+    rows = []
+    by_base = group(evidence.gainers, lambda model: f"{model['world']}, {WAYS[model['way']]}")
+    for label, models in by_base.items():
+        found = [estimate(shares(models, "rescaled", rate)).percent for rate in RATES]
+        rows.append((label, len(models), *found))
+    return table(("base", "models", *RATES), rows)
+
+
+@block
+def lora(evidence: Evidence) -> str:
+    """LoRA and full fine-tunes of the same tasks, where both gained enough."""
+    usual = [m for m in evidence.gainers if m["strength"] == "usual"]
+    tasks = group(usual, lambda m: m["world"] + m["model"].removeprefix(m["way"]))
+    pairs = [sorted(pair, key=lambda m: m["way"]) for pair in tasks.values() if len(pair) == 2]
+    cells = []
+    for rate in RATES:
+        full, low_rank = (shares([p[i] for p in pairs], "rescaled", rate) for i in (0, 1))
+        gaps = [(base, b - a) for (base, a), (_, b) in zip(full, low_rank, strict=True)]
+        named = {"full": full, "LoRA": low_rank, "LoRA minus full": gaps}
+        cells += [Cell(rate, name, estimate(values)) for name, values in named.items()]
+    norms = (np.mean([pair[i]["relative_norm"] for pair in pairs]) for i in (0, 1))
+    sizes = "Mean ‖δ‖ / ‖base‖: {:.3f} full, {:.3f} LoRA.".format(*norms)
+    return pivot(f"gain kept, {len(pairs)} tasks", cells, lambda e: e.percent) + f"\n\n{sizes}"
+
+
+@block
+def embeddings(evidence: Evidence) -> str:
+    full = [m for m in evidence.gainers if "embeddings" in m and m["way"] == "full"]
+    cells = [
+        Cell(
+            f"{about} ({len(models)} models)", rates, estimate(shares(models, "embeddings", rates))
+        )
+        for about, models in group(full, lambda model: str(model["about"])).items()
+        for rates in models[0]["embeddings"]
+    ]
+    return pivot("drop rates", cells, lambda found: found.percent)
+
+
+@block
+def seeds(evidence: Evidence) -> str:
+    records = [{"world": q["world"], **q["shared"]} for q in evidence.questions]
+    rows = []
+    for name in (dropped for dropped, plain in DROPPED.items() if plain != "ties"):
+        found = estimate(differences(records, f"{name}, own", f"{name}, shared"))
+        rows.append((f"`{name}`", len(records), found.points, found.verdict))
+    return table(("three models", "bases", "own minus shared", "masks of their own"), rows)
+
+
+# ---------------------------------------------------------------- how far it goes
+
+
+MEASURES: dict[str, tuple[Callable[[Record], float], tuple[float, ...]]] = {
+    "‖δ‖ / ‖base‖": (lambda model: model["relative_norm"], (0.005, 0.01, 0.02, 0.05, 0.1)),
+    "mean │δ│": (lambda model: model["mean_magnitude"], (0.0005, 0.002, 0.005, 0.03)),
+    "predicted error": (lambda model: model["predicted error"]["0.9"], (0.05, 0.1, 0.2, 0.5, 1.0)),
+}
+"""What may tell how much dropping costs, with the edges of its classes."""
+
+
+@block
+def sizes(evidence: Evidence) -> str:
+    return "\n\n".join(_binned(evidence.gainers, name, *MEASURES[name]) for name in MEASURES)
+
+
+@block
+def ranks(evidence: Evidence) -> str:
+    models = evidence.gainers
+    rows = [
+        (name, *(f"{rank_correlation(models, size, same_base=s):.2f}" for s in (True, False)))
+        for name, (size, _) in MEASURES.items()
+    ]
+    return with_minus(table(("measure", "models of one base", "models of different bases"), rows))
+
+
+def _binned(
+    gainers: list[Record], name: str, size: Callable[[Record], float], edges: Sequence[float]
+) -> str:
+    """The gain kept at a drop rate of 0.9, by the size of something."""
+    rows = []
+    for low, high in pairwise((0.0, *edges, np.inf)):
+        models = [model for model in gainers if low <= size(model) < high]
+        if found := shares(models, "rescaled", "0.9"):
+            label = f"from {low:g}" if high == np.inf else f"{low:g} to {high:g}"
+            worst = _percent(min(share for _, share in found))
+            rows.append((label, len(found), estimate(found).percent, worst))
+    return table((name, "models", "gain kept at 0.9", "worst model"), rows)
+
+
+def _percent(share: float) -> str:
+    return with_minus(f"{100 * share:z.0f} %")
+
+
+# ---------------------------------------------------------------- delta files
+
+
+@block
+def stored(evidence: Evidence) -> str:
+    found = storings(evidence)
+    groups = list(dict.fromkeys(entry.models for entry in found))
+    rows = []
+    for scheme in dict.fromkeys(entry.scheme for entry in found):
+        entries = {entry.models: entry for entry in found if entry.scheme == scheme}
+        kept = [f"{entries[g].kept.percent}<br>worst {_percent(entries[g].worst)}" for g in groups]
+        rows.append((scheme, f"{np.mean([e.bits for e in entries.values()]):.2f}", *kept))
+    return table(("scheme", "bits", *groups), rows)
+
+
+@block
+def magnitude(evidence: Evidence) -> str:
+    """Each scheme that keeps the largest changes, beside its best rival."""
+    found = storings(evidence)
+    rivals = [(entry, entry.best_rival(found)) for entry in found if not entry.is_random]
+    rows = [
+        (entry.models, entry.title, rival.title, entry.kept.percent, entry.minus(rival).percent)
+        for entry, rival in rivals
+        if rival
+    ]
+    columns = "models|scheme (bits)|best random scheme that is no larger|gain kept|difference"
+    return table(columns.split("|"), rows)
+
+
+def safe_storage(evidence: Evidence) -> str:
+    """Name the smallest scheme that is safe."""
+    found = storings(evidence)
+    unsafe = {entry.scheme for entry in found if entry.kept.mean < SAFE_SHARE}
+    safe = [entry for entry in found if entry.scheme not in unsafe]
+    smallest = f"`{min(safe, key=lambda e: e.bits).scheme}`" if safe else "none"
+    limit = f"{_percent(SAFE_SHARE)} of the gain"
+    return (
+        f"The smallest scheme that keeps at least {limit} in every group of models is {smallest}."
+    )
