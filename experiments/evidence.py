@@ -24,6 +24,7 @@ LEAST_GAIN_POINTS = 5.0
 """What a model must gain over its base before shares of its gain mean anything."""
 FREE_POINTS = 1.0
 """An effect counts as none if its whole interval is smaller."""
+VERDICTS = ("helps", "free", "hurts", "not certain")
 IN_DECIBELS = "cugan"
 """Worlds whose names begin so are scored by PSNR, and stand apart."""
 LEAST_BASES = 4
@@ -113,7 +114,7 @@ def _score(found: Mapping[str, float] | Sequence[float] | float) -> float:
 
 def kept(model: Record, scores: float | Sequence[float]) -> float:
     """The share of a model's gain over the base that is left; 1 is all of it."""
-    return (_score(scores) - model["base"]) / (model["full"] - model["base"])
+    return float((_score(scores) - model["base"]) / (model["full"] - model["base"]))
 
 
 def shares(models: Iterable[Record], part: str, key: str) -> Values:
@@ -169,10 +170,10 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """What an effect in points amounts to."""
+        """What an effect in points amounts to, one of `VERDICTS`."""
         if self.low > -FREE_POINTS and self.high < FREE_POINTS:
             return "free"
-        return "**helps**" if self.low > 0 else "**hurts**" if self.high < 0 else "not certain"
+        return "helps" if self.low > 0 else "hurts" if self.high < 0 else "not certain"
 
 
 def estimate(values: Values) -> Estimate:

@@ -29,8 +29,10 @@ from dare.output.page.charts import THEMES, by_name, vega_config
 VARIANTS = {"as it is": "{}", "tuned": "{} tuned", "after DARE 0.5": "dare+{} 0.5"}
 """Of a method, by the name of a series."""
 POINTS = {"domain": (-15, 10), "clamp": True}
+EFFECTS = {"domain": (-25, 5), "clamp": True}
 SHARES = {"domain": (-0.5, 1.2), "clamp": True}
 """Of axes; what lies outside is drawn at their ends."""
+POWERS_OF_TEN = [10.0**power for power in range(-6, 2)]
 
 
 def methods_figure(evidence: Evidence) -> Any:
@@ -59,7 +61,7 @@ def tolerance_figure(evidence: Evidence) -> Any:
 
 def counts_figure(evidence: Evidence) -> Any:
     y = alt.Y("mean:Q", title="points, minus without DARE")
-    return _lines(effects_by_count(evidence), "models", y, POINTS, 190)
+    return _lines(effects_by_count(evidence), "models", y, EFFECTS, 190)
 
 
 def sizes_figure(evidence: Evidence) -> Any:
@@ -71,7 +73,7 @@ def sizes_figure(evidence: Evidence) -> Any:
     ]
     chart = alt.Chart().mark_point(filled=True, size=50, opacity=0.8)
     chart = chart.encode(
-        alt.X("x:Q", title=None).scale(type="log").axis(format="~g", grid=False),
+        alt.X("x:Q", title=None).scale(type="log").axis(format="~g", values=POWERS_OF_TEN),
         alt.Y("y:Q", title="gain kept at 0.9").axis(format="%").scale(**SHARES),
         by_name(alt.Color, list(WAYS.values()), field="series"),
     )

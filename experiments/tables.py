@@ -12,6 +12,7 @@ from evidence import (
     LEAST_GAIN_POINTS,
     RATES,
     USUAL_RATES,
+    VERDICTS,
     WAYS,
     Cell,
     Estimate,
@@ -35,6 +36,8 @@ BY_KIND = (
     *("sum", "ties", "tsv", "iso", "model_stock"),
     *("dare+linear 0.5", "dare+linear 0.9", "dare+sum 0.5"),
 )
+OTHERS = ("base", "best single", "joint", "sum", "linear tuned", "linear without strangers")
+"""Candidates that everybody has, beside the average."""
 FOR_ALL_SETS = ("balanced", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
 """Methods that were tuned on every set, beside the average."""
 SAFE_SHARE = 0.95
@@ -104,10 +107,15 @@ def amounts(evidence: Evidence) -> str:
 Write = Callable[[list[Record], str], str]
 
 
+def kinds(evidence: Evidence) -> dict[str, list[Record]]:
+    """The sets of each kind."""
+    return group(evidence.sets, lambda entry: str(entry["kind"]))
+
+
 def by_kind(evidence: Evidence, names: Iterable[str], write: Write) -> str:
     """A row for each kind of set, and one for all; a column for each name."""
-    kinds = {**group(evidence.sets, lambda entry: str(entry["kind"])), "**all**": evidence.sets}
-    rows = [(kind, len(sets), *(write(sets, n) for n in names)) for kind, sets in kinds.items()]
+    parts = {**kinds(evidence), "**all**": evidence.sets}
+    rows = [(kind, len(sets), *(write(sets, n) for n in names)) for kind, sets in parts.items()]
     return table(("kind of set", "sets", *(f"`{name}`" for name in names)), rows)
 
 
@@ -120,9 +128,14 @@ def _beside_average(sets: list[Record], name: str) -> list[str]:
 
 
 @block
+def others(evidence: Evidence) -> str:
+    rows = [(name, *_beside_average(evidence.sets, name)) for name in OTHERS]
+    return table(("instead of the average", "wins / ties / loses", "points"), rows)
+
+
+@block
 def average(evidence: Evidence) -> str:
-    names = ("base", "best single", "joint", "sum", "linear tuned", "linear without strangers")
-    return by_kind(evidence, names, lambda sets, name: _difference(sets, "linear", name))
+    return by_kind(evidence, OTHERS, lambda sets, name: _difference(sets, "linear", name))
 
 
 @block
@@ -196,10 +209,22 @@ def verdicts(evidence: Evidence) -> str:
 
 
 @block
+def where(evidence: Evidence) -> str:
+    """The kinds of sets in which DARE helps, is free or hurts."""
+    rows = []
+    for dropped, plain in DROPPED.items():
+        found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+        for kind, sets in kinds(evidence).items():
+            found[estimate(differences(sets, dropped, plain)).verdict].append(f"`{kind}`")
+        rows.append((f"`{dropped}`", *(", ".join(names) or "–" for names in found.values())))
+    return table(("DARE", *VERDICTS), rows)
+
+
+@block
 def short(evidence: Evidence) -> str:
     """The answers, a sentence or two each."""
     effects = Counter(found.verdict for found in dare_effects(evidence).values())
-    verdicts = ", ".join(f"{count} × {verdict}" for verdict, count in effects.most_common())
+    verdicts = ", ".join(f"{verdict} {effects[verdict]}" for verdict in VERDICTS)
     by_size = "; ".join(
         f"{label}: {estimate(shares(models, 'rescaled', '0.9')).percent}"
         for label, models in sorted(group(evidence.gainers, way_and_size).items())
@@ -210,7 +235,7 @@ def short(evidence: Evidence) -> str:
     }
     best = max(tuned, key=lambda name: tuned[name].mean)
     sentences = (
-        f"**Merges.** DARE in the {effects.total()} rows above: {verdicts}.",
+        f"**Merges.** The verdicts on DARE in the {effects.total()} rows above: {verdicts}.",
         f"**One model.** Share of the gain kept at a drop rate of 0.9, with rescaling, by training "
         f"and by the size of the change relative to the base: {by_size}.",
         f"**Scale.** Tuning its scale is worth {_difference(evidence.sets, 'linear tuned')} points "
