@@ -35,21 +35,7 @@ def test_a_prediction_by_hand():
     assert found.relative_error == pytest.approx(2)  # √(0.8/0.2)
     assert found.output_error == pytest.approx(0.2)
     assert found.variance == pytest.approx(4 * 25 / 4)
-    assert found.bias == pytest.approx(0)
-    assert predict(statistics(DELTA, WEIGHTS), 0.0) == Prediction(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_q_by_hand():
-    # p = 0.75, q = 0.5: half stays on average; variance 0.75·0.25/0.25 = 0.75 of δ².
-    found = predict(statistics(DELTA, WEIGHTS), 0.75, q=0.5)
-    assert found.bias == 0.5
-    assert found.variance == pytest.approx(0.75 * 25 / 4)
-    assert found.relative_error == pytest.approx(1.0)  # √(0.25 + 0.75)
-
-
-@given(rates)
-def test_q_of_one_minus_p_is_dare(p):
-    assert relative_error(p, 1 - p) == pytest.approx(relative_error(p))
+    assert predict(statistics(DELTA, WEIGHTS), 0.0) == Prediction(0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_base_of_zeros_makes_the_output_error_infinite():
@@ -59,16 +45,10 @@ def test_a_base_of_zeros_makes_the_output_error_infinite():
     assert predict(statistics(zeros, zeros), 0.5).output_error == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rate", "q", "named"),
-    [
-        *((rate, None, "drop_rate") for rate in (-0.1, 1.0, math.nan)),
-        *((0.5, q, "q =") for q in (0.0, 1.5)),
-    ],
-)
-def test_rates_outside_are_refused(rate, q, named):
-    with pytest.raises(RecipeError, match=named):
-        predict(statistics(DELTA, WEIGHTS), rate, q=q)
+@pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
+def test_rates_outside_are_refused(rate):
+    with pytest.raises(RecipeError, match="drop_rate"):
+        predict(statistics(DELTA, WEIGHTS), rate)
 
 
 def test_elements_that_are_not_finite_do_not_count():
@@ -144,19 +124,11 @@ def test_the_bound_by_hand():
     assert bounded_error(Exposure(1, 0.02, 100.0), 0.0) == 0.0
 
 
-@given(rates, st.floats(0.05, 1.0))
-def test_with_q_and_many_carriers_the_bound_is_the_error(p, q):
-    assert bounded_error(Exposure(1, 0.02, 1e18), p, q) == pytest.approx(
-        0.02 * relative_error(p, q), rel=1e-3
+@given(rates)
+def test_with_many_carriers_the_bound_is_the_error(p):
+    assert bounded_error(Exposure(1, 0.02, 1e18), p) == pytest.approx(
+        0.02 * relative_error(p), rel=1e-3
     )
-
-
-def test_with_q_by_hand():
-    # p = 0.75, q = 0.5: the kept quarter is off by δ, as what is dropped is; nothing varies.
-    assert bounded_error(Exposure(1, 0.02, 4.0), 0.75, 0.5) == pytest.approx(0.02)
-    # q = 1: what is kept is right. 0.75 + √19·√(0.75·0.25/4) of δ².
-    expected = 0.02 * math.sqrt(0.75 + math.sqrt(19 * 0.75 * 0.25 / 4))
-    assert bounded_error(Exposure(1, 0.02, 4.0), 0.75, 1.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.8, 0.95])

@@ -26,7 +26,6 @@ from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Analysis, Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
-from dare.output.page.words import share
 from dare.stages import STAGES
 
 ROOT = make_base()
@@ -52,16 +51,18 @@ def finding(seen: Analysis, rule: str):
 def test_usual_fine_tunes_are_ready():
     readiness = assess(analysis(ROOT, {"math": ONE, "code": TWO}))
     assert readiness.findings == ()
-    assert readiness.verdict is Verdict.READY
-    assert readiness.by_model == {"math": Verdict.READY, "code": Verdict.READY}
+    assert readiness.verdict is Verdict.NO_DEFECT
+    assert readiness.by_model == {"math": Verdict.NO_DEFECT, "code": Verdict.NO_DEFECT}
 
 
 def test_the_gravest_finding_decides():
-    models = {"math": ONE, "copy": ROOT, "other": make_base(seed=9)}
+    broken = {name: value.copy() for name, value in TWO.items()}
+    broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
+    models = {"math": ONE, "copy": ROOT, "broken": broken}
     readiness = assess(analysis(ROOT, models))
-    assert readiness.verdict is Verdict.NOT_READY
+    assert readiness.verdict is Verdict.UNFIT
     assert readiness.by_model["copy"] is Verdict.WITH_CHANGES
-    assert readiness.by_model["other"] is Verdict.NOT_READY
+    assert readiness.by_model["broken"] is Verdict.UNFIT
     severities = [GRAVITY.index(each.severity) for each in readiness.findings]
     assert severities == sorted(severities)
     assert [each.rule for each in readiness.of("copy")] == ["equals_base"]
@@ -70,7 +71,7 @@ def test_the_gravest_finding_decides():
 def test_a_note_does_not_change_the_verdict():
     readiness = assess(analysis(ROOT, {"m": ONE}, own={"m": {"origin": Origin.LORA}}))
     assert [each.rule for each in readiness.findings] == ["lora"]
-    assert readiness.verdict is Verdict.READY
+    assert readiness.verdict is Verdict.NO_DEFECT
 
 
 def test_the_order_of_models_does_not_matter():
@@ -102,14 +103,14 @@ SMALL_AND_LARGE = {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}
         ("dare+ties", Verdict.WITH_CHANGES),
         ("dare_ties", Verdict.WITH_CHANGES),
         ("emr", Verdict.WITH_CHANGES),
-        ("dare+sum", Verdict.READY),
-        ("slerp", Verdict.READY),
+        ("dare+sum", Verdict.NO_DEFECT),
+        ("slerp", Verdict.NO_DEFECT),
     ],
 )
 def test_what_matters_in_a_vote_only(method, verdict):
     readiness = assess(analysis(ROOT, SMALL_AND_LARGE), method=method)
     assert (readiness.verdict, readiness.method) == (verdict, method)
-    assert readiness.by_model == {"a": Verdict.READY, "b": verdict}
+    assert readiness.by_model == {"a": Verdict.NO_DEFECT, "b": verdict}
     (only,) = readiness.findings
     assert (only.rule, only.only_for) == ("outweighed", "ties")
     assert only.severity.verdict is verdict
@@ -143,45 +144,31 @@ def test_findings_are_in_order_again_for_a_method():
 
 def test_the_verdict_is_for_the_method_that_is_advised():
     readiness, advice = judge(analysis(ROOT, SMALL_AND_LARGE))
-    assert readiness.method == advice.recipe["method"] == "dare+sum"
-    assert readiness.verdict is Verdict.READY
+    assert readiness.method == advice.recipe["method"]
+    assert readiness.verdict is Verdict.NO_DEFECT
+    assert judge(analysis(ROOT, SMALL_AND_LARGE), method="ties")[0].method == "ties"
     nothing, none = judge(analysis(ROOT, {"m": make_base(seed=9)}))
-    assert (nothing.method, none.recipe) == ("", {})
+    assert (nothing.method, nothing.verdict, none.recipe) == ("", Verdict.UNFIT, {})
     assert {rule.only_for for rule in RULES} <= {"", *STAGES}
     assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
-
-
-def test_what_the_advice_takes_care_of_is_a_note():
-    seen = analysis(ROOT, {"a": tune(ROOT, 0.06, 1), "b": TWO})
-    readiness, advice = judge(seen)
-    (rate,) = [s.value for s in advice.suggestions if (s.setting, s.model) == ("drop_rate", "a")]
-    (only,) = [each for each in readiness.findings if each.rule == "large_change"]
-    assert f"drop_rate of {rate:g}" in only.remedy
-    assert (only.severity, readiness.verdict) == (Severity.NOTE, Verdict.READY)
-    assert judge(seen, method="dare+sum")[0].verdict is Verdict.WITH_CHANGES
 
 
 OPPOSITE = mixed(ROOT, ONE, -1.0, ONE, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("models", "method", "rule", "remedy"),
-    [
-        (
-            {"a": ONE, "against": OPPOSITE, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)},
-            "dare+sum",
-            "opposed",
-            "leaves against out",
-        ),
-        ({"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}, "dare+ties", "outweighed", "weights"),
-    ],
-)
-def test_a_model_that_is_left_out_is_opposed_to_nobody(models, method, rule, remedy):
-    readiness, advice = judge(analysis(ROOT, models))
-    assert advice.recipe["method"] == method
-    (only,) = [each for each in readiness.findings if each.rule == rule]
-    assert only.severity is Severity.NOTE
-    assert remedy in only.remedy
+def test_a_stranger_is_left_out_and_the_others_are_merged():
+    readiness, advice = judge(analysis(ROOT, {"a": ONE, "b": TWO, "other": make_base(seed=9)}))
+    assert advice.left_out == ("other",)
+    assert readiness.by_model["other"] is readiness.verdict is Verdict.WITH_CHANGES
+    assert readiness.by_model["a"] is Verdict.NO_DEFECT
+
+
+def test_too_far_for_dare_is_not_too_far_to_merge():
+    base = make_base(size=0.002)
+    models = {"a": tune(base, 0.02, 1), "far": tune(base, 0.8, 2)}
+    assert judge(analysis(base, models))[1].left_out == ()
+    assert judge(analysis(base, models), method="linear")[0].verdict is Verdict.NO_DEFECT
+    assert judge(analysis(base, models), method="dare+linear")[0].verdict is Verdict.WITH_CHANGES
 
 
 # ---------------------------------------------------------------- one model and the base
@@ -208,7 +195,7 @@ def test_how_far_a_model_is(ratio, rules):
 def test_a_model_trained_apart_is_unrelated():
     assert of({"m": make_base(seed=9)}) == {"unrelated"}
     seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
-    assert seen.severity is Severity.STOP
+    assert seen.severity is Severity.CHANGE
     assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
     assert seen.figures["limit.unrelated_ratio"] == limit("unrelated_ratio")
     alien = {"other.weight": np.ones((3, 3), np.float32)}
@@ -225,9 +212,7 @@ def test_nothing_unrelated_passes_for_a_fine_tune(size, seed):
 @pytest.mark.parametrize(
     ("size", "rules"),
     [
-        (0.0019, set()),
-        (0.0021, {"large_deltas"}),
-        (0.029, {"large_deltas"}),
+        (0.029, set()),
         (0.031, {"not_homologous"}),
     ],
 )
@@ -262,7 +247,7 @@ def test_elements_that_are_not_finite(value):
     only = finding(seen, "not_finite")
     assert only.models == ("bad",)
     assert "layers.0.mlp.up_proj.weight" in only.seen
-    assert assess(seen).by_model["good"] is Verdict.READY
+    assert assess(seen).by_model["good"] is Verdict.NO_DEFECT
 
 
 def test_missing_tensors():
@@ -329,27 +314,6 @@ def test_a_delta_computed_from_an_adapter_is_not_rounded():
 # ---------------------------------------------------------------- shapes
 
 
-def test_a_sparse_delta():
-    generator = np.random.default_rng(0)
-    tuned = {
-        name: np.where(generator.random(value.shape) < 0.1, value, ROOT[name]).astype(np.float32)
-        for name, value in ONE.items()
-    }
-    assert of({"m": tuned}) == {"sparse", "concentrated"}
-
-
-def test_heavy_tails_are_concentrated():
-    generator = np.random.default_rng(0)
-    tuned = {
-        name: (value + 1e-5 * generator.standard_t(3, value.shape)).astype(np.float32)
-        for name, value in ROOT.items()
-    }
-    assert "concentrated" in of({"m": tuned})
-    seen = finding(analysis(ROOT, {"m": tuned}), "concentrated")
-    assert seen.figures["survivors"] < limit("survivors")
-    assert seen.figures["tolerated_drop_rate"] == limit("highest_rate")
-
-
 def test_an_outlier_is_named_and_changes_nothing_else():
     tuned = {name: value.copy() for name, value in ONE.items()}
     tuned["layers.0.mlp.up_proj.weight"][3, 4] += 5.0
@@ -362,27 +326,20 @@ def test_an_outlier_is_named_and_changes_nothing_else():
     assert body_of(seen.models[0]).ratio == pytest.approx(expected, rel=0.05)
 
 
-def test_sentences_have_the_numbers_of_the_predictions():
+def test_large_changes_have_the_numbers_of_the_predictions():
     for ratio in (0.06, 0.2):
         seen = analysis(ROOT, {"m": tune(ROOT, ratio)})
         only = finding(seen, "large_change")
         rate, exposures = only.figures["tolerated_drop_rate"], exposures_of(seen.models[0])
         error = mean_bounded_error(exposures, limit("easy_rate"))
-        assert share(error) in only.seen
         assert only.figures["error"] == error > limit("output_error")
         assert mean_bounded_error(exposures, rate) <= limit("output_error")
-        if rate >= limit("useful_rate"):
-            assert f"drop_rate = {rate} or less" in only.remedy
 
 
 def test_large_changes_of_several_models_are_one_finding():
     models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2), "c": tune(ROOT, 0.08, 3), "d": TWO}
     only = finding(analysis(ROOT, models), "large_change")
     assert only.models == ("a", "b", "c")
-    alone = [finding(analysis(ROOT, {name: models[name]}), "large_change") for name in only.models]
-    errors = [each.figures["error"] for each in alone]
-    assert [only.figures[f"error.{name}"] for name in only.models] == errors
-    assert only.figures["limit.easy_rate"] == limit("easy_rate")
 
 
 # ---------------------------------------------------------------- groups of models
@@ -455,26 +412,6 @@ def test_the_demonstration_with_a_fine_tune_as_its_base():
     assert any("another base" in doubt for doubt in advice.doubts)
     right = analyze(DEMO_BASE, list(TUNED.values()), spectra="none", verbose=False)
     assert found(right) == {"outweighed"}
-
-
-@pytest.mark.parametrize("size", [0.02, 0.026])
-def test_a_base_that_is_a_fine_tune_of_what_is_not_there_is_a_question(size):
-    models = {name: tune(ROOT, size, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))}
-    seen = analysis(ONE, models)
-    told = {"common_step", "alike"} & found(seen)
-    assert told
-    assert all(finding(seen, rule).severity is Severity.NOTE for rule in told)
-    if "common_step" in told:
-        expected = 0.02 * np.sqrt(sum((v**2).sum() for v in ROOT.values()))
-        assert finding(seen, "common_step").figures["shared"] == pytest.approx(
-            expected / seen.models[0].total.base_norm, rel=0.05
-        )
-
-
-def test_what_unequal_pairs_share_is_no_step():
-    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)}
-    models["c"] = mixed(ROOT, ONE, 0.45, THREE, 2.5)
-    assert "common_step" not in of(models)
 
 
 def test_one_model_outweighs_another():

@@ -312,17 +312,17 @@ def sparse(density):
 
 
 DELTAS = {
-    "small": (gaussian(0.005), Verdict.READY, set()),
-    "plain": (gaussian(0.025), Verdict.READY, set()),
+    "small": (gaussian(0.005), Verdict.NO_DEFECT, set()),
+    "plain": (gaussian(0.025), Verdict.NO_DEFECT, set()),
     "large": (gaussian(0.08), Verdict.WITH_CHANGES, {"large_change"}),
     "very large": (gaussian(0.3), Verdict.WITH_CHANGES, {"large_change"}),
-    "foreign": (gaussian(0.8), Verdict.NOT_READY, {"not_homologous"}),
+    "foreign": (gaussian(0.8), Verdict.WITH_CHANGES, {"not_homologous"}),
     "zero": (np.zeros(SHAPE), Verdict.WITH_CHANGES, {"equals_base"}),
-    "outlier": (with_outlier(0.5), Verdict.READY, {"outliers"}),
-    "large outlier": (with_outlier(50.0), Verdict.READY, {"outliers"}),
-    "sparse": (sparse(0.01), Verdict.READY, {"sparse", "concentrated"}),
-    "NaN": (with_outlier(np.nan), Verdict.NOT_READY, {"not_finite"}),
-    "infinite": (with_outlier(np.inf), Verdict.NOT_READY, {"not_finite"}),
+    "outlier": (with_outlier(0.5), Verdict.NO_DEFECT, {"outliers"}),
+    "large outlier": (with_outlier(50.0), Verdict.NO_DEFECT, {"outliers"}),
+    "sparse": (sparse(0.01), Verdict.NO_DEFECT, set()),
+    "NaN": (with_outlier(np.nan), Verdict.UNFIT, {"not_finite"}),
+    "infinite": (with_outlier(np.inf), Verdict.UNFIT, {"not_finite"}),
 }
 
 
@@ -364,9 +364,9 @@ def test_words_and_json():
     assert datetime.fromisoformat(document["computed_at"]) == analysis.computed_at
     assert str(analysis).startswith("131,072 parameters")
     readiness = dare_merge_readiness(analysis)
-    assert json.loads(readiness.to_json())["verdict"] == "ready"
+    assert json.loads(readiness.to_json())["verdict"] == "no defect found"
     (finding,) = readiness.findings
     assert finding.rule == "fit"
     assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
     loose = analyze(*shaped("gaussian", ratio=0.08), output_error=0.3)
-    assert dare_merge_readiness(loose).verdict is Verdict.READY
+    assert dare_merge_readiness(loose).verdict is Verdict.NO_DEFECT

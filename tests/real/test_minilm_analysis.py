@@ -76,7 +76,7 @@ def test_a_full_fine_tune_is_told_and_fit_to_be_merged(found):
     assert model.likely_rank is None
     assert 0 < model.total.relative_norm < 0.15
     alone = assess(replace(found, models=(model,), pairs=()))
-    assert alone.verdict is Verdict.READY
+    assert alone.verdict is Verdict.NO_DEFECT
 
 
 def test_rows_of_tokens_that_do_not_occur_are_unchanged(found):
@@ -102,12 +102,12 @@ def test_the_copy_is_the_base(found, readiness):
 
 
 def test_fresh_weights_are_unrelated(readiness):
-    assert readiness.by_model["reinitialised"] is Verdict.NOT_READY
+    assert readiness.by_model["reinitialised"] is Verdict.UNFIT
     assert "unrelated" in rules(readiness, "reinitialised")
 
 
 def test_what_was_trained_too_far_is_told(readiness):
-    assert readiness.by_model["overtrained"] is not Verdict.READY
+    assert readiness.by_model["overtrained"] is not Verdict.NO_DEFECT
     assert rules(readiness, "overtrained") & {"large_change", "not_homologous"}
     assert "unrelated" not in rules(readiness, "overtrained")
 

@@ -65,7 +65,7 @@ def readiness_card(readiness: Readiness) -> str:
 
 
 def advice_card(advice: Advice) -> str:
-    """The settings with their reasons, what error they bring, and the recipe."""
+    """The settings with their reasons, and the recipe."""
     if not advice.recipe:
         reasons = ((advised.model or "all", f"{advised.reason}.") for advised in advice.suggestions)
         return card("Do not merge these models", remarks(reasons))
@@ -77,9 +77,6 @@ def advice_card(advice: Advice) -> str:
     why = [f"{s.setting} of {s.model or 'all'}: {s.reason}." for s in advice.suggestions]
     why += [f"Caveat: {doubt}." for doubt in advice.doubts]
     known = {"method": recipe["method"]} if "method" in recipe else {}
-    if advice.error_bound:
-        known["error of outputs"] = f"under {share(advice.predicted_error)}"
-        known["bound"] = share(advice.error_bound)
     return card(
         f"Advice for {times(len(recipe['models']), 'model')}",
         facts(known),

@@ -30,7 +30,7 @@ from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import named, times
 
-SCHEMA = "dare-analysis/2"
+SCHEMA = "dare-analysis/3"
 """Of the JSON document; a change that old readers cannot take changes the number."""
 MAX_BYTES = 1 << 30
 """Of such a document; one tensor of one model takes some 2,000."""

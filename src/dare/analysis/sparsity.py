@@ -310,7 +310,7 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
     that is ready has a note with the drop rate that it bears.
     """
     readiness = analysis.readiness
-    if readiness.verdict is not Verdict.READY:
+    if readiness.verdict is not Verdict.NO_DEFECT:
         return readiness
     rate = analysis.recommended_drop_rate
     fit = Finding(

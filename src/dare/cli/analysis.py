@@ -20,7 +20,7 @@ from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import FIELDS, RESOURCES, Debug, Json, Overwrite, Quiet, output_flag, switch
-from dare.cli.template import advised_toml, nothing_advised
+from dare.cli.template import SEARCH, advised_toml, nothing_advised
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import check_free
@@ -93,7 +93,7 @@ def analyze(
     show.next_steps(console, "Next", _next_steps(advice, same, more))
     if json:
         show.json(to_json(*judged))
-    return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
+    return FAILED if readiness.verdict is Verdict.UNFIT else DONE
 
 
 def _write(judged: Judged, *, output: Path | None, html: Path | None) -> list[str]:
@@ -123,7 +123,11 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
 def _next_steps(advice: Advice, same: Sequence[str], more: str) -> dict[str, str]:
     """The commands that make a merge of it, and the one that shows everything."""
     recipe = _free_name("recipe", ".toml")
-    steps = {"advise": f"dare advise {{}} > {recipe}", "merge": f"dare {recipe}"}
+    steps = {
+        "advise": f"dare advise {{}} > {recipe}",
+        "compare": SEARCH.format(recipe),
+        "merge": f"dare {recipe}",
+    }
     steps = (steps if advice.recipe else {}) | {"more": f"dare report {{}} # {more}"}
     return {name: step.format(shlex.join(same)) for name, step in steps.items()}
 
@@ -139,9 +143,6 @@ def advise(
     output: Annotated[Path, output_flag("The merge's output.")] = Path("merged.safetensors"),
     study: Annotated[Path | None, Parameter(help="A study to go by, in place of rules.")] = None,
     steps: Steps = None,
-    drop_rate: Annotated[
-        float | None, Parameter(help="A drop rate that is wanted; q is found for it.")
-    ] = None,
     options: Options | None = None,
     quiet: Quiet = False,
     json: Json = False,
@@ -151,13 +152,11 @@ def advise(
     if study is not None:
         if inputs:
             raise UsageError("models and --study given; a study knows its models: leave one out")
-        if drop_rate is not None:
-            raise UsageError("--drop-rate and --study given; a study has its rates: leave one out")
         return _advise_by_study(study, output, json=json)
     if output.suffix in (".toml", ".json", ".yaml", ".yml"):
         where = f"to write the recipe to a file, end the command with > {output}"
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")
-    _, _, advice = judge(inputs, options, steps, drop_rate, verbose=not quiet)
+    _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
@@ -220,7 +219,6 @@ def judge(
     inputs: Sequence[Path],
     options: Options | None,
     steps: int | None,
-    drop_rate: float | None = None,
     *,
     verbose: bool,
 ) -> Judged:
@@ -231,7 +229,7 @@ def judge(
     else:
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    return analysis, *judge_analysis(analysis, steps=steps, drop_rate=drop_rate)
+    return analysis, *judge_analysis(analysis, steps=steps)
 
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:

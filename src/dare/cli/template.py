@@ -37,6 +37,13 @@ EXAMPLES = {
 
 OUTPUT = "merged.safetensors"
 """Where a recipe merges to that does not say it."""
+SEARCH = "dare search {} --eval score.py:score"
+"""The command that compares the candidates; the evaluator is the user's."""
+COMPARED = (
+    "# Compare before you rely on it: this scores the base, each model, their average, their sum",
+    "# and this recipe on data of your own, and says which to take. You write score.py:",
+    f"#   {SEARCH.format('THIS_FILE')}",
+)
 
 ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest"}
 """Fields that stand first or in tables; and the digest, which an edited recipe will not have."""
@@ -80,7 +87,7 @@ def advised_toml(advice: Advice, output: Path, **fixed: Any) -> str:
     """The recipe of an advice as TOML, after a comment with the reasons."""
     document = {**in_our_form(advice.recipe), "output": str(output), **fixed}
     check_runs(recipe_from_document(document, "advice"), "the advised recipe")
-    return "\n".join([*reasons(advice), "", write_toml(document), *_protections(advice)])
+    return "\n".join([*reasons(advice), "", write_toml(document), *COMPARED, ""])
 
 
 def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
@@ -88,15 +95,6 @@ def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
     unfit = [f"{each.model}: {each.reason}" for each in advice.suggestions if each.model]
     why = f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)})"
     return RecipeError(f"{why}; what can be done says `dare analyze {shlex.join(inputs)}`")
-
-
-def _protections(advice: Advice) -> Iterator[str]:
-    """Rules for the layers that dropping hurts most, as comments."""
-    if advice.protect:
-        yield "# Dropping hurts these layers more than the rest. To protect them, uncomment this."
-        rules = write_toml({"tensors": [part.rule for part in advice.protect]})
-        yield from (f"# {line}".rstrip() for line in printable(rules, keep="\n").splitlines())
-        yield ""
 
 
 def reasons(advice: Advice) -> Iterator[str]:

@@ -99,11 +99,11 @@ prints is of the bytes of all tensors in order of name.
   dare verify merged/ --json""",
     "analyze": """Know before you merge: what the weights show.
 
-Says on one screen whether the models are ready to be merged and by which
-method, how large each change is, which models are alike or opposed, what
-dropping costs, what stands against a merge, and what to type next. The page of
-`dare report` and --json have every figure and every reason. The exit status is
-1 if they are not ready.
+Says on one screen what is wrong with the weights, if anything is: models that
+come from elsewhere, copies, broken values, shapes that do not fit; how large
+each change is, which models are alike, and what to type next. It cannot say
+what a merge will be able to do: compare candidates on your data for that. The
+exit status is 1 if the models cannot be merged.
 
 [bold]Examples[/bold]
 
@@ -112,10 +112,11 @@ dropping costs, what stands against a merge, and what to type next. The page of
   dare analyze recipe.toml --json""",
     "advise": """Print a recipe that suits the models, with reasons.
 
-Drop rates, method and weights follow from what `dare analyze` measures; each
-has its reason, its source and how well that is founded, as a comment. Prints
-nothing, and exits with 1, if no model is fit to be merged. With --study: what a
-search has shown instead of what rules say.
+The method follows from what `dare analyze` sees and from how such models fared
+in our experiments; comments say why, and how often it was better or worse than
+the plain average. The last lines are a search that compares the candidates on
+your data. Prints nothing, and exits with 1, if no model is fit to be merged.
+With --study: what a search has shown instead.
 
 [bold]Examples[/bold]
 

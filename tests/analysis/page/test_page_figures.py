@@ -99,27 +99,14 @@ def test_the_tables_hold_the_analysis(drawn, subject):
     assert drawn["spectra"].table.rows[0][3] == number(spectrum.effective_rank)
 
 
-def test_the_advised_rate_is_marked(drawn, subject):
-    marked = [row for row in drawn["predicted-error"].table.rows if row[-1] == "advised"]
-    assert [(row[1], row[0]) for row in marked] == [
-        ("math", "0.9"),
-        ("code", "0.75"),
-        ("chat", "0.8"),
-    ]
-    error = mean_bounded_error(exposures_of(subject.analysis.models[0]), 0.9)
-    assert marked[0][2:4] == (share(error), "300%")  # √(0.9 / 0.1)
-
-
-def test_the_line_is_what_is_bounded(drawn, subject):
+def test_the_curve_is_what_is_predicted(drawn, subject):
     figure = drawn["predicted-error"]
-    assert "2.89%" in figure.caption
-    (level,) = (
-        layer for layer in figure.spec["layer"] if layer.get("mark", {}).get("type") == "rule"
-    )
-    assert level["encoding"]["y"]["datum"] == subject.advice.error_share
     curve = [row for row in rows_of(figure) if (row["model"], row["rate"]) == ("chat", 0.8)]
     error = mean_bounded_error(exposures_of(subject.analysis.models[2]), 0.8)
     assert curve[0]["error"] == pytest.approx(error, 1e-4)
+    (row,) = (row for row in figure.table.rows if row[:2] == ("0.9", "math"))
+    error = mean_bounded_error(exposures_of(subject.analysis.models[0]), 0.9)
+    assert row[2:] == (share(error), "300%")  # √(0.9 / 0.1)
 
 
 def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
@@ -130,7 +117,7 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
         assert {"name": "left_out", "value": ["code"]} in figure.spec["params"]
     assert {row["model"] for row in rows_of(found["predicted-error"])} == {"math", "chat"}
     assert "Left out: code." in found["predicted-error"].caption
-    colour = found["predicted-error"].spec["layer"][1]["layer"][0]["encoding"]["color"]
+    colour = found["predicted-error"].spec["layer"][0]["encoding"]["color"]
     assert colour["scale"]["domain"] == ["math", "code", "chat"]  # the colours of all figures
 
 

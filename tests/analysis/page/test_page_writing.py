@@ -14,7 +14,6 @@ from dare.analysis.judge.judgement import (
     Readiness,
     Verdict,
 )
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import assembly, figures
 from dare.analysis.page.assembly import page_text, write_page
 from dare.errors import InputError, OutputError
@@ -101,14 +100,11 @@ def test_headings_do_not_skip_levels(outline):
 
 def test_the_table_of_models_holds_the_analysis(outline, subject):
     (rows,) = (table for table in outline.tables if "verdict" in table[0])
-    assert rows[0] == ["model", "change", "verdict", "drop rate", "error, at most", "origin"]
-    rates = {"math": 0.9, "code": 0.75, "chat": 0.8}
+    assert rows[0] == ["model", "change", "verdict", "origin"]
     for row, model in zip(rows[1:], subject.analysis.models, strict=True):
-        rate = rates[model.name]
         assert row[:2] == [model.name, share(model.total.relative_norm)]
-        assert row[3:5] == [f"{rate}", share(mean_bounded_error(exposures_of(model), rate))]
-    assert rows[3][2] == "ready with changes"
-    assert rows[2][5] == "LoRA, rank 4 (adapter)"
+    assert rows[3][2] == "needs changes"
+    assert rows[2][3] == "LoRA, rank 4 (adapter)"
     (numbers,) = (table for table in outline.tables if "excess kurtosis" in table[0])
     total = subject.analysis.models[0].total
     assert numbers[1] == [
@@ -134,21 +130,12 @@ def test_a_model_with_a_nan_and_copies_are_named(crowded_page):
 def test_the_recipe_is_whole(text, subject):
     (recipe,) = re.findall(r'<code id="recipe">(.*?)</code>', text, re.DOTALL)
     assert tomllib.loads(unescape(recipe)) == subject.advice.recipe
-    calm = Readiness(Verdict.READY, {"math": Verdict.READY}, ())
-    nothing = replace(subject.advice, recipe={}, suggestions=(), doubts=(), protect=())
+    calm = Readiness(Verdict.NO_DEFECT, {"math": Verdict.NO_DEFECT}, ())
+    nothing = replace(subject.advice, recipe={}, suggestions=(), doubts=())
     text = assemble(subject.analysis, calm, nothing)
     assert "None of the models should be merged" in text
     assert 'id="recipe"' not in text
     assert 'id="merge"' not in text
-
-
-def test_layers_to_protect_have_a_rule_to_copy(outline, text):
-    (table,) = (table for table in outline.tables if "drop rate to protect it" in table[0])
-    assert table[1] == ["5", "mlp", "9.00%", "0.4"]
-    (rules,) = re.findall(r'<code id="rules">(.*?)</code>', text, re.DOTALL)
-    assert tomllib.loads(unescape(rules)) == {
-        "tensors": [{"match": ["layers.5.mlp.up"], "drop_rate": 0.4}]
-    }
 
 
 def test_the_merge_is_told_to_three_digits(outline):

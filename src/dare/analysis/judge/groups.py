@@ -6,7 +6,6 @@ or by way of others: three copies are one group, not three pairs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +82,7 @@ def find_groups(
             inside = [link for link in links if {link.pair.first, link.pair.second} <= set(names)]
             if rule != "multiple" or not all(link.is_same for link in inside):
                 yield rule, _group(rule, names, inside)
-    yield from _misplaced_base(analysis, links, fit)
+    yield from _misplaced_base(links, fit)
 
 
 def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
@@ -136,15 +135,11 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
 # ---------------------------------------------------------------- a base that is a fine-tune
 
 
-def _misplaced_base(
-    analysis: Analysis, links: Sequence[Link], fit: Sequence[str]
-) -> Iterator[tuple[str, Values]]:
+def _misplaced_base(links: Sequence[Link], fit: Sequence[str]) -> Iterator[tuple[str, Values]]:
     """Signs that the models were trained from another model than the base.
 
     Let A be the given base, B a model, and C one that was trained from B. Then C - A is B - A and
-    what C has learnt, which does not know of B - A: its projection onto B - A is 1. If B is not
-    among the models, every two of them have A's way back to it in common: the products of their
-    deltas are all ‖B - A‖².
+    what C has learnt, which does not know of B - A: its projection onto B - A is 1.
     """
     links = [
         link
@@ -167,7 +162,6 @@ def _misplaced_base(
                 },
             )
             return
-    yield from _common_step(analysis, links)
 
 
 def _is_whole(share: float, cosine: float) -> bool:
@@ -177,29 +171,6 @@ def _is_whole(share: float, cosine: float) -> bool:
     """
     off = min(limit("whole_step"), (1 - cosine) / 4)
     return abs(share - 1) <= off and cosine > limit("apart_cosine")
-
-
-def _common_step(analysis: Analysis, links: Sequence[Link]) -> Iterator[tuple[str, Values]]:
-    """What every two models have in common, if that is the same and less than most of them."""
-    cosines = [link.cosine for link in links]
-    if not links or min(cosines) < limit("shared_cosine") or min(cosines) >= limit("alike_cosine"):
-        return
-    norms = {model.name: model.total.inliers.norm for model in analysis.models}
-    products = [link.cosine * norms[link.pair.first] * norms[link.pair.second] for link in links]
-    if max(products) > limit("shared_spread") * min(products):
-        return
-    names = {name for link in links for name in (link.pair.first, link.pair.second)}
-    base_norm = max(model.total.base_norm for model in analysis.models)
-    yield (
-        "common_step",
-        {
-            "concerns": tuple(name for name in analysis.names if name in names),
-            "shared": math.sqrt(sum(products) / len(products)) / base_norm if base_norm else 0.0,
-            "cosine": min(cosines),
-            "largest_cosine": max(cosines),
-            "cosines": said_cosines(cosines),
-        },
-    )
 
 
 def _other(link: Link, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import textwrap
 import tomllib
@@ -36,15 +35,15 @@ def limit(name: str) -> float:
 
 
 class Verdict(StrEnum):
-    """Whether to merge."""
+    """What was seen in the weights; none of them promises a good model."""
 
-    READY = "ready"
-    WITH_CHANGES = "ready with changes"
-    NOT_READY = "not ready"
+    NO_DEFECT = "no defect found"
+    WITH_CHANGES = "needs changes"
+    UNFIT = "cannot be merged"
 
 
 class Severity(StrEnum):
-    """What a finding does to the verdict: nothing, ready with changes, not ready."""
+    """What a finding does to the verdict: nothing, needs changes, cannot be merged."""
 
     NOTE = "note"
     CHANGE = "change"
@@ -57,9 +56,9 @@ class Severity(StrEnum):
 
 
 _VERDICTS = {
-    Severity.NOTE: Verdict.READY,
+    Severity.NOTE: Verdict.NO_DEFECT,
     Severity.CHANGE: Verdict.WITH_CHANGES,
-    Severity.STOP: Verdict.NOT_READY,
+    Severity.STOP: Verdict.UNFIT,
 }
 GRAVITY = (Severity.STOP, Severity.CHANGE, Severity.NOTE)
 """Severities, the gravest first."""
@@ -148,8 +147,7 @@ class Suggestion:
     """One setting of a recipe, and why."""
 
     setting: str
-    """As in a recipe: `method`, `drop_rate`, `embedding_drop_rate`, `weight`, `q`, `scale`; or
-    `models`, for one that is not to take part."""
+    """As in a recipe: `method`, `scale`, `on_missing`; or `models`, for one that is left out."""
     value: float | str
     """For `models`: left out."""
     model: str | None
@@ -158,26 +156,6 @@ class Suggestion:
     source: str
     """Where the rule comes from."""
     evidence: Evidence
-
-
-@dataclass(frozen=True)
-class Protection:
-    """A part of the models that dropping hurts more than the rest."""
-
-    layer: int
-    """-1 for tensors that stand in no layer."""
-    kind: str
-    error: float
-    """What the outputs' error stays under there, at the advised drop rates."""
-    drop_rate: float
-    """The rate, for all models, at which it would be no larger than over all layers."""
-    tensors: tuple[str, ...] = ()
-    """Their names."""
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        """The entry of `[[tensors]]` that sets the rate."""
-        return {"match": [glob.escape(name) for name in self.tensors], "drop_rate": self.drop_rate}
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,29 +167,12 @@ class Advice:
     """The document of a recipe, ready for TOML; empty if no model is fit."""
     doubts: tuple[str, ...]
     """Caveats: what the advice cannot know."""
-    predicted_error: float = 0.0
-    """What the error of the layers' outputs stays under, from the dropping of all models."""
-    error_bound: float = 0.0
-    """What that error may be."""
-    error_share: float = 0.0
-    """What the dropping of one model may bring to its outputs, so that the merge's error stays
-    within the bound."""
-    protect: tuple[Protection, ...] = ()
-    """Where lower drop rates would pay most, the worst first; empty if no layer stands out."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The models that it does not merge."""
         unfit = [s.model for s in self.suggestions if s.value == LEFT_OUT]
         return tuple(name for name in unfit if name is not None)
-
-    def own(self, setting: str) -> dict[str, float]:
-        """The values of a setting that models have of their own, by name."""
-        return {
-            s.model: float(s.value)
-            for s in self.suggestions
-            if s.setting == setting and s.model is not None and not isinstance(s.value, str)
-        }
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as plain values, ready for JSON; what is not finite is a string."""
@@ -235,7 +196,7 @@ class Advice:
         return advice_card(self)
 
     def __str__(self) -> str:
-        """The settings with their reasons, the layers to protect, and the caveats."""
+        """The settings with their reasons, and the caveats."""
         lines = []
         for advised in self.suggestions:
             whose = f" ({advised.model})" if advised.model else ""
@@ -245,9 +206,6 @@ class Advice:
             if advised.setting == "models":
                 said = f"{advised.model}: {value}"
             lines += [said, *_wrapped("  ", grounds)]
-        for part in self.protect:
-            where = f"layer {part.layer}, {part.kind}" if part.layer >= 0 else part.kind
-            lines.append(f"to protect {where}: drop_rate = {part.drop_rate:g} there")
         lines += [line for doubt in self.doubts for line in _wrapped("caveat: ", doubt)]
         return "\n".join(lines)
 

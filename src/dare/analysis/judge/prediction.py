@@ -1,15 +1,14 @@
 """What dropping will do to a delta, from its measured moments, before anything is dropped.
 
-With δ̂ᵢ = mᵢ·δᵢ/q, mᵢ = 1 with probability 1 - p and else 0, and q = 1 - p for DARE:
+With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0:
 
-    bias      E[δ̂] - δ = -(1 - (1 - p)/q)·δ, which is 0 for DARE
-    variance  Var[δ̂ᵢ] = p·(1 - p)/q²·δᵢ², for DARE p/(1 - p)·δᵢ²
-    error     E‖δ̂ - δ‖²/‖δ‖² = (1 - (1 - p)/q)² + p·(1 - p)/q², for DARE p/(1 - p)
+    bias      E[δ̂] - δ = 0
+    variance  Var[δ̂ᵢ] = p/(1 - p)·δᵢ²
+    error     E‖δ̂ - δ‖²/‖δ‖² = p/(1 - p)
 
 An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no direction, the error of all
-outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some; with the
-demonstration's models and texts the error of a layer's outputs is 0.3 to 2.0 times what is said
-here, 0.9 in the median.
+outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
+error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
 
 That is the mean. How far one mask can be off it depends on how few elements carry the change.
 For DARE ‖δ̂ - δ‖² = Σ δᵢ²·ξᵢ, with ξ = (p/(1 - p))² for what is kept and 1 for what is dropped,
@@ -34,7 +33,6 @@ from dataclasses import dataclass
 
 from dare.analysis.judge.judgement import limit
 from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
-from dare.errors import RecipeError
 from dare.tensors.mask import check_drop_rate
 
 CONFIDENCE = 0.95
@@ -57,50 +55,33 @@ class Prediction:
     infinite where the base is zero."""
     variance: float
     """Mean over the elements of Var[δ̂ᵢ]."""
-    bias: float = 0.0
-    """Share of the delta that is lost on average: 1 - (1 - p)/q; negative if q is too small."""
 
 
-def predict(statistics: Statistics, drop_rate: float, q: float | None = None) -> Prediction:
-    """Say what dropping does to a delta with these statistics; q is that of DAREx."""
+def predict(statistics: Statistics, drop_rate: float) -> Prediction:
+    """Say what dropping does to a delta with these statistics."""
     p = check_drop_rate(drop_rate)
-    error = relative_error(p, q)
-    size = statistics.relative_norm
-    divisor = _divisor(p, q)
+    error, size = relative_error(p), statistics.relative_norm
     return Prediction(
         drop_rate=p,
         relative_error=error,
         output_error=error * size if error and size else 0.0,
-        variance=p * (1 - p) / divisor**2 * mean_square(statistics),
-        bias=1 - (1 - p) / divisor,
+        variance=p / (1 - p) * mean_square(statistics),
     )
 
 
-def relative_error(drop_rate: float, q: float | None = None) -> float:
+def relative_error(drop_rate: float) -> float:
     """√(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
 
-    >>> relative_error(0.5), relative_error(0.75, q=1.0)
-    (1.0, 0.866025...)
+    >>> relative_error(0.5), relative_error(0.9)
+    (1.0, 3.0)
     """
-    if q is None:  # the general formula loses digits at small rates
-        return math.sqrt(drop_rate / (1 - drop_rate))
-    divisor = _divisor(drop_rate, q)
-    lost = 1 - (1 - drop_rate) / divisor
-    return math.sqrt(lost**2 + drop_rate * (1 - drop_rate) / divisor**2)
+    return math.sqrt(drop_rate / (1 - drop_rate))
 
 
 def mean_square(statistics: Statistics) -> float:
     """The mean of δ²; elements that are not finite do not count."""
     counted = statistics.elements - statistics.not_finite
     return statistics.norm**2 / counted if counted else 0.0
-
-
-def _divisor(drop_rate: float, q: float | None) -> float:
-    if q is None:
-        return 1 - drop_rate
-    if not 0 < q <= 1:
-        raise RecipeError(f"q = {q}: must be above 0 and at most 1")
-    return q
 
 
 # ---------------------------------------------------------------- how much dropping is borne
@@ -151,10 +132,8 @@ def row_width(elements: int, shape: tuple[int, ...]) -> int:
     return elements // shape[0] if len(shape) > 1 and shape[0] else elements
 
 
-def bounded_error(exposure: Exposure, drop_rate: float, q: float | None = None) -> float:
+def bounded_error(exposure: Exposure, drop_rate: float) -> float:
     """What the relative error of an output stays under with probability 0.95 at a drop rate.
-
-    q is that of DAREx: what is kept is then off by 1/q - 1.
 
     >>> bounded_error(Exposure(10**6, 0.02, 1000.0), 0.8)
     0.0439...
@@ -162,7 +141,7 @@ def bounded_error(exposure: Exposure, drop_rate: float, q: float | None = None) 
     p = drop_rate
     if not p or not exposure.carriers:
         return 0.0
-    kept = (1 / _divisor(p, q) - 1) ** 2
+    kept = (1 / (1 - p) - 1) ** 2
     spread = abs(kept - 1) * math.sqrt(p * (1 - p) / exposure.carriers)
     return exposure.relative_norm * math.sqrt(p + (1 - p) * kept + DEVIATIONS * spread)
 
@@ -217,21 +196,19 @@ def surviving_drop_rate(exposures: Sequence[Exposure]) -> float:
     return max(0.0, math.floor(STEPS * (1 - share) + 1e-9) / STEPS)
 
 
-def mean_bounded_error(
-    exposures: Sequence[Exposure], drop_rate: float, q: float | None = None
-) -> float:
+def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:
     """The bounded error of several tensors' outputs, as the root of the mean square.
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
-    return combined_error(((exposure, drop_rate) for exposure in exposures), q)
+    return combined_error((exposure, drop_rate) for exposure in exposures)
 
 
-def combined_error(parts: Iterable[tuple[Exposure, float]], q: float | None = None) -> float:
+def combined_error(parts: Iterable[tuple[Exposure, float]]) -> float:
     """The same of tensors that each have a drop rate."""
     total, squares = 0, 0.0
     for exposure, rate in parts:
         if math.isfinite(exposure.relative_norm):
             total += exposure.elements
-            squares += exposure.elements * bounded_error(exposure, rate, q) ** 2
+            squares += exposure.elements * bounded_error(exposure, rate) ** 2
     return math.sqrt(squares / total) if total else 0.0

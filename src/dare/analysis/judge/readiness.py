@@ -3,8 +3,8 @@
     print(assess(analyze("base", ["math", "code"])))
 
 A rule has a name, a condition on values (`CONDITIONS`), and texts that the values fill in
-(`rules.toml`). What a rule finds makes the models it names, and the set as it is given, ready with
-changes or not ready; a note changes nothing.
+(`rules.toml`). What a rule finds is that the models it names, and the set as it is given, need
+changes or cannot be merged; a note changes nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, is_opposed, listed
+from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, listed
 from dare.analysis.judge.judgement import (
     GRAVITY,
     LIMITS,
     RULES_FILE,
-    Advice,
     Finding,
     Readiness,
     Severity,
@@ -33,15 +32,11 @@ from dare.analysis.judge.judgement import (
 )
 from dare.analysis.judge.prediction import (
     OUTER,
-    exposure_of,
     exposures_of,
     mean_bounded_error,
-    mean_carriers,
-    surviving_drop_rate,
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin
-from dare.output.page.words import share
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
@@ -91,46 +86,6 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
     return replace(conclude(readiness.by_model, findings), method=method)
 
 
-def settle(readiness: Readiness, advice: Advice, analysis: Analysis) -> Readiness:
-    """The verdict on a merge by the advised recipe: what the recipe takes care of is a note."""
-    if not advice.recipe:
-        return readiness
-    findings = []
-    for finding in readiness.findings:
-        answer = _answer(finding, advice, analysis)
-        noted = replace(finding, severity=Severity.NOTE, remedy=answer)
-        findings.append(noted if answer and finding.severity is not Severity.STOP else finding)
-    return replace(conclude(readiness.by_model, findings), method=readiness.method)
-
-
-def _answer(finding: Finding, advice: Advice, analysis: Analysis) -> str:
-    """How the advice takes care of a finding; empty if it does not."""
-    out = [name for name in advice.left_out if name in finding.models]
-    left = [name for name in finding.models if name not in out]
-    without = f"The advice leaves {listed(out)} out" if out else ""
-    if finding.rule == "large_change":
-        rates = Span([advice.own("drop_rate").get(name, 0.0) for name in left])
-        said = f"The advised drop_rate of {rates:g} takes care of it" if left else ""
-        return "; ".join(filter(None, (said, without)))
-    if finding.rule == "outweighed" and finding.severity is Severity.CHANGE:
-        balanced = advice.own("weight").keys() & set(left)
-        return "The advised weights take care of it" if balanced else without
-    if finding.rule in ("alike", "opposed") and out and not _still(finding.rule, left, analysis):
-        return without
-    if finding.rule == "cancelling" and advice.left_out:
-        others = [name for name in analysis.names if name not in advice.left_out]
-        if not _still("opposed", others, analysis):
-            without = f"The advice leaves {listed(advice.left_out)} out"
-            return f"{without}, and no two of the others are opposed"
-    return ""
-
-
-def _still(rule: str, names: Sequence[str], analysis: Analysis) -> bool:
-    """Whether two of the models that are left are related as a rule says."""
-    pairs = [pair for pair in analysis.pairs if {pair.first, pair.second} <= set(names)]
-    return bool(pairs) if rule == "alike" else any(map(is_opposed, pairs))
-
-
 def conclude(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
     """The verdict that findings come to, on each model and on all."""
     findings = sorted(findings, key=lambda finding: GRAVITY.index(finding.severity))
@@ -142,7 +97,7 @@ def conclude(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
 
 def _verdict(findings: Iterable[Finding]) -> Verdict:
     severities = {finding.severity for finding in findings}
-    return next((s.verdict for s in GRAVITY if s in severities), Verdict.READY)
+    return next((s.verdict for s in GRAVITY if s in severities), Verdict.NO_DEFECT)
 
 
 CONDITIONS: dict[str, Callable[[Any], Any]] = {
@@ -156,18 +111,9 @@ CONDITIONS: dict[str, Callable[[Any], Any]] = {
         and not m.was_dropped
         and m.tolerated_drop_rate < LIMIT.easy_rate
     ),
-    "large_deltas": lambda m: (
-        LIMIT.usual_delta < m.mean_magnitude < LIMIT.foreign_delta and m.ratio < LIMIT.large_ratio
-    ),
     "equals_base": lambda m: m.elements and not m.norm and not m.not_finite,
     "missing_tensors": lambda m: m.missing and not m.is_adapter,
     "lora": lambda m: m.is_lora,
-    "sparse": lambda m: m.negligible > LIMIT.sparse and m.norm and not m.is_foreign,
-    "concentrated": lambda m: (
-        m.surviving_drop_rate < min(m.tolerated_drop_rate, LIMIT.low_rank_rate)
-        and m.tolerated_drop_rate >= LIMIT.useful_rate
-        and not m.is_foreign
-    ),
     "rounding": lambda s: 0 < s.relative_norm <= LIMIT.rounding * s.rounding,
     "coarser_type": lambda s: s.relative_norm > LIMIT.rounding * s.rounding,
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
@@ -190,8 +136,6 @@ class Rule:
     only_for: str = ""
     few_words: str = ""
     together: str = ""
-    several: dict[str, str] = field(default_factory=dict)
-    """The texts on several models."""
 
     def find(self, subjects: Iterable[tuple[str, Values]], output_error: float) -> list[Finding]:
         """What the rule finds among all that it could be about, in words."""
@@ -202,8 +146,6 @@ class Rule:
             for about, values in subjects
             if about == (self.about or self.name) and condition(SimpleNamespace(**values))
         ]
-        if self.several and len(found) > 1:
-            return [self._say_of_all(found, limits)]
         return _joined(found)
 
     def _say(self, known: Values) -> Finding:
@@ -220,18 +162,6 @@ class Rule:
             figures,
             self.only_for,
         )
-
-    def _say_of_all(self, found: Sequence[Finding], limits: SimpleNamespace) -> Finding:
-        """One finding for several, with the least and the largest of each figure."""
-        measured = [name for name in self.figures.split() if not name.startswith("limit.")]
-        spans = {name: Span([finding.figures[name] for finding in found]) for name in measured}
-        texts: Values = {part: t.format(**spans, limit=limits) for part, t in self.several.items()}
-        figures = {k: v for k, v in found[0].figures.items() if k not in measured}
-        for finding in found:
-            for model in finding.models:
-                figures |= {f"{name}.{model}": finding.figures[name] for name in measured}
-        models = tuple(model for finding in found for model in finding.models)
-        return replace(found[0], models=models, figures=figures, **texts)
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
@@ -279,17 +209,8 @@ def _links(analysis: Analysis, bodies: Mapping[str, Body]) -> list[Link]:
 
 
 def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
-    total, exposures, least = model.total, exposures_of(model), LIMIT.useful_rate
+    total, exposures = model.total, exposures_of(model)
     rate = tolerated_drop_rate(exposures, bound=bound)
-    inner = [t for t in model.tensors if len(t.shape) > 1 and t.kind not in OUTER]
-    carriers = mean_carriers([exposure_of(tensor) for tensor in inner])
-    careful = surviving_drop_rate([exposure_of(tensor) for tensor in inner])
-    if rate < least:
-        cost = f"Even a drop rate of {least} brings {share(mean_bounded_error(exposures, least))}"
-        way_out = "Set drop_rate = 0 for it in models, or merge an earlier checkpoint"
-    else:
-        cost = f"Alone it stays within the bound up to a drop rate of {rate}, and 0.9 is usual"
-        way_out = f"Set drop_rate = {rate} or less for it in models"
     return {
         "concerns": (model.name,),
         "file": model.file,
@@ -298,8 +219,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "broken": times(total.not_finite, "element is", "elements are"),
         "where": listed(t.name for t in model.tensors if t.statistics.not_finite),
         "norm": total.norm,
-        "zeros": f"{total.sparsity:.0%}",
-        "negligible": total.inliers.negligible,
         "mean_magnitude": body.mean_magnitude,
         "ratio": body.ratio,
         "left_out": body.left_out,
@@ -307,10 +226,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "is_changed": any(exposure.carriers for exposure in exposures),
         "tolerated_drop_rate": rate,
         "error": mean_bounded_error(exposures, LIMIT.easy_rate),
-        "error_shown": share(mean_bounded_error(exposures, LIMIT.easy_rate)),
         "bound": bound,
-        "cost": cost,
-        "way_out": way_out,
         "missing": len(model.missing),
         "missing_count": times(len(model.missing), "tensor"),
         "missing_names": listed(model.missing),
@@ -319,10 +235,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "is_lora": model.origin is Origin.LORA,
         "rank": float(model.likely_rank or 0),
         "about_rank": f" of about {model.likely_rank}" if model.likely_rank else "",
-        "carriers": carriers,
-        "survivors": (1 - rate) * carriers,
-        "surviving_drop_rate": careful,
-        "rates": "low drop rates" if careful < least else f"a drop_rate of {careful}",
     }
 
 

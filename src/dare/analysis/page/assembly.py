@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from dare.analysis.judge.groups import every
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
 from dare.analysis.page import words
 from dare.analysis.page.series import Outcome
@@ -50,12 +49,6 @@ NUMBER_COLUMNS: Columns = {
     "not changed": lambda model: share(model.total.sparsity),
     "NaN or infinite": lambda model: f"{model.total.not_finite:,}",
     "excess kurtosis": lambda model: number(model.total.excess_kurtosis),
-}
-PROTECTED_COLUMNS: Columns = {
-    "layer": lambda part: words.layer_name(part.layer),
-    "tensors": lambda part: part.kind,
-    "error, at most": lambda part: share(part.error),
-    "drop rate to protect it": lambda part: f"{part.drop_rate:g}",
 }
 MERGED_COLUMNS: Columns = {
     "model": lambda model: model.name,
@@ -138,9 +131,6 @@ def assemble_page(
         advice=advice,
         recipe=write_toml(advice.recipe) if advice.recipe else "",
         left_out=advice.left_out,
-        protected=listing(advice.protect, PROTECTED_COLUMNS),
-        rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
-        drops=any(advice.own("drop_rate").values()),
         inputs=Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs)),
         analysis=analysis,
         size_read=show_size(analysis.bytes_read),
@@ -176,20 +166,11 @@ def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
 
 def model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
     """What decides about a model: the first number is its change."""
-    rates = advice.own("drop_rate")
     out = advice.left_out
     copies = {name: same[0] for same in find_copies(analysis) for name in same[1:]}
 
     def verdict(model: ModelAnalysis) -> str:
         return str(readiness.by_model.get(model.name, NOTHING))
-
-    def rate(model: ModelAnalysis) -> str:
-        return f"{rates[model.name]:g}" if model.name in rates else NOTHING
-
-    def error(model: ModelAnalysis) -> str:
-        if model.name not in rates:
-            return NOTHING
-        return share(mean_bounded_error(exposures_of(model), rates[model.name]))
 
     def remark(model: ModelAnalysis) -> str:
         remarks = [f"⚠ left out{_reason(model.name, readiness, advice)}"] * (model.name in out)
@@ -203,8 +184,6 @@ def model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> C
         "model": lambda model: model.name,
         "change": lambda model: share(model.total.relative_norm),
         "verdict": verdict,
-        "drop rate": rate,
-        "error, at most": error,
         "origin": words.origin,
     }
     if any(map(remark, analysis.models)):
@@ -234,10 +213,6 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
     """Label, value and remark of the most telling numbers, about the models that are merged."""
     out = set(advice.left_out)
     models = [model for model in analysis.models if model.name not in out] or analysis.models
-    if advice.error_bound:
-        bound = f"bound: {words.bound(advice.error_bound)}"
-        whose = f"; {len(models)} of {len(analysis.models)} models are merged" if out else ""
-        yield "Predicted error", share(advice.predicted_error), f"{bound}{whose}"
     largest = max(models, key=lambda model: model.total.relative_norm)
     change = share(largest.total.relative_norm)
     yield "Largest change", change, f"{largest.name}, relative to the base"

@@ -14,7 +14,7 @@ from typing import Any
 
 from dare.analysis.judge.judgement import Advice, limit
 from dare.analysis.judge.readiness import chance_cancelled
-from dare.analysis.page import series, words
+from dare.analysis.page import series
 from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
@@ -28,7 +28,6 @@ from dare.output.page.charts import (
     bright_if,
     by_name,
     finish_chart,
-    haloed_text,
     logarithmic,
     make_figure,
     read_texts,
@@ -395,17 +394,14 @@ def cancelled(analysis: Analysis) -> Figure | None:
 
 
 def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
-    """What dropping costs at which rate, the error that each model may have, and the advice."""
+    """What dropping would cost at which rate."""
     out = advice.left_out
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     names, everyone = [model.name for model in models], analysis.names
     curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]
     if not (curves := [row for row in curves if row["error"]]):
         return None
-    advised = advice.own("drop_rate")
-    steps = {name: sorted({*series.TABLE_RATES, advised.get(name) or 0.5}) for name in names}
-    found = [row for model in models for row in series.prediction_rows(model, steps[model.name])]
-    points = [row for row in found if row["rate"] == advised.get(row["model"]) and row["error"]]
+    found = [row for m in models for row in series.prediction_rows(m, series.TABLE_RATES)]
     place = {
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
         "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -418,19 +414,6 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
             ("relative:Q", "error of the delta", ".3~%"),
         ),
     }
-    marks = alt.Chart({"values": points}).encode(**place, opacity=bright_if(CHOSEN))
-    marks = marks.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-        color=by_name(alt.Color, everyone, legend=legend_of(names)),
-        shape=by_name(alt.Shape, everyone, SHAPES, legend=legend_of(names)),
-    )
-    line, label = _share_line(advice)
-    chart = alt.layer(
-        *line,
-        lines(everyone, shown=names, **place, points=False),
-        *label,
-        *([marks, *_rate_labels(points, place)] if points else []),
-    )
-    rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
     table = listing(
         found,
         {
@@ -438,43 +421,15 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
             "model": lambda row: row["model"],
             "error of outputs, at most": lambda row: share(row["error"]),
             "error of the delta": lambda row: share(row["relative"]),
-            "": lambda row: "advised" if row in points else "",
         },
     )
     return _figure(
         "predicted-error",
-        finish(chart, dashed(curves, everyone), height=320),
+        finish(lines(everyone, shown=names, **place), dashed(curves, everyone), height=320),
         table,
         names=listed(tuple(names)),
-        bound=words.error_bound(advice, len(names)),
-        marks="The marks are the advised rates." if points else "No rate is advised.",
         out=f" Left out: {listed(out)}." if out else "",
-        advised=f" Advised: {', '.join(rates)}." if rates else "",
     )
-
-
-def _share_line(advice: Advice) -> tuple[list[Any], list[Any]]:
-    """The error that the dropping of one model may bring, as a dashed line and its number."""
-    if not advice.error_share:
-        return [], []
-    data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
-    level = alt.Chart(data).encode(y=alt.datum(advice.error_share))
-    line = level.mark_rule(strokeDash=[4, 3], size=1.5, aria=False)
-    note = level.encode(x=alt.datum(1), text="label:N")
-    return [line], [haloed_text(note, align="right", baseline="top", dx=-4, dy=5)]
-
-
-def _rate_labels(points: list[Row], place: Spec) -> list[Any]:
-    """One label for each rate that is advised, above and below by turns."""
-    highest = {row["rate"]: row for row in sorted(points, key=lambda row: row["error"])}
-    ordered = [highest[rate] for rate in sorted(highest)]
-    labels = []
-    for turn, dy in enumerate((-17, 19)):
-        if rows := ordered[turn::2]:
-            chart = alt.Chart({"values": rows}).encode(x=place["x"], y=place["y"])
-            chart = chart.encode(text=alt.Text("rate:Q", format=".2~f"))
-            labels.append(haloed_text(chart, fontWeight=600, dy=dy))
-    return labels
 
 
 # ---------------------------------------------------------------- after a merge

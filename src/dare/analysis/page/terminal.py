@@ -14,7 +14,7 @@ from rich.text import Text
 from dare.analysis.judge.groups import every, said_cosines
 from dare.analysis.judge.judgement import GRAVITY, Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.readiness import RULES, chance_cancelled
-from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
+from dare.analysis.page.words import FEW_WORDS, few_words, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
@@ -30,12 +30,12 @@ SHOWN = 3
 """How many names and pairs a line lists, and how many findings are shown."""
 
 VERDICTS = {
-    Verdict.READY: "bold green",
+    Verdict.NO_DEFECT: "bold green",
     Verdict.WITH_CHANGES: "bold yellow",
-    Verdict.NOT_READY: "bold red",
+    Verdict.UNFIT: "bold red",
 }
-MARKS = {Verdict.READY: "✓", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY: "✗"}
-PLAIN_MARKS = {Verdict.READY: "+", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY: "x"}
+MARKS = {Verdict.NO_DEFECT: "✓", Verdict.WITH_CHANGES: "!", Verdict.UNFIT: "✗"}
+PLAIN_MARKS = {Verdict.NO_DEFECT: "+", Verdict.WITH_CHANGES: "!", Verdict.UNFIT: "x"}
 """Where the encoding has no others."""
 SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severity.NOTE: "bold"}
 
@@ -43,7 +43,7 @@ COSINES = ("cosine", "largest_cosine")
 """Figures of a finding about several models: the least cosine of two of them, and the largest."""
 RELATIONS = {rule.name: rule.together for rule in RULES if rule.together}
 """Rules about models that are notable together."""
-MISPLACED = ("contained", "common_step")
+MISPLACED = ("contained", "other_base")
 """Those that ask whether the base is the right one."""
 
 
@@ -73,7 +73,7 @@ class Names:
 def show_summary(
     console: Console, analysis: Analysis, readiness: Readiness, advice: Advice
 ) -> None:
-    """Show the verdict, a line for each model, how they overlap and what dropping costs."""
+    """Show the verdict, a line for each model, how they overlap and how to merge them."""
     names = Names(analysis.names, console)
     title = headline(readiness)
     onto = f"{times(len(analysis.models), 'model')} onto "
@@ -85,8 +85,7 @@ def show_summary(
     if analysis.pairs:
         print_labelled(console, "Overlap", _overlap(analysis, readiness, names))
         print_labelled(console, "", _cancelled(analysis, advice))
-    for label, text in _advised(advice, names).items():
-        print_labelled(console, label, text)
+    print_labelled(console, "Advice", _advised(advice, names))
 
 
 def _show_models(console: Console, analysis: Analysis, readiness: Readiness, names: Names) -> None:
@@ -114,10 +113,10 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
     about = [f for f in readiness.of(model) if f.rule in FEW_WORDS]
     about.sort(key=lambda f: (GRAVITY.index(f.severity), not f.models))
     verdict = readiness.by_model[model]
-    if not about or (verdict is Verdict.READY and not about[0].models):
+    if not about or (verdict is Verdict.NO_DEFECT and not about[0].models):
         return str(verdict)
     said = few_words(about[0], model, names.list)
-    return f"{verdict}: {said}" if verdict is Verdict.READY else said
+    return f"{verdict}: {said}" if verdict is Verdict.NO_DEFECT else said
 
 
 # ---------------------------------------------------------------- all models together
@@ -156,24 +155,14 @@ def _cancelled(analysis: Analysis, advice: Advice) -> str:
     return f"{whose}added up, {cancels}"
 
 
-def _advised(advice: Advice, names: Names) -> dict[str, str]:
-    """How to merge in a line, and what dropping costs then and may cost."""
-    out = advice.left_out
+def _advised(advice: Advice, names: Names) -> str:
+    """How to merge, in a line."""
     if not advice.recipe:
-        return {"Advice": "none of the models should be merged"}
-    rates = sorted(set(advice.own("drop_rate").values()))
-    span = " to ".join(dict.fromkeys((setting(rates[0]), setting(rates[-1])))) if rates else ""
-    said = {
-        "Advice": f"{advice.recipe['method']}"
-        + (f", drop rate {span}" if span else "")
-        + (f", without {names.list(out)}" if out else "")
-    }
-    if any(rates):
-        said["Error"] = (
-            f"dropping is predicted to bring up to {share(advice.predicted_error)} error to a "
-            f"layer's outputs (bound {bound(advice.error_bound)})"
-        )
-    return said
+        return "none of the models should be merged"
+    scale = advice.recipe.get("scale")
+    said = [advice.recipe["method"], f"scale {setting(scale)}" if scale else ""]
+    said.append(f"without {names.list(advice.left_out)}" if advice.left_out else "")
+    return ", ".join(filter(None, said))
 
 
 # ---------------------------------------------------------------- findings

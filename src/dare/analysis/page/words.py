@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dare.analysis.judge.groups import is_against
-from dare.analysis.judge.judgement import Advice, Finding, Readiness, Verdict
+from dare.analysis.judge.judgement import Finding, Readiness, Verdict
 from dare.analysis.judge.readiness import RULES
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
 HEADLINES = {
-    Verdict.READY: "Ready to merge",
-    Verdict.WITH_CHANGES: "Ready with changes",
-    Verdict.NOT_READY: "Not ready to merge",
+    Verdict.NO_DEFECT: "No defect found in the weights",
+    Verdict.WITH_CHANGES: "Changes are needed",
+    Verdict.UNFIT: "Cannot be merged as given",
 }
 ORIGINS = {
     Origin.UNCHANGED: "unchanged",
@@ -31,16 +31,16 @@ OPPOSITE = "the opposite of {others}"
 def headline(readiness: Readiness) -> str:
     """The verdict, with the method that it is for.
 
-    >>> headline(Readiness(Verdict.READY, {}, (), method="dare+sum"))
-    'Ready to merge by dare+sum'
-    >>> headline(Readiness(Verdict.NOT_READY, {}, (), method="sum"))
-    'Not ready to merge'
+    >>> headline(Readiness(Verdict.NO_DEFECT, {}, (), method="linear"))
+    'No defect found in the weights, for linear'
+    >>> headline(Readiness(Verdict.UNFIT, {}, (), method="sum"))
+    'Cannot be merged as given'
     """
     words = HEADLINES[readiness.verdict]
     # What stops a merge stops it by any method.
-    if not readiness.method or readiness.verdict is Verdict.NOT_READY:
+    if not readiness.method or readiness.verdict is Verdict.UNFIT:
         return words
-    return f"{words} by {readiness.method}"
+    return f"{words}, for {readiness.method}"
 
 
 def few_words(finding: Finding, model: str, names: Callable[[tuple[str, ...]], str]) -> str:
@@ -51,35 +51,6 @@ def few_words(finding: Finding, model: str, names: Callable[[tuple[str, ...]], s
         against = tuple(name for name in others if is_against(finding.figures, model, name))
         said, others = (OPPOSITE, against) if against else (said, others)
     return said.format(others=names(others) if others else "another")
-
-
-def error_bound(advice: Advice, models: int) -> str:
-    """What the error of one model is held against, and why it is that.
-
-    >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
-    'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5%.'
-    >>> error_bound(Advice((), {"scale": 0.5}, (), error_bound=0.05, error_share=0.0707), 2)
-    'The dashed line ... 7.07%: 2 models together, after the scale of 0.5, then stay within 5%.'
-    """
-    if not advice.error_share:
-        return ""
-    if models == 1:
-        return f"The dashed line is the bound, {bound(advice.error_share)}."
-    scale = advice.recipe.get("scale", 1)
-    scaled = "" if scale == 1 else f", after the scale of {scale:g},"
-    return (
-        f"The dashed line is what one model may bring, {bound(advice.error_share)}: "
-        f"{models} models together{scaled} then stay within {bound(advice.error_bound)}."
-    )
-
-
-def bound(value: float) -> str:
-    """A limit in per cent, without zeros that say nothing.
-
-    >>> bound(0.05), bound(0.028868)
-    ('5%', '2.89%')
-    """
-    return f"{100 * value:.3g}%"
 
 
 def cosine(value: float) -> str:

@@ -14,12 +14,12 @@ import { writeToml } from "./toml.js";
 export { readAnalysis, readFile } from "./analysis/reading.js";
 
 const HEADLINES = {
-  ready: "Ready to merge",
-  "ready with changes": "Ready with changes",
-  "not ready": "Not ready to merge",
+  "no defect found": "No defect found in the weights",
+  "needs changes": "Changes are needed",
+  "cannot be merged": "Cannot be merged as given",
 };
 const TONES = {
-  ready: "ready", "ready with changes": "change", "not ready": "stop",
+  "no defect found": "ready", "needs changes": "change", "cannot be merged": "stop",
   strong: "ready", fair: "change", weak: "note",
 };
 const COUNTED = {
@@ -43,7 +43,7 @@ function counted(found) {
 
 /** What stops a merge stops it by any method. */
 function headline({ verdict: word, method }) {
-  return HEADLINES[word] + (method && word !== "not ready" ? ` by ${method}` : "");
+  return HEADLINES[word] + (method && word !== "cannot be merged" ? `, for ${method}` : "");
 }
 
 function verdict({ base, models, readiness }) {
@@ -181,8 +181,8 @@ function drawings() {
   const labelled = make("div", { className: "control choice" },
     make("label", { htmlFor: picker.id }, "Model"), picker);
   const error = chartCard("analysis-error", "What a drop rate costs",
-    "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what " +
-      "a merge is taken to bear. The marks are the rates that are advised.", 380);
+    "The error that DARE is predicted to bring to the outputs of a layer: which model bears more " +
+      "dropping than which. What it does to answers differs from model to model.", 380);
   const change = chartCard("analysis-change", "Where a model changed",
     "The size of its change relative to that of the weights, by layer and kind. “out” stands for " +
       "tensors of no layer.", 320, labelled);
@@ -202,7 +202,7 @@ function drawings() {
   function showErrors(analysis) {
     draw("analysis-error", error, figures.ERROR,
       "Lines of the error over drop rates, one for each model. Its numbers follow.",
-      { rows: figures.errorRows(analysis), bound: figures.boundRows(analysis) });
+      { rows: figures.errorRows(analysis) });
     const names = analysis.models.map(({ name }) => name);
     const byRate = new Map();
     for (const { drop_rate: rate, model, bounded_error: cost } of analysis.predictions) {

@@ -32,58 +32,22 @@ const place = {
   ],
 };
 
-const visibleIf = (test) => ({ condition: { test, value: 1 }, value: 0 });
-
-/** The advised rates in words, those of every second model below their marks: curves lie close. */
-const rateLabels = (turn, dy) => ({
-  mark: { type: "text", fontWeight: 600, dy, aria: false },
-  encoding: {
-    ...place,
-    text: { field: "rate", format: ".2~f" },
-    opacity: visibleIf(`datum.isAdvised && datum.dash % 2 === ${turn}`),
-  },
-});
-
-/** Lines over drop rates, with marks at those that are advised. */
+/** Lines over drop rates. */
 export const ERROR = {
   height: 300,
   data: { name: "rows" },
-  layer: [
-    {
-      data: { name: "bound" },
-      mark: { type: "rule", strokeDash: [4, 3], size: 1.5, aria: false },
-      encoding: { y: place.y },
+  mark: { type: "line", interpolate: "monotone", aria: false },
+  encoding: {
+    ...place,
+    color,
+    strokeDash: {
+      field: "dash",
+      type: "ordinal",
+      scale: { domain: DASHES.map((_, number) => number), range: DASHES },
+      legend: null,
     },
-    {
-      data: { name: "bound" },
-      mark: { type: "text", align: "left", baseline: "bottom", dx: 4, dy: -3, x: 0, aria: false },
-      encoding: { y: place.y, text: { field: "label" } },
-    },
-    {
-      mark: { type: "line", interpolate: "monotone", aria: false },
-      encoding: {
-        ...place,
-        color,
-        strokeDash: {
-          field: "dash",
-          type: "ordinal",
-          scale: { domain: DASHES.map((_, number) => number), range: DASHES },
-          legend: null,
-        },
-      },
-    },
-    {
-      mark: { type: "point", filled: true, size: 150, aria: false },
-      encoding: { ...place, color, opacity: visibleIf("datum.isAdvised") },
-    },
-    rateLabels(0, -15),
-    rateLabels(1, 18),
-  ],
+  },
 };
-
-/** What the dropping of one model may bring. */
-export const boundRows = ({ advice: { error_share: error } }) =>
-  error > 0 ? [{ error, label: `at most ${(error * 100).toPrecision(3)}%` }] : [];
 
 /** Layers by kinds. */
 export const CHANGE = {
@@ -136,30 +100,15 @@ export function chanceCancelled(models) {
   return sum ? 1 - Math.hypot(...sizes) / sum : 0;
 }
 
-/** The drop rate that is advised for each model; that of all where it has none of its own. */
-export function advisedRates(analysis) {
-  const rates = new Map(
-    analysis.advice.suggestions
-      .filter(({ setting, value }) => setting === "drop_rate" && typeof value === "number")
-      .map(({ model, value }) => [model, value]),
-  );
-  return new Map(
-    analysis.models
-      .map(({ name }) => [name, rates.get(name) ?? rates.get(null)])
-      .filter(([, rate]) => rate !== undefined),
-  );
-}
-
 /** The curves of all models, as far as there is an error to draw, and the advised rates on them. */
 export function errorRows(analysis) {
   const numbers = new Map(analysis.models.map((model, number) => [model.name, number]));
-  const rates = advisedRates(analysis);
   return analysis.predictions
     .filter(({ model, bounded_error: error }) =>
       numbers.has(model) && error > 0 && Number.isFinite(error))
     .map(({ model, drop_rate: rate, bounded_error: error }) => {
       const dash = numbers.get(model) % DASHES.length;
-      return { model: shownName(model), rate, error, isAdvised: rates.get(model) === rate, dash };
+      return { model: shownName(model), rate, error, dash };
     });
 }
 

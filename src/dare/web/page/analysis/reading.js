@@ -1,7 +1,7 @@
 // Reads an analysis file (docs/analysis-schema.md): what the view shows of it, checked.
 import { KINDS } from "./figures.js";
 
-const SCHEMA = "dare-analysis/2";
+const SCHEMA = "dare-analysis/3";
 const MOST_BYTES = 256e6;
 const NOT_FINITE = { inf: Infinity, "-inf": -Infinity, nan: NaN };
 
@@ -69,7 +69,7 @@ const statistics = table({
   inliers: table({ norm: real, mean_magnitude: real }),
 });
 
-const verdict = oneOf("ready", "ready with changes", "not ready");
+const verdict = oneOf("no defect found", "needs changes", "cannot be merged");
 
 const analysis = table({
   base: text,
@@ -119,7 +119,6 @@ const analysis = table({
     })),
     recipe: tables,
     doubts: list(text),
-    error_share: real,
   }),
 });
 

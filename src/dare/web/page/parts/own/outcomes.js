@@ -11,7 +11,9 @@ const STATES = {
   stopped: "stopped",
 };
 const TONES = { done: "ready", failed: "stop", stopped: "change" };
-const VERDICTS = { ready: "ready", "ready with changes": "change", "not ready": "stop" };
+const VERDICTS = {
+  "no defect found": "ready", "needs changes": "change", "cannot be merged": "stop",
+};
 
 const modelsOf = ({ request: { recipe } }) =>
   listed(recipe.models.merge_files.map((entry) => shortName(entry.file ?? entry)));
