@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from images import IMAGE_SETS, IMAGE_WORLDS, Releases
+from late import LATE
 from pretrained import PRETRAINED
 from questions import answer_all
 from scoring import score_set
@@ -34,7 +35,7 @@ from worlds import WORLDS
 import dare
 
 HERE = Path(__file__).parent
-ALL = WORLDS | PRETRAINED | IMAGE_WORLDS
+ALL = WORLDS | PRETRAINED | IMAGE_WORLDS | LATE
 QUESTIONS = "questions"
 
 

@@ -57,6 +57,8 @@ FEW = ("linear", "balanced", "sum", "ties", "tsv", "iso", "model_stock", "consen
 """For models of many millions of parameters."""
 DROPPED = {"linear", "sum", "ties"}
 """Of those few, the methods that DARE goes before."""
+ADVISED = ("linear", "tsv")
+"""Methods that may be advised at any scale, so that the scores of their items are kept."""
 SAME_DIRECTION = {"sum"}
 """Only the scale differs from `linear`, so tuning it would be the same twenty trials."""
 
@@ -210,7 +212,8 @@ def _without_some(book: Book, members: ModelSet) -> None:
             name, merged = f"{method} without strangers", scorer.merge(method, kept)
             book.add(name, [merged], keep=True)
             for scale in CURVE_SCALES if method in CURVES else ():
-                book.add(f"{name} at {scale:g}", [scorer.scaled(merged, scale)])
+                scaled = scorer.scaled(merged, scale)
+                book.add(f"{name} at {scale:g}", [scaled], keep=method in ADVISED)
 
 
 def _score_method(book: Book, method: str, *, drops: bool) -> None:
@@ -224,7 +227,7 @@ def _score_method(book: Book, method: str, *, drops: bool) -> None:
         scale, known = _best(scorer, SCALES, lambda tried: scorer.scaled(plain, tried))
         book.add(f"{method} tuned", [scorer.scaled(plain, scale)], scale=scale, tried=known)
     for tried in CURVE_SCALES if method in CURVES else ():
-        book.add(f"{method} at {tried:g}", [scorer.scaled(plain, tried)], keep=method == "linear")
+        book.add(f"{method} at {tried:g}", [scorer.scaled(plain, tried)], keep=method in ADVISED)
     if drops:
         _score_dropped(book, method, scale)
 

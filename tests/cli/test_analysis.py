@@ -96,9 +96,10 @@ def test_the_advised_recipe_ends_with_a_search_that_runs(folder):
     Path("recipe.toml").write_text(advised)
     Path("score.py").write_text("def score(tensors):\n    return {'items': {'a': 1.0, 'b': 0.0}}\n")
     command = advised.splitlines()[-1].removeprefix("#").replace("THIS_FILE", "recipe.toml")
-    found = dare_succeeds(*shlex.split(command)[1:], "--json").json
-    names = {trial["name"] for trial in found["baselines"]}
-    assert {"base", "math", "code", "average", "sum", "advice"} <= names
+    found = dare(*shlex.split(command)[1:], "--json")
+    assert "use the base as it is" in found.err
+    names = {trial["name"] for trial in found.json["baselines"]}
+    assert {"base", "math alone", "code alone", "average", "sum", "advice"} <= names
 
 
 def test_steps_are_taken_by_every_command_that_advises(folder, analysis):

@@ -11,6 +11,7 @@ from typing import Any
 from dare.errors import RecipeError
 from dare.studies.judging import LEVELS, Entry, Judge, doubts, singles_of
 from dare.studies.results import (
+    NOT_MERGED,
     Conclusion,
     Difference,
     Holdout,
@@ -180,18 +181,18 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
 def _among_baselines(
     data: StudyData, judge: Judge, entries: Sequence[Entry], table: Resampled, resamples: int
 ) -> Conclusion:
-    """Take the simplest baseline that no other beats, once all are scored."""
+    """Take the best baseline, once all are scored."""
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
     ended = sum(trial.state.is_final for trial in data.baselines)
     rivals = [r for r in standing if 0 < data.planned <= ended and not r.broken]
     contest = _Contest(table, {r.baseline: n for n, r in enumerate(standing) if r in rivals})
-    best = _simplest_unbeaten(rivals, contest)
+    best = _top(rivals, contest)
     holdout, held, on_holdout = _holdout(data, judge, best, resamples) if best else (None, None, ())
-    chosen = _simplest_unbeaten(rivals, contest, held)
+    chosen = _top(rivals, contest, held)
     against = _facing(contest, best) if best else ()
     tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
-    remarks = *_of_chance(table, entries), *_of_failures(data)
+    remarks = *_of_simpler(chosen, against), *_of_chance(table, entries), *_of_failures(data)
     return Conclusion(
         baselines=tuple(standing),
         best=best,
@@ -205,18 +206,28 @@ def _among_baselines(
     )
 
 
-def _simplest_unbeaten(
+def _top(
     rivals: Sequence[Ranked], contest: _Contest, held: _Contest | None = None
 ) -> Ranked | None:
-    """The first level whose best is not beaten; where chance is not known, a lead will do."""
-    for level in LEVELS:
-        found = [ranked for ranked in rivals if ranked.role in level]
-        for best in sorted(found, key=lambda ranked: -ranked.objective.value)[:1]:
-            here, there = _facing(contest, best), _facing(held, best) if held else ()
-            is_behind = any(d.verdict == NOT_KNOWN and d.estimate.value < 0 for d in here)
-            if not is_behind and all(d.verdict != WORSE for d in (*here, *there)):
-                return best
+    """The best that is not beaten, on the holdout neither; of equal ones the simplest."""
+    for best in sorted(rivals, key=lambda ranked: (-ranked.objective.value, _level(ranked))):
+        found = *_facing(contest, best), *(_facing(held, best) if held else ())
+        if all(difference.verdict != WORSE for difference in found):
+            return best
     return None
+
+
+def _level(ranked: Ranked) -> int:
+    """How simple a baseline is; the base is simplest."""
+    return next(place for place, level in enumerate(LEVELS) if ranked.role in level)
+
+
+def _of_simpler(chosen: Ranked | None, against: Sequence[Difference]) -> Iterator[str]:
+    """Whether a merge is shown to be better than what needs none."""
+    unbeaten = [d.other for d in against if d.verdict != BETTER and Role.of(d.other) in NOT_MERGED]
+    if chosen is not None and chosen.role not in NOT_MERGED and unbeaten:
+        names = ", ".join(unbeaten)
+        yield f"It is not shown to be better than: {names}. More items would tell."
 
 
 def _facing(contest: _Contest, one: Ranked) -> tuple[Difference, ...]:
