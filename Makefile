@@ -24,7 +24,7 @@ DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs playground test-attack test-browser \
 	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
-	check-workflows wasm clean
+	check-workflows wasm clean experiment
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -45,6 +45,8 @@ help:
 	@echo "make wasm        compile what the playground computes in the browser (changes no byte)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
+	@echo "make experiment  merges of many small models again, and the page of all results (an hour;"
+	@echo "                 make experiment QUICK=--quick: five minutes)"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
 
 $(VENV)/ready: pyproject.toml
@@ -60,6 +62,10 @@ $(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt co
 
 $(VENV)/tools-ready: $(VENV)/dev-ready requirements-tools.txt
 	$(BIN)/python $(PIP) --requirement requirements-tools.txt
+	touch $@
+
+$(VENV)/experiment-ready: $(VENV)/dev-ready experiments/requirements.txt
+	$(BIN)/python $(PIP) --no-deps --requirement experiments/requirements.txt
 	touch $@
 
 $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
@@ -147,3 +153,8 @@ check-workflows: $(VENV)/tools-ready
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
+
+experiment: $(VENV)/experiment-ready
+	$(BIN)/python experiments/again.py $(QUICK)
+	$(BIN)/python experiments/choose.py
+	$(BIN)/python experiments/report.py

@@ -70,15 +70,13 @@ class Scorer:
     shop: Workshop
     models: list[Weights]
     tasks: Sequence[str]
+    counts: tuple[int, int] = (TEST_ITEMS, VALIDATION_ITEMS)
 
     def __post_init__(self) -> None:
-        count = len(self.tasks)
         self.base = self.shop.base()
-        self.test = [self.shop.items(t, "test", math.ceil(TEST_ITEMS / count)) for t in self.tasks]
-        self.validation = [
-            self.shop.items(t, "validation", math.ceil(VALIDATION_ITEMS / count))
-            for t in self.tasks
-        ]
+        test, validation = (math.ceil(count / len(self.tasks)) for count in self.counts)
+        self.test = [self.shop.items(task, "test", test) for task in self.tasks]
+        self.validation = [self.shop.items(task, "validation", validation) for task in self.tasks]
 
     @cached_property
     def arrays(self) -> list[dict[str, np.ndarray]]:
@@ -165,6 +163,30 @@ class Book:
             self.scores[name]["validation"] = round(mean_score(tried), 2)
             self.scores[name]["by_task"] = [round(float(r.mean()), 2) for r in mean]
             self.items[name] = np.concatenate([*tried, *found[0]]).astype(np.float16)
+
+
+BRIEFLY = ("linear", "sum", "ties", "tsv")
+BRIEF_ITEMS = 600, 100
+ADVISED_SCALE = 0.7
+
+
+def score_briefly(shop: Workshop, members: ModelSet) -> dict[str, dict[str, Any]]:
+    """A few scores of a set on few items, to see whether they come out again."""
+    models = [shop.make(tune) for tune in members.tunes]
+    scorer = Scorer(shop, models, members.tasks, BRIEF_ITEMS)
+    book = Book(scorer)
+    book.add("base", [scorer.base])
+    for number, model in enumerate(models):
+        book.add(f"single {number}", [model])
+    for method in BRIEFLY:
+        merged = scorer.merge(method)
+        book.add(method, [merged])
+        if method == "tsv":
+            book.add(f"tsv at {ADVISED_SCALE:g}", [scorer.scaled(merged, ADVISED_SCALE)])
+    for rate in RATES:
+        merged = scorer.merge("dare+linear", drop_rate=rate, seed=SEEDS[0])
+        book.add(f"dare+linear {rate:g}", [merged])
+    return book.scores
 
 
 def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

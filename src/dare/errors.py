@@ -167,6 +167,9 @@ class Concern(StrEnum):
     LEFTOVERS = "leftovers"
     """An earlier run left a folder `OUT.partial` that cannot be used, or that could not be removed.
     Remedy: Nothing: the output is not affected. Delete the folder if it stays."""
+    LOSSY = "much is lost"
+    """A delta file is so far off its model that the model will do worse. Remedy: Drop less, or take
+    more bits: `--bits 4 --drop-rate 0` keeps nearly everything."""
     NOT_SMALLER = "not smaller"
     """A delta file is larger than the model that it was made from. Remedy: Keep the model instead.
     Or drop more, or take fewer bits."""

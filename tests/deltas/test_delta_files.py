@@ -15,7 +15,7 @@ from small_deltas import put_together, take_apart
 import dare
 from dare.deltas.restoring import open_delta
 from dare.demo.merges import BASE, TUNED
-from dare.errors import DareError, InputError, MismatchError, RecipeError
+from dare.errors import Concern, DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model
 from dare.inputs.sources import open_source
@@ -378,8 +378,6 @@ def test_the_recipe_that_is_advised_for_delta_files_runs(tmp_path):
         document = {**dare.advise(analysis).recipe, "verbose": False}
         document["output"] = str(tmp_path / "advised.safetensors")
         dare.merge(recipe_from_document(document, "advice"), overwrite=True)
-    with pytest.raises(RecipeError, match="were dropped from a delta file already"):
-        dare.advise(analysis, drop_rate=0.5)
 
 
 # ---------------------------------------------------------------- tied tensors
@@ -448,16 +446,27 @@ def test_settings_that_are_not_known(models, tmp_path, asked, words):
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, (2, 0.62)),
-        ({"bits": 4}, (4, 0.8)),
-        ({"bits": "native"}, ("native", 0.9)),
+        ({}, (2, 0.0)),
+        ({"bits": 4}, (4, 0.0)),
+        ({"bits": "native"}, ("native", 0.5)),
         ({"drop_rate": 0.3}, ("native", 0.3)),
-        ({"bits": 4, "keep": "magnitude"}, (4, 0.9)),
+        ({"bits": 4, "keep": "magnitude"}, (4, 0.75)),
     ],
 )
 def test_what_is_not_given_is_filled_in(models, tmp_path, asked, expected):
     report = dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
     assert (report.bits, report.drop_rate) == expected
+
+
+def test_a_file_that_lost_much_says_so(models, tmp_path):
+    concerns = [
+        {notice.about for notice in dare.compress(*models, path, **asked, **QUIET).warnings}
+        for path, asked in (
+            (tmp_path / NAME, {"bits": 4}),
+            (tmp_path / f"2{NAME}", {"drop_rate": 0.99}),
+        )
+    ]
+    assert [Concern.LOSSY in found for found in concerns] == [False, True]
 
 
 @pytest.mark.parametrize(

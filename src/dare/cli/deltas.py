@@ -39,7 +39,7 @@ def compress(
     *,
     output: Annotated[Path, output_flag("The delta file, such as math.delta.safetensors.")],
     drop_rate: Annotated[
-        float | None, Parameter(group=METHOD, help="Share of changes to drop; suits the bits.")
+        float | None, Parameter(group=METHOD, help="Share of changes to drop; usually none.")
     ] = None,
     bits: Annotated[
         Literal["native", "4", "2"] | None,

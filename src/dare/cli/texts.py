@@ -187,10 +187,11 @@ The files' headers are read, and they must fit together. Takes the flags of
 
 Adapters are models too: `dare base math-lora code -o merged`
 merges them into the base.""",
-    "compress": """Store a fine-tune in a tenth to a fortieth of its space.
+    "compress": """Store a fine-tune in an eighth of its space, or less.
 
-A delta file holds what a model changes of its base: some of the changes, by
-DARE's mask, which costs no indices; each as the model's value, or rounded.
+A delta file holds what a model changes of its base, rounded to two bits for
+each parameter unless you say otherwise. Dropping makes it smaller still, by
+DARE's mask, which costs no indices; it costs more than rounding does.
 It is a model like any other: merge it, analyze it, or make the model of it.
 
 [bold]Examples[/bold]

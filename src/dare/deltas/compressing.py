@@ -36,6 +36,9 @@ from dare.tensors.header import MAX_METADATA, Described
 from dare.tensors.sizes import show_size
 
 AnyPath = str | PathLike[str]
+MOST_ERROR = 0.03
+"""Of a file, relative to the base's weights, up to which models could do nearly the same as before
+(docs/evidence.md)."""
 
 
 def compress(
@@ -109,11 +112,22 @@ def compress(
             notes=plan.notes,
             warnings=(*plan.warnings, *_too_large(partial.size, model_bytes)),
         )
+        report = replace(report, warnings=(*report.warnings, *_lossy(report)))
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
             warn_caller(notice.text)
     return report
+
+
+def _lossy(report: DeltaReport) -> Iterator[Notice]:
+    if report.weight_error > MOST_ERROR:
+        yield Notice(
+            Concern.LOSSY,
+            f"the file is off by {report.weight_error:.1%} of the base's weights, and files off by "
+            f"more than {MOST_ERROR:.0%} kept only a part of what models had learnt: drop less, or "
+            "take more bits (--bits 4 --drop-rate 0)",
+        )
 
 
 def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:

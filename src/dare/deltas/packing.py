@@ -30,11 +30,12 @@ Keep = Literal["random", "magnitude"]
 Bits = Literal["native", 4, 2]
 
 KEEP: tuple[Keep, ...] = ("random", "magnitude")
-USUAL_RATES: dict[Bits, float] = {"native": 0.9, 4: 0.8, 2: 0.62}
-"""The drop rate for so many bits, if none is given: about 0.8 bits for each parameter at 16 bit
-storage, and twice that for values as they are."""
+USUAL_RATES: dict[Bits, float] = {"native": 0.5, 4: 0.0, 2: 0.0}
+"""The drop rate for so many bits, if none is given: rounding costs less than dropping does."""
+MAGNITUDE_RATE = 0.75
+"""The same where the largest changes are kept."""
 USUAL_BITS: Bits = 2
-"""What keeps most of a fine-tune in that size (docs/deltas-measured.md)."""
+"""What keeps small changes whole, and most of large ones (docs/evidence.md)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Sch
     if bits is None:
         bits = USUAL_BITS if drop_rate is None else "native"
     if drop_rate is None:
-        drop_rate = USUAL_RATES[bits if keep == "random" else "native"]
+        drop_rate = USUAL_RATES[bits] if keep == "random" else MAGNITUDE_RATE
     return Scheme(drop_rate, bits, keep)
 
 
