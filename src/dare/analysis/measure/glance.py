@@ -314,7 +314,7 @@ def _remedy(plan: Plan, model: int, gambled: Sequence[Part], *, is_too_large: bo
     draws = gambled[0].tensor.draws_of(plan.stages, model)
     names = [s.name for s, draw in zip(plan.stages, draws, strict=False) if draw is not None]
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
-    return f"; {reason}. Lower drop_rate (`dare advise` finds one that fits){leave}"
+    return f"; {reason}. Lower drop_rate{leave}"
 
 
 def _random_rates(
