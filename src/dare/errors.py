@@ -120,8 +120,8 @@ class Concern(StrEnum):
 
     LARGE_DELTAS = "large deltas"
     """Many changes of a model exceed `delta_threshold`, and random dropping will add much noise; or
-    any change exceeds one that you gave. Remedy: Lower `drop_rate`; `dare advise` finds one that
-    fits. Or leave `dare` out of the method."""
+    any change exceeds one that you gave. Remedy: Lower `drop_rate`, or leave `dare` out of the
+    method."""
     NOT_HOMOLOGOUS = "not homologous"
     """A model differs from the base far more than a fine-tune does. Remedy: Check which base the
     model was fine-tuned from, and give that one."""
