@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import RULES_FILE, Severity
+from dare.analysis.judge.judgement import RULES_FILE, Severity, Verdict
 from dare.analysis.judge.readiness import RULES
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
@@ -181,9 +181,9 @@ def stage_table() -> str:
 
 
 def habits() -> str:
-    """What is usually recommended, as the advice knows it."""
+    """What is often recommended, as the advice knows it."""
     rows = ((habit.applies_to, f"`{habit.method}`") for habit in METHODS)
-    return _table(("for", "usually recommended"), rows)
+    return _table(("for", "often recommended"), rows)
 
 
 def _parameters(stage: Stage) -> Iterable[Sequence[str]]:
@@ -336,7 +336,7 @@ def rules() -> str:
         [
             "## Rules",
             _table(
-                ("rule", "makes the set", "looks for"),
+                ("rule", "verdict", "looks for"),
                 (
                     (f"`{r.name}`", EFFECTS[r.severity] + MATTERS[r.only_for], r.looks_for)
                     for r in RULES
@@ -355,9 +355,9 @@ def rules() -> str:
 
 
 EFFECTS = {
-    Severity.STOP: "not ready",
-    Severity.CHANGE: "ready with changes",
-    Severity.NOTE: "as it is (a note)",
+    Severity.STOP: Verdict.UNFIT,
+    Severity.CHANGE: Verdict.WITH_CHANGES,
+    Severity.NOTE: "a note",
 }
 MATTERS = {
     "": "",

@@ -287,8 +287,8 @@ def record_of(outcome: str, sets: Iterable[dict[str, Any]]) -> str:
     gaps = [(each["advice"] - each["average"], each["half_width"]) for each in found]
     better, worse = (sum(sign * gap > width for gap, width in gaps) for sign in (1, -1))
     return (
-        f"{len(found)} sets: better than the average of all in {better}, level in "
-        f"{len(found) - better - worse}, worse in {worse}"
+        f"In {len(found)} sets it was better than the plain average of all models in {better}, "
+        f"level in {len(found) - better - worse} and worse in {worse}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Evidence:
     images: list[Record]
     """Sets that are scored in dB."""
     questions: list[Record]
+    folds: dict[str, Record] = field(default_factory=dict)
+    """The outcomes that would have been chosen without a base, and their gain on it."""
 
     @property
     def models(self) -> list[Record]:
@@ -64,17 +66,27 @@ class Evidence:
         """Those of them that gained enough."""
         return [m for m in self.models if m["full"] - m["base"] >= LEAST_GAIN_POINTS]
 
+    @property
+    def advised(self) -> list[Record]:
+        """The sets whose advice was scored."""
+        return [entry for entry in self.sets if "advice" in entry]
+
 
 def read(folder: Path) -> Evidence:
     """Read all results; a set's best single model is the best one on validation items."""
-    sets = [entry for document in _documents(folder / "sets") for entry in document.values()]
-    for entry in sets:
-        scores = entry["scores"]
-        singles = [score for name, score in scores.items() if name.startswith("single ")]
-        scores["best single"] = max(singles, key=lambda score: score["validation"])
+    file = folder / "advice.json"
+    advice = json.loads(file.read_text("utf-8")) if file.exists() else {"folds": {}, "sets": {}}
+    sets = []
+    for document in _documents(folder / "sets"):
+        for name, entry in document.items():
+            full_name, scores = f"{entry['world']}, {name}", entry["scores"]
+            singles = [score for name, score in scores.items() if name.startswith("single ")]
+            scores["best single"] = max(singles, key=lambda score: score["validation"])
+            advised = {"advice": advice["sets"][full_name]} if full_name in advice["sets"] else {}
+            sets.append({**entry, "name": full_name, **advised})
     images = [entry for entry in sets if entry["world"].startswith(IN_DECIBELS)]
     points = [entry for entry in sets if entry not in images]
-    return Evidence(points, images, _documents(folder / "questions"))
+    return Evidence(points, images, _documents(folder / "questions"), advice["folds"])
 
 
 def _documents(folder: Path) -> list[Record]:
@@ -124,14 +136,19 @@ def shares(models: Iterable[Record], part: str, key: str) -> Values:
 
 def tally(sets: Iterable[Record], name: str) -> str:
     """In how many sets a candidate beats the average, ties with it and loses to it."""
-    wins = ties = losses = 0
-    for entry in sets:
-        if score := entry["scores"].get(name):
-            difference = round(score["score"] - entry["scores"]["linear"]["score"], 2)
-            wins += difference > score["half_width"]
-            losses += -difference > score["half_width"]
-            ties += abs(difference) <= score["half_width"]
-    return f"{wins} / {ties} / {losses}" if wins + ties + losses else "–"
+    found = [(s["scores"][name], s["scores"]["linear"]) for s in sets if name in s["scores"]]
+    return balance((one["score"] - other["score"], one["half_width"]) for one, other in found)
+
+
+def balance(found: Iterable[tuple[float, float]]) -> str:
+    """How many differences are above their half-width, within it and below it."""
+    signs = [beyond(difference, half_width) for difference, half_width in found]
+    return " / ".join(str(signs.count(sign)) for sign in (1, 0, -1)) if signs else "–"
+
+
+def beyond(difference: float, half_width: float) -> int:
+    """The sign of a difference that exceeds its half-width, and 0 for others."""
+    return int(np.sign(difference)) if round(abs(difference), 2) > half_width else 0
 
 
 # ---------------------------------------------------------------- statistics

@@ -21,7 +21,6 @@ from tables import BLOCKS
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/evidence.md"
 IMAGES = PAGE.parent / "images"
-FILLED_ELSEWHERE = {"advice"}
 _BLOCK = re.compile(r"(<!-- evidence: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -30,8 +29,6 @@ def fill(page: str, evidence: Evidence) -> str:
 
     def replace(block: re.Match[str]) -> str:
         start, name, old, end = block.groups()
-        if name in FILLED_ELSEWHERE:
-            return block.group()
         text = BLOCKS[name](evidence)
         return f"{start}\n\n{text}\n\n{end}" if "\n" in old else f"{start}{text}{end}"
 

@@ -18,6 +18,9 @@ from evidence import (
     Estimate,
     Evidence,
     Record,
+    Values,
+    balance,
+    beyond,
     differences,
     effects_by_count,
     estimate,
@@ -42,6 +45,11 @@ FOR_ALL_SETS = ("balanced", "ties", "tsv", "iso", "model_stock", "consensus", "t
 """Methods that were tuned on every set, beside the average."""
 SAFE_SHARE = 0.95
 """Of the gain: what a safe way of storing keeps of every group of models, on average."""
+LATE = ("prototypes", "typefaces")
+"""Bases that were made after the outcomes of advice were fixed."""
+RIVALS = ("base", "best single", "average", "sum", "search")
+"""What advice is held against."""
+NOTHING_STORED = "No results are stored yet."
 BLOCKS: dict[str, Callable[[Evidence], str]] = {}
 """By the name that the page has for them. A block of one line may stand within a sentence."""
 
@@ -186,7 +194,7 @@ def images(evidence: Evidence) -> str:
         (f"{s['world']}: {s['kind']}", *(f"{s['scores'][name]['score']:.2f}" for name in names))
         for s in evidence.images
     ]
-    return table(("PSNR in dB", *names), rows) if rows else "No results are stored yet."
+    return table(("PSNR in dB", *names), rows) if rows else NOTHING_STORED
 
 
 # ---------------------------------------------------------------- in short
@@ -397,4 +405,146 @@ def safe_storage(evidence: Evidence) -> str:
     limit = f"{_percent(SAFE_SHARE)} of the gain"
     return (
         f"The smallest scheme that keeps at least {limit} in every group of models is {smallest}."
+    )
+
+
+# ---------------------------------------------------------------- advice
+
+
+def is_late(entry: Record) -> bool:
+    """Whether a set's base was made after the outcomes were fixed."""
+    return entry["world"] in LATE
+
+
+def has_gap(entry: Record) -> bool:
+    """Whether a set's best model gained enough for relative scores."""
+    return bool(entry["advice"]["best single"] - entry["advice"]["base"] >= LEAST_GAIN_POINTS)
+
+
+def _over_average(entry: Record) -> tuple[float, float]:
+    """How much better the advice is than the average of all models, with the half-width."""
+    said = entry["advice"]
+    return said["advice"] - said["average"], said["half_width"]
+
+
+def _values(sets: Iterable[Record], read: Callable[[Record], float]) -> Values:
+    return [(entry["world"], read(entry)) for entry in sets]
+
+
+def advice_by_kind(sets: Sequence[Record]) -> str:
+    """A row for each kind of set, and the sets that the advice loses."""
+    if not sets:
+        return NOTHING_STORED
+    rows = []
+    for kind, some in {**group(sets, lambda s: str(s["kind"])), "**all**": sets}.items():
+        wide = [entry for entry in some if has_gap(entry)]
+        narrow = [entry for entry in some if not has_gap(entry)]
+        gains = [
+            estimate(_values(wide, lambda entry, name=name: entry["advice"][name])).points
+            for name in ("gain", "search gain")
+        ]
+        points = estimate(_values(narrow, lambda entry: _over_average(entry)[0])).points
+        bases = len({entry["world"] for entry in some})
+        rows.append(
+            (kind, bases, len(wide), *gains, len(narrow), points, balance(map(_over_average, some)))
+        )
+    columns = (
+        "kind of set|bases|sets|gain, %|search gain, %|narrow sets|points|wins / level / loses"
+    )
+    lost = [
+        f"{entry['name']} ({gap:+.1f})"
+        for entry in sets
+        for gap, half_width in [_over_average(entry)]
+        if beyond(gap, half_width) < 0
+    ]
+    named = with_minus("; ".join(lost)) or "none"
+    return table(columns.split("|"), rows) + f"\n\nSets lost to the average, in points: {named}."
+
+
+@block
+def advice(evidence: Evidence) -> str:
+    return advice_by_kind([entry for entry in evidence.advised if not is_late(entry)])
+
+
+@block
+def advice_late(evidence: Evidence) -> str:
+    return advice_by_kind([entry for entry in evidence.advised if is_late(entry)])
+
+
+@block
+def advice_way(evidence: Evidence) -> str:
+    """How far the advice goes from the average to what a search finds."""
+    wide = [e["advice"] for e in evidence.advised if has_gap(e) and not is_late(e)]
+    if not wide:
+        return "–"
+    return _percent(sum(e["gain"] for e in wide) / sum(e["search gain"] for e in wide))
+
+
+@block
+def advice_folds(evidence: Evidence) -> str:
+    rows = [
+        (
+            world,
+            f"{fold['cosine']:g}",
+            f"{100 * fold['change']:g} %",
+            *("`{}` at {:g}".format(*fold[size]) for size in ("small", "large")),
+            with_minus(f"{fold['gain']:+.1f}"),
+        )
+        for world, fold in evidence.folds.items()
+    ]
+    columns = (
+        "without|average from cosine|small change up to|small changes|large changes|gain on it, %"
+    )
+    return table(columns.split("|"), rows) if rows else NOTHING_STORED
+
+
+@block
+def advice_rivals(evidence: Evidence) -> str:
+    if not evidence.advised:
+        return NOTHING_STORED
+    rows = []
+    for late, sets in group(
+        evidence.advised, lambda s: ", late bases" if is_late(s) else ""
+    ).items():
+        for rival in RIVALS:
+            gaps = [(s["advice"]["advice"] - s["advice"][rival], _width(s, rival)) for s in sets]
+            points = estimate([(s["world"], gap) for s, (gap, _) in zip(sets, gaps, strict=True)])
+            rows.append((rival + late, balance(gaps), points.points))
+    return table(("advice against", "wins / level / loses", "points"), rows)
+
+
+def _width(entry: Record, rival: str) -> float:
+    """The half-width of advice minus a rival, as if each differed from the average by itself.
+
+    Rivals are stored by score, so it is the largest half-width of any candidate with that score.
+    """
+    said = entry["advice"]
+    if rival == "average":
+        return float(said["half_width"])
+    alike = [s["half_width"] for s in entry["scores"].values() if s["score"] == said[rival]]
+    return float(np.hypot(said["half_width"], max(alike)))
+
+
+@block
+def advice_compared(evidence: Evidence) -> str:
+    compared = {
+        s["name"]: s["advice"]["compared"] for s in evidence.advised if "compared" in s["advice"]
+    }
+    if not compared:
+        return NOTHING_STORED
+    beaten = {name: found for name, found in compared.items() if found["beaten_by"]}
+    safe = len(compared) - len(beaten)
+    answers = Counter(
+        "a single model" if found["answer"].startswith("single ") else f"`{found['answer']}`"
+        for found in compared.values()
+    )
+    said = ", ".join(f"{answer} {count}" for answer, count in answers.most_common())
+    lost = "; ".join(
+        f"{name} (`{found['answer']}`, beaten by {', '.join(f'`{n}`' for n in found['beaten_by'])})"
+        for name, found in beaten.items()
+    )
+    share = _percent(safe / len(compared))
+    return (
+        f"The answer loses beyond chance to no candidate in {safe} of {len(compared)} sets "
+        f"({share}). Answers: {said}.\n\nSets in which it loses: {lost or 'none'}."
     )

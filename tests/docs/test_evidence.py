@@ -117,16 +117,89 @@ def test_reading_chooses_the_single_model_on_validation_items(
     for name, world in (("w", "w"), ("cugan", "cugan, other base")):
         document = {"pair": {**entry, "world": world}}
         (tmp_path / "sets" / f"{name}.json").write_text(json.dumps(document))
+    said = {"folds": {"w": {"gain": 1.0}}, "sets": {"w, pair": {"advice": 60.0}}}
+    (tmp_path / "advice.json").write_text(json.dumps(said))
     found = evidence.read(tmp_path)
     assert [s["world"] for s in found.sets] == ["w"]
+    assert [s["advice"] for s in found.advised] == [{"advice": 60.0}]
+    assert found.folds == said["folds"]
     assert [s["world"] for s in found.images] == ["cugan, other base"]  # in dB, not in points
     assert found.sets[0]["scores"]["best single"]["score"] == 60.0
 
 
+def advised(world: str, kind: str = "pair", **known: float) -> dict[str, Any]:
+    """A set in which the average has 60 points, and whose best model is 10 above the base."""
+    said = {
+        **{"base": 50.0, "best single": 60.0, "average": 60.0, "sum": 40.0, "search": 64.0},
+        **{"advice": 62.0, "half_width": 1.0, "gain": 20.0, "search gain": 40.0},
+    }
+    entry = a_set(world, base=(50, 2), single_0=(60, 1), sum=(40, 3), tsv_tuned=(64, 1))
+    return {**entry, "name": f"{world}, {kind}", "kind": kind, "advice": said | known}
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The rows of a table, by their first cells."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {first: others for first, *others in lines[2:]}
+
+
+def block_of(evidence: ModuleType, name: str, *sets: dict[str, Any], **more: Any) -> str:
+    return str(sys.modules["tables"].BLOCKS[name](evidence.Evidence([*sets], [], [], **more)))
+
+
+def test_advice_by_kind_has_narrow_sets_apart_and_names_what_it_lost(evidence: ModuleType) -> None:
+    narrow = advised("w", "lora", **{"base": 55.1, "advice": 57.0})
+    text = block_of(evidence, "advice", advised("w"), advised("v"), narrow)
+    rows = rows_of(text)
+    assert rows["pair"] == ["2", "2", "+20.0", "+40.0", "0", "–", "2 / 0 / 0"]
+    assert rows["lora"] == ["1", "0", "–", "–", "1", "−3.0", "0 / 0 / 1"]
+    assert rows["**all**"] == ["2", "2", "+20.0", "+40.0", "1", "−3.0", "2 / 0 / 1"]
+    assert "w, lora (−3.0)" in text
+    assert "w, pair (" not in text
+
+
+def test_bases_made_after_the_choice_stand_apart(evidence: ModuleType) -> None:
+    sets = advised("w"), advised("typefaces", gain=-10.0)
+    assert rows_of(block_of(evidence, "advice", *sets))["**all**"][:3] == ["1", "1", "+20.0"]
+    assert rows_of(block_of(evidence, "advice-late", *sets))["**all**"][:3] == ["1", "1", "−10.0"]
+    assert block_of(evidence, "advice-way", *sets) == "50 %"
+
+
+def test_folds_of_the_advice(evidence: ModuleType) -> None:
+    fold = {"cosine": 0.5, "change": 0.3, "small": ["tsv", 0.7], "large": ["linear", 1.0]}
+    text = block_of(evidence, "advice-folds", folds={"w": {**fold, "gain": -1.25}})
+    assert rows_of(text) == {"w": ["0.5", "30 %", "`tsv` at 0.7", "`linear` at 1", "−1.2"]}
+
+
+def test_advice_against_other_choices(evidence: ModuleType) -> None:
+    rows = rows_of(block_of(evidence, "advice-rivals", advised("w"), advised("typefaces")))
+    assert rows["base"] == ["1 / 0 / 0", "+12.0"]
+    assert rows["average"] == ["1 / 0 / 0", "+2.0"]
+    assert rows["search, late bases"] == ["0 / 0 / 1", "−2.0"]  # half-width √2
+    assert len(rows) == 10
+
+
+def test_answers_that_lose_are_named(evidence: ModuleType) -> None:
+    answers = {"w": ("single 1", []), "v": ("linear", ["tsv"])}
+    sets = [
+        advised(world, compared={"answer": answer, "beaten_by": beaten})
+        for world, (answer, beaten) in answers.items()
+    ]
+    text = block_of(evidence, "advice-compared", *sets)
+    assert "1 of 2 sets" in text
+    assert "v, pair (`linear`, beaten by `tsv`)" in text
+    assert "w, pair" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["advice", "advice-late", "advice-folds", "advice-rivals", "advice-compared"]
+)
+def test_without_scored_advice_the_page_says_so(evidence: ModuleType, name: str) -> None:
+    assert block_of(evidence, name, a_set("w")) == sys.modules["tables"].NOTHING_STORED
+
+
 def test_blocks_are_filled_in_place(report: ModuleType, evidence: ModuleType) -> None:
-    page = (
-        "We made <!-- evidence: amounts -->?<!-- end -->.\n<!-- evidence: advice -->\n<!-- end -->"
-    )
+    page = "We made <!-- evidence: amounts -->?<!-- end -->."
     found = evidence.Evidence([a_set("a"), a_set("b"), a_set("b")], [], [])
     filled = report.fill(page, found)
     assert filled == page.replace("?", "3 sets of models from 2 bases")
