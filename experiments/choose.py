@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -220,7 +221,8 @@ def conclude_search(case: Case, items: dict[str, np.ndarray], count: int) -> dic
     answer = conclude(study).chosen
     chosen = next(c for c, label in named.items() if label == (answer and answer.baseline))
     tested = {c: items[c][count:].astype(float) for c in named}
-    beaten_by = [c for c in named if _is_better(tested[c], tested[chosen])]
+    others = len(named) - 1
+    beaten_by = [c for c in named if _is_better(tested[c], tested[chosen], others)]
     return {"answer": chosen, "beaten_by": beaten_by}
 
 
@@ -228,10 +230,11 @@ def _by_id(part: np.ndarray) -> dict[str, float]:
     return {str(place): float(value) for place, value in enumerate(part)}
 
 
-def _is_better(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether it has more right, beyond chance."""
+def _is_better(one: np.ndarray, other: np.ndarray, count: int) -> bool:
+    """Whether it has more right, beyond chance; one of so many that are held against the other."""
     gap = one - other
-    return bool(gap.mean() > 1.96 * gap.std() / math.sqrt(len(gap)))
+    width = NormalDist().inv_cdf(1 - 0.025 / count)
+    return bool(gap.mean() > width * gap.std() / math.sqrt(len(gap)))
 
 
 # ---------------------------------------------------------------- what comes of it

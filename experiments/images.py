@@ -242,7 +242,7 @@ def image_world(name: str, base: str) -> World:
         sample=sample_images,
         base_steps=0,
         start=lambda: read_weights(release(base)),
-        is_large=True,
+        few_methods=True,
     )
 
 

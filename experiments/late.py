@@ -64,6 +64,7 @@ LATE = {
             sample_prototypes,
             base_steps=1500,
             steps=300,
+            few_methods=True,
         ),
         World(
             "typefaces",
@@ -76,6 +77,7 @@ LATE = {
             base_steps=1500,
             steps=300,
             rate=5e-4,
+            few_methods=True,
         ),
     )
 }

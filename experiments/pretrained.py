@@ -135,6 +135,7 @@ PRETRAINED = {
             start=minilm,
             only_base=HEADS,
             is_large=True,
+            few_methods=True,
             seeds=3,
             kinds=(
                 *("pair", "usual", "many", "lora", "light", "harsh", "seeds", "uneven"),
@@ -155,6 +156,7 @@ PRETRAINED = {
             batch=32,
             start=smollm2,
             is_large=True,
+            few_methods=True,
             seeds=2,
             kinds=("pair", "usual", "many", "lora", "harsh", "seeds", "uneven"),
         ),

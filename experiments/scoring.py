@@ -54,7 +54,7 @@ CHAINS = ("trim+ties", "trim+sum", "breadcrumbs+sum", "star+sum", "fourier+sum",
 RANDOM_CHAINS = ("della+sum", "della+ties")
 OF_TWO = ("slerp", "nuslerp")
 FEW = ("linear", "balanced", "sum", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
-"""For models of many millions of parameters."""
+"""For worlds whose models take long to score."""
 DROPPED = {"linear", "sum", "ties"}
 """Of those few, the methods that DARE goes before."""
 ADVISED = ("linear", "tsv")
@@ -199,12 +199,12 @@ def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[s
         book.add(f"single {number}", [model], keep=True)
     if members.joint:
         book.add("joint", [shop.make(members.joint)], keep=True)
-    is_large = shop.world.is_large
+    few = shop.world.few_methods
     _without_some(book, members)
-    methods = FEW if is_large else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
+    methods = FEW if few else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
     for method in methods:
-        _score_method(book, method, drops="+" not in method and (not is_large or method in DROPPED))
-    for method in () if is_large else RANDOM_CHAINS:
+        _score_method(book, method, drops="+" not in method and (not few or method in DROPPED))
+    for method in () if few else RANDOM_CHAINS:
         book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
     found = {
         "world": shop.world.name,

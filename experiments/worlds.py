@@ -54,7 +54,9 @@ class World:
     only_base: str = ""
     """Tensors whose names begin so are learned by the base alone, and nothing else by it."""
     is_large: bool = False
-    """Whether it has so many parameters that only a few methods are tried."""
+    """Whether it has so many parameters that they are computed with in 16 bits."""
+    few_methods: bool = False
+    """Whether only the methods that matter most are tried."""
     seeds: int = 1
     """Seeds of training for which the plain sets are made."""
     kinds: tuple[str, ...] = ()
@@ -432,6 +434,7 @@ WORLDS = {
             lambda: Cnn(36, (24, 48, 64)),
             sample_glyphs,
             kinds=PLAIN,
+            few_methods=True,
         ),
         World(
             "mnist",
@@ -442,6 +445,7 @@ WORLDS = {
             lambda: Vit(28, 7, 10, 64, 3),
             sample_mnist,
             kinds=PLAIN,
+            few_methods=True,
             base_rate=1e-3,
             rate=2e-4,
         ),
@@ -454,6 +458,7 @@ WORLDS = {
             lambda: Mixer(18, DIGITS + 1, 10, 64, 4),
             sample_digits,
             kinds=PLAIN,
+            few_methods=True,
             base_steps=4000,
             base_rate=1e-3,
             rate=5e-4,
@@ -467,6 +472,7 @@ WORLDS = {
             lambda: WaveCnn(8, (24, 48, 64, 64)),
             sample_waves,
             kinds=PLAIN,
+            few_methods=True,
         ),
         World(
             "words",
@@ -477,6 +483,7 @@ WORLDS = {
             lambda: Transformer(35, WRITTEN, 29, 64, 3, causal=True),
             sample_words,
             kinds=PLAIN,
+            few_methods=True,
             base_steps=4000,
             base_rate=1e-3,
             steps=600,
@@ -491,6 +498,7 @@ WORLDS = {
             lambda: Transformer(28, 12, 12, 64, 3),
             sample_languages,
             kinds=PLAIN,
+            few_methods=True,
             base_rate=1e-3,
             rate=2e-4,
         ),
@@ -503,6 +511,7 @@ WORLDS = {
             lambda: Gru(28, 10, 64),
             sample_numerals,
             kinds=PLAIN,
+            few_methods=True,
             base_steps=1500,
             steps=300,
         ),

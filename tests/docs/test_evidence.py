@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -221,3 +222,18 @@ def test_figures_are_small_and_follow_the_readers_choice() -> None:
     for file in figures:
         assert file.stat().st_size < 100_000
         assert "prefers-color-scheme:dark" in file.read_text("utf-8")
+
+
+def test_records_in_the_advice_are_those_of_the_results(evidence: ModuleType) -> None:
+    """Run `python experiments/choose.py`, and copy what it prints into advice.toml."""
+    del evidence  # it makes the modules importable
+    from dare.analysis.judge.advice import OUTCOMES
+
+    sets = json.loads((EXPERIMENTS / "results" / "advice.json").read_text())["sets"].values()
+    for outcome in OUTCOMES[1:]:  # the first is arithmetic
+        found = [each for each in sets if each["seen"]["outcome"] == outcome.name]
+        gaps = [(each["advice"] - each["average"], each["half_width"]) for each in found]
+        better, worse = (sum(sign * gap > width for gap, width in gaps) for sign in (1, -1))
+        numbers = list(map(int, re.findall(r"\d+", outcome.record)))
+        assert numbers == [len(found), better, len(found) - better - worse, worse]
+        assert worse <= len(found) / 10

@@ -440,7 +440,7 @@ def test_an_analysis(client, models):
         return found["state"] not in ("waiting", "running")
 
     wait_until(is_finished)
-    assert (found["state"], found["result"]["verdict"]) == ("done", "ready")
+    assert (found["state"], found["result"]["verdict"]) == ("done", "no defect found")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
     assert document["schema"] == "dare-analysis/3"
     assert [model["name"] for model in document["models"]] == ["add", "say"]

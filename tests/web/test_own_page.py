@@ -88,10 +88,10 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-analyze")
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
-    assert page.inner_text("#own-analysis .verdict h3") == "Ready to merge by dare+sum"
+    assert page.inner_text("#own-analysis .verdict h3") == "No defect found in the weights, for tsv"
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
-    wait_for_recipe(page, "dare+sum")
+    wait_for_recipe(page, "tsv")
     assert page.evaluate("document.activeElement.id") == "own-method"
     shown = tomllib.loads(page.text_content("#own-toml"))
     assert shown == tomllib.loads(advised) | {"output": str(models / "merged")}
