@@ -17,7 +17,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 from late import LATE
 
 from dare.analysis.judge.advice import OUTCOMES, advise
+from dare.analysis.judge.readiness import assess, body_of
 from dare.analysis.results import Analysis
 from dare.studies.conclusions import conclude
 from dare.studies.results import Role, Scored, State, StudyData, Trial
@@ -56,6 +57,8 @@ class Features:
     scale: float
     outcome: str
     """What `dare advise` says."""
+    rules: tuple[str, ...]
+    """What readiness finds."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def read_cases(results: Path, models: Path | None) -> list[Case]:
             world = found["world"]
             if models is None:
                 seen = Features(**stored[f"{world}, {name}"]["seen"])
-                seen = Features(**asdict(seen) | {"left_out": tuple(seen.left_out)})
+                tuples = {"left_out": tuple(seen.left_out), "rules": tuple(seen.rules)}
+                seen = replace(seen, **tuples)
             else:
                 seen = look(models / world / f"{file_name(name)}.analysis.json.gz")
             strangers = tuple(found["strangers"])
@@ -157,12 +161,11 @@ def file_name(name: str) -> str:
 def look(file: Path) -> Features:
     """What `dare advise` sees and says, by an analysis that was written before."""
     analysis = Analysis.from_json(gzip.decompress(file.read_bytes()).decode())
-    advice = advise(analysis)
+    readiness = assess(analysis)
+    advice = advise(analysis, readiness)
     out = tuple(analysis.names.index(name) for name in advice.left_out)
     kept = {name for name in analysis.names if name not in advice.left_out}
     cosines = [p.total.cosine for p in analysis.pairs if {p.first, p.second} <= kept]
-    from dare.analysis.judge.readiness import body_of
-
     return Features(
         len(kept),
         round(float(np.mean(cosines)) if cosines else 0.0, 4),
@@ -171,6 +174,7 @@ def look(file: Path) -> Features:
         advice.recipe["method"],
         advice.recipe.get("scale", 1.0),
         advice.suggestions[0].source.rpartition(", ")[2],
+        tuple(sorted({finding.rule for finding in readiness.findings})),
     )
 
 
