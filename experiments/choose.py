@@ -284,7 +284,8 @@ def make(results: Path, models: Path) -> dict[str, Any]:
             stored = json.loads((results / "sets" / f"{case.world}.json").read_text())
             with np.load(file) as items:
                 count = stored[case.name]["items"][0]
-                found["compared"] = conclude_search(case, dict(items), count)
+                if found["candidate"].partition(" at ")[0] in items:
+                    found["compared"] = conclude_search(case, dict(items), count)
     return {"chosen": asdict(best_tree(early)), "folds": folds, "sets": sets}
 
 

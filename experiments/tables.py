@@ -526,6 +526,22 @@ def _width(entry: Record, rival: str) -> float:
 
 
 @block
+def advice_rules(evidence: Evidence) -> str:
+    """What the advice did in the sets in which a rule of readiness found something."""
+    rules = sorted(
+        {rule for s in evidence.advised for rule in s["advice"]["seen"].get("rules", ())}
+    )
+    if not rules:
+        return NOTHING_STORED
+    rows = []
+    for rule in rules:
+        some = [s for s in evidence.advised if rule in s["advice"]["seen"].get("rules", ())]
+        points = estimate(_values(some, lambda entry: _over_average(entry)[0])).points
+        rows.append((f"`{rule}`", len(some), balance(map(_over_average, some)), points))
+    return table(("rule", "sets", "wins / level / loses", "points"), rows)
+
+
+@block
 def advice_compared(evidence: Evidence) -> str:
     compared = {
         s["name"]: s["advice"]["compared"] for s in evidence.advised if "compared" in s["advice"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SUMMARY = """Merge fine-tuned models on your laptop, and know first whether they fit.
+SUMMARY = """Merge fine-tuned models on your laptop: fast, exact, the same every time.
 
 [bold]To merge[/bold]
 
@@ -25,7 +25,7 @@ USAGE = """Usage: dare BASE MODEL... --output PATH [FLAGS]
 
 EXAMPLES = r"""[bold]Examples[/bold]
 
-  dare analyze base math code                do they fit, and how?
+  dare analyze base math code                what is wrong with them?
   dare advise base math code > recipe.toml   a recipe that suits them
   dare recipe.toml                           merge; interrupted, it resumes
   dare base math code -o merged --method dare+ties --drop-rate 0.8

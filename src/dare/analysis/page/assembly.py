@@ -144,7 +144,7 @@ def _sections(figures: Sequence[Figure], outcome: Outcome | None) -> Iterator[Se
 
     if outcome:
         yield Section("merge", "The merge", "merge.html.jinja", named(MERGE_FIGURES))
-    yield Section("findings", "What stands against it", "findings.html.jinja")
+    yield Section("findings", "Problems found", "findings.html.jinja")
     yield Section("models", "Models", "models.html.jinja")
     if drawn := named(("predicted-error",)):
         yield Section("drop-rate", "Drop rate", "drop_rate.html.jinja", drawn)

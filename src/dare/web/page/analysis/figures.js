@@ -100,7 +100,7 @@ export function chanceCancelled(models) {
   return sum ? 1 - Math.hypot(...sizes) / sum : 0;
 }
 
-/** The curves of all models, as far as there is an error to draw, and the advised rates on them. */
+/** The curves of all models, as far as there is an error to draw. */
 export function errorRows(analysis) {
   const numbers = new Map(analysis.models.map((model, number) => [model.name, number]));
   return analysis.predictions
