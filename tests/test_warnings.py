@@ -254,7 +254,6 @@ def test_what_is_advised_for_the_demonstration_runs_without_a_warning(tmp_path):
     analysis = dare.analyze(folder / "base", models, verbose=False)
     advice = dare.advise(analysis, dare.assess(analysis))
     recipe = recipe_from_document(advice.recipe, "advice")
-    assert any(stage.name == "dare" for stage, _ in recipe.chain)
     report = dare.merge(recipe.model_copy(update={"output": tmp_path / "out"}))
     assert report.warnings == ()
     assert "## Warnings" not in (tmp_path / "out" / "README.md").read_text()

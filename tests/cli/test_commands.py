@@ -28,7 +28,7 @@ from helpers import flip_bit, save, sha256
 
 COMPILING = "compiling kernels (once; a few seconds)\n"
 
-OF_DELTA_FILES = {Concern.NOT_SMALLER}
+OF_DELTA_FILES = {Concern.NOT_SMALLER, Concern.LOSSY}
 OF_COPIES = {Concern.SAME_MODEL, Concern.EQUALS_BASE}
 OF_TYPES = {Concern.FLOAT64, Concern.PLAIN_FLOAT8}
 OF_DIRECTORIES = {Concern.STOP_TOKENS, Concern.NO_CONFIGURATION}
