@@ -188,7 +188,6 @@ def advise(
     known = _features(analysis, models)
     outcome = next(outcome for outcome in OUTCOMES if outcome.applies(**known))
     policies = list(_policies(readiness, {model.name for model in models}))
-    size = float(sum(analysis.base_dtypes.values())) if parameters is None else parameters
     scale = {} if outcome.scale == 1 else {"scale": outcome.scale}
     reason, source = outcome.reason.format(**known), f"{EVIDENCE}, {outcome.name}"
     evidence = Evidence.STRONG if outcome.models else Evidence.FAIR
@@ -204,9 +203,10 @@ def advise(
         **scale,
         **{policy.setting: policy.value for policy in policies},
     }
-    is_misplaced = any(f.rule in ("contained", "other_base") for f in readiness.findings)
-    doubts = _doubts(models, known | {"parameters": size}, outcome, size, steps)
-    if is_misplaced:
+    if parameters is None:
+        parameters = float(sum(analysis.base_dtypes.values()))
+    doubts = _doubts(models, known | {"parameters": parameters}, outcome, steps)
+    if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
         doubts = [TEXTS["doubts"]["base"], *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
 
@@ -260,16 +260,11 @@ def _features(analysis: Analysis, models: list[ModelAnalysis]) -> dict[str, Any]
 
 
 def _doubts(
-    models: list[ModelAnalysis],
-    known: dict[str, float],
-    outcome: Outcome,
-    parameters: float,
-    steps: int | None,
+    models: list[ModelAnalysis], known: dict[str, float], outcome: Outcome, steps: int | None
 ) -> list[str]:
     texts = TEXTS["doubts"]
-    doubts = [texts["search"]]
-    usual = _usual(models, known["cosine"], parameters, steps)
-    doubts.append(texts["often"].format(usual=usual))
+    usual = _usual(models, known["cosine"], known["parameters"], steps)
+    doubts = [texts["search"], texts["often"].format(usual=usual)]
     outside = [
         f"{name}: {_short(known[name])}, not {_short(least)} to {_short(most)}"
         for name, (least, most) in TEXTS["measured"].items()
