@@ -81,7 +81,9 @@ def read(folder: Path) -> Evidence:
         for name, entry in document.items():
             full_name, scores = f"{entry['world']}, {name}", entry["scores"]
             singles = [score for name, score in scores.items() if name.startswith("single ")]
-            scores["best single"] = max(singles, key=lambda score: score.get("validation", score["score"]))
+            scores["best single"] = max(
+                singles, key=lambda score: score.get("validation", score["score"])
+            )
             advised = {"advice": advice["sets"][full_name]} if full_name in advice["sets"] else {}
             sets.append({**entry, "name": full_name, **advised})
     images = [entry for entry in sets if entry["world"].startswith(IN_DECIBELS)]
