@@ -104,7 +104,7 @@ def find_broken() -> dict[str, Any]:
 
 def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     base, *models = (folder / name for name in names)
-    readiness = dare.assess(dare.analyze(base, models, verbose=False))
+    readiness, _ = dare.judge(dare.analyze(base, models, verbose=False), method="dare+sum")
     told = ("models", "seen", "matters", "remedy")
     findings = [
         {"severity": str(one.severity), **{name: getattr(one, name) for name in told}}
