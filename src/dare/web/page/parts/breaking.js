@@ -134,7 +134,7 @@ async function showFindings(section, state) {
     list.replaceChildren(
       ...warnings.map((text) => (
         finding({ severity: "change", seen: ofMine(text), models: [] }, "Warning"))),
-      ...findings.filter(({ severity }) => severity === "stop").map((one) => finding(one)));
+      ...findings.filter(({ severity }) => severity !== "note").map((one) => finding(one)));
   };
   state.on(["breaking.way", "breaking.seed"], show);
   show();
