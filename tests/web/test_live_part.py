@@ -179,4 +179,8 @@ def test_one_seed_for_all_is_seen_in_the_answers_and_in_the_warning(static_site,
     assert shown_scores(page, "breaking")["english"] == "NaN"
     assert "NaN or infinite" in page.inner_text("#breaking-findings")
     assert "demo-models/add-nan" in page.inner_text("#breaking-ways")
+
+    for way, models in (("base", "add"), ("far", "add-far")):
+        page.select_option("#control-breaking-way", way)
+        assert page.inner_text("#breaking-findings h3 b >> nth=0") == models
     assert tab.said == []
