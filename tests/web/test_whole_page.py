@@ -22,6 +22,11 @@ REACHABLE = """() =>
     .filter((each) => each.tabIndex >= 0 && !each.disabled && each.checkVisibility())
     .map((each) => { each.dataset.reach = "no"; })
     .length"""
+OUTDATE = """() => new Promise((done) => {
+    for (const each of document.querySelectorAll(".card, #live-code, #live-scores"))
+        each.dataset.stale = "true";
+    setTimeout(done, 500);
+})"""
 MARK_FOCUSED = (
     "() => { const at = document.activeElement; at.dataset.reach = 'yes'; return at.id; }"
 )
@@ -48,8 +53,10 @@ def test_a_checker_of_accessibility_finds_nothing(site, open_tab, width, theme):
     tab = open_tab(site.address, width, theme, bypass_csp=True)
     scroll_through(tab)
     tab.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
-    found = tab.page.evaluate("axe.run()")["violations"]
-    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found] == []
+    for setting in ("", OUTDATE):
+        tab.page.evaluate(setting)
+        found = tab.page.evaluate("axe.run()")["violations"]
+        assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found] == []
 
 
 def test_every_control_is_reached_by_the_tab_key(site, open_tab):
