@@ -31,9 +31,8 @@ from dare.cli.texts import COMMANDS, SUBCOMMANDS
 from dare.errors import OutputError
 from dare.recipe.search import Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
-from dare.studies.request import make_request
+from dare.studies.searching import make_request, study_place
 from dare.studies.searching import search as run_search
-from dare.studies.searching import study_place
 from dare.studies.space import parse_over
 from dare.studies.terminal import show_study
 from dare.tensors.sizes import times

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from dare.errors import InputError
-from dare.studies.watched import describe_status
+from dare.studies.processes import describe_status
 from dare.web.job_process import INTERRUPTED, Request
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]

@@ -14,8 +14,8 @@ from dare.output.page.writing import check_installed, library_for, write_file
 from dare.recipe.toml import write_toml
 from dare.studies import words
 from dare.studies.page import series
-from dare.studies.reading import recipe_of
 from dare.studies.results import Conclusion, Ranked, StudyData, settings_text
+from dare.studies.space import recipe_of
 
 MOST_FAILED = 50
 """Failed trials that are shown with their output."""
