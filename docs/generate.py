@@ -401,14 +401,11 @@ def notices() -> str:
     """Every notice: when it is given, what it says, and what to do."""
     parts = []
     for code, entry in CATALOGUE.items():
-        remedy = (
-            f"\n\n*What to do:* {entry.remedy}." if entry.remedy.strip("{}") != "remedy" else ""
-        )
-        parts.append(
-            f"### {code}\n\n*{entry.severity.capitalize()}: {entry.title}.* {entry.meaning}"
-        )
-        parts[-1] += f"{remedy if entry.remedy else ''}\n\n{entry.details}"
-    return "\n\n".join(part.strip() for part in parts)
+        parts += [f"### {code}", f"*{entry.severity.capitalize()}: {entry.title}.* {entry.meaning}"]
+        if entry.remedy not in ("", "{remedy}"):
+            parts.append(f"*What to do:* {entry.remedy}.")
+        parts += [entry.details.strip()] if entry.details else []
+    return "\n\n".join(parts)
 
 
 def errors() -> str:

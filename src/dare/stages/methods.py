@@ -242,7 +242,7 @@ def _explain_all() -> Document:
         "stage": lambda stage: stage.name,
         "does": lambda stage: stage.summary,
         "parameters": lambda stage: ", ".join(
-            f"{p.name} = {exact_text(p.default)}" for p in stage.parameters.values()
+            f"{p.name}={exact_text(p.default)}" for p in stage.parameters.values()
         ),
         "paper": lambda stage: stage.paper,
     }
