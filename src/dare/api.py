@@ -28,8 +28,8 @@ from dare.errors import (
     warn_caller,
 )
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
+from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
-from dare.inputs.opening import open_inputs
 from dare.output.destinations import (
     check_target,
     finished_before,
@@ -61,10 +61,9 @@ from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.document import read_toml
+from dare.recipe.document import overlaid, read_toml
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.recipe.settings import overlaid
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors

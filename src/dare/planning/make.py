@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError, Strength
-from dare.inputs.small_files import some_of
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
@@ -23,7 +22,7 @@ from dare.stages import Settings, Stage
 from dare.stages.darex import balanced_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import is_layer_matrix
+from dare.tensors.names import is_layer_matrix, some_of
 from dare.tensors.sizes import show_size, times
 
 FINDINGS_SHOWN = 20

@@ -22,7 +22,7 @@ from dare.demo.tasks import TASKS, held_out_english
 from dare.errors import OutputError
 from dare.output.page.shell import SHELL, Section, render_template
 from dare.output.page.writing import write_file
-from dare.tensors.private import cache_folder, read_private, write_private
+from dare.tensors.files import cache_folder, read_private, write_private
 
 PACKAGE = "dare.web"
 INDEX = "index.html"
