@@ -11,10 +11,7 @@ import pytest
 import sample
 from dare.output.page import writing
 
-from dare.analysis.judge.judgement import (
-    Readiness,
-    Verdict,
-)
+from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.analysis.page import assembly, figures
 from dare.analysis.page.assembly import page_text, write_page
 from dare.documents.words import number, share

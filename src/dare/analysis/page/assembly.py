@@ -14,8 +14,8 @@ from dare.analysis.page import words
 from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
-from dare.documents.document import Columns, Table, bar_lengths, listing, spans_decades
-from dare.documents.page import Section, check_installed, library_for, render_page
+from dare.documents.document import Columns, Table, bar_lengths, spans_decades
+from dare.documents.page import Section, check_installed, render_page
 from dare.documents.words import NOTHING, amount, listed, number, setting, share, show_size, times
 from dare.errors import InputError
 from dare.output.places import short_name

@@ -36,7 +36,7 @@ from dare.documents.charts import (
     tooltip_of,
     zoom,
 )
-from dare.documents.document import Columns, Row, Table, finite, listing
+from dare.documents.document import Columns, Row, Table, finite
 from dare.documents.words import listed, number, share, times
 
 LEAST_SHARE = 0.0005
