@@ -17,25 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance, with_size_warnings
-from dare.errors import (
-    Concern,
-    InputError,
-    Notice,
-    OutputError,
-    RecipeError,
-    Strength,
-    VerificationError,
-    warn_caller,
-)
+from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.words import times
+from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
+from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
-from dare.inputs.opening import open_inputs
-from dare.output.destinations import (
-    check_target,
-    finished_before,
-    open_output,
-    settle,
-)
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
@@ -49,22 +37,16 @@ from dare.output.manifest import (
 from dare.output.repeated_inputs import check_inputs, with_base_among_models
 from dare.output.report import Digests, Report, make_report
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.slices import (
-    FinishingOutput,
-    Gone,
-    SliceOutput,
-    SliceReport,
-)
+from dare.output.slices import FinishingOutput, Gone, SliceOutput, SliceReport
 from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.document import read_toml
+from dare.recipe.document import overlaid, read_toml
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.recipe.settings import overlaid
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors
@@ -74,7 +56,6 @@ from dare.run.slices import Feedback, SharedCensuses
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -374,8 +355,7 @@ def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[N
     noticed = []
     output.announce = display.announce
     if output.started_over:
-        text = f"{output.folder}: {output.started_over}"
-        noticed.append(Notice(Concern.LEFTOVERS, text, Strength.NOTE))
+        noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
         _warn(planned.recipe, noticed)
     if output.doubtful:
         display.announce("comparing the inputs with those of the earlier try")
@@ -405,9 +385,7 @@ def _publish(
         overwrite=overwrite,
     )
     target = output.layout.target
-    late = [
-        Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}", Strength.NOTE) for p in problems
-    ]
+    late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}
     _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
     return replace(report, warnings=(*report.warnings, *late))
@@ -420,9 +398,9 @@ def _finished_before(planned: Plan) -> Report | None:
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
-    text = f"{planned.recipe.output}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
-    noticed = [Notice(Concern.LEFTOVERS, text, Strength.NOTE)]
+    target = str(planned.recipe.output)
+    noticed = [notice(LEFTOVERS, target, what="Already complete; removed temporary files")]
     return _report(planned, records, glance(planned), noticed, 0.0, 0, len(records))
 
 
@@ -600,7 +578,7 @@ def _look(planned: Plan) -> Glance:
 def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
         for notice in dict.fromkeys(notices):
-            warn_caller(notice.text)
+            warn_caller(str(notice))
 
 
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:

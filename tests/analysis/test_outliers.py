@@ -8,7 +8,6 @@ from dare import analyze_arrays, plan
 from dare.analysis.judge.advice import judge
 from dare.analysis.measure.glance import glance
 from dare.analysis.results import Origin
-from dare.errors import Concern
 from helpers import write_recipe
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from dare.documents.words import show_size
 from dare.planning.data import PlanData, TensorPlan
 from dare.planning.machine import available_cores, memory_limit
 from dare.recipe.schema import DEFAULT_MEMORY
 from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
-from dare.tensors.sizes import show_size
 
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
@@ -197,7 +197,7 @@ class Cost:
     def census_bytes(self) -> int:
         """What the looks at the tensors of one census take; there is one at a time."""
         stages = self.plan.stages
-        looks = (len(c.tensors) * stages[c.position].look_bytes for c in self.plan.censuses)
+        looks = (len(c.tensors) * stages[c.position].observation_bytes for c in self.plan.censuses)
         return max(looks, default=0)
 
     @property

@@ -11,7 +11,7 @@ import copyreg
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,6 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
+from dare.documents.words import exact_text, times
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.stages.registry import STAGES, Parameter, Stage
 from dare.tensors.digest import bytes_digest
@@ -45,11 +47,11 @@ IMPLIED = {("ties", "keep_ratio"): "trim"}
 """Parameters of combine stages that, when given, put a delta stage before them."""
 GROUP = "dare.stages"
 MOST_MODELS = 8
-"""Up to which number of models the weights that they get by themselves are listed."""
+"""The largest number of models whose default weights are listed."""
 
 
 def find_stage(name: str, file: str = "") -> Stage:
-    """The stage of that name; one that is not registered yet is, from its file or its package."""
+    """Return the stage of that name; register it first, from its file or its package."""
     if name not in STAGES and file:
         load_stages(file)
     elif name not in STAGES:
@@ -123,7 +125,10 @@ def load_stages(path: str | PathLike[str]) -> tuple[str, ...]:
 
 
 def _may_be_installed() -> bool:
-    """Whether any package might bring stages, by its files: `importlib.metadata` takes 35 ms."""
+    """Return whether any package might bring stages, by its files, without `importlib.metadata`.
+
+    That takes 35 ms.
+    """
     others = [finder for finder in sys.meta_path if finder is not PathFinder]
     if any(hasattr(finder, "find_distributions") for finder in others):
         return True
@@ -187,15 +192,15 @@ def _registered_by(load: Callable[[], Any], where: str, origin: str) -> tuple[st
 
 
 def catalogue(names: Iterable[str]) -> dict[str, Any]:
-    """These stages with all that is known of them, and every alias."""
+    """Return these stages with all that is known of them, and every alias."""
     return {"stages": [_stage(STAGES[name]) for name in names], "aliases": dict(ALIASES)}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    """A stage; one that combines also has `models` and `default_weight`.
+    """Describe a stage; one that combines also has `models` and `default_weight`.
 
-    `models` is how many it takes, if not any number. `default_weight` is what each of one, two …
-    models weighs by itself, or nothing where models have no weight.
+    `models` is the number it takes, if not any. `default_weight` lists the weight of each of one,
+    two … models; there is none where models have no weight.
     """
     facts = ("name", "kind", "summary", "documentation", "paper")
     shown = {fact: getattr(stage, fact) for fact in facts}
@@ -211,3 +216,51 @@ def _stage(stage: Stage) -> dict[str, Any]:
 def _parameter(parameter: Parameter) -> dict[str, Any]:
     facts = ("name", "default", "range", "description")
     return {fact: getattr(parameter, fact) for fact in facts} | parameter.control
+
+
+def explain(names: Sequence[str]) -> Iterator[Document]:
+    """Yield a document for each stage that is named; without names, one with all of them."""
+    for stage in (STAGES[name] for name in names):
+        columns: Columns = {
+            "parameter": lambda parameter: parameter.name,
+            "default": lambda parameter: exact_text(parameter.default),
+            "range": lambda parameter: parameter.range,
+            "meaning": lambda parameter: parameter.description,
+        }
+        words = (" ".join(paragraph.split()) for paragraph in stage.documentation.split("\n\n"))
+        parts: tuple[Part, ...] = (*words, tabulate(stage.parameters.values(), columns))
+        yield Document(
+            title=stage.name,
+            kind="stage",
+            lead=f"({stage.kind} stage)",
+            sections=(Section("stage", stage.name, parts, is_brief=True),),
+            facts=(("Paper", stage.paper),) if stage.paper else (),
+        )
+    if not names:
+        yield _explain_all()
+
+
+def _explain_all() -> Document:
+    columns: Columns = {
+        "stage": lambda stage: stage.name,
+        "does": lambda stage: stage.summary,
+        "parameters": lambda stage: ", ".join(
+            f"{p.name}={exact_text(p.default)}" for p in stage.parameters.values()
+        ),
+        "paper": lambda stage: stage.paper,
+    }
+    titles = {
+        "delta": "Delta stages change each model's delta; any number, in the order given.",
+        "combine": "Combine stages make one delta of all; exactly one, at the end.",
+    }
+    tables = [
+        tabulate((s for s in STAGES.values() if s.kind == kind), columns, title=title)
+        for kind, title in titles.items()
+    ]
+    tables.append(Table(("alias", "is"), tuple(ALIASES.items()), title="Other names"))
+    return Document(
+        title=f"{times(len(STAGES), 'stage')}",
+        kind="methods",
+        lead="chain them as in dare+ties; `dare methods STAGE` explains one",
+        sections=(Section("stages", "Stages", tuple(tables), is_brief=True),),
+    )

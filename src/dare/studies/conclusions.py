@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.studies.judging import LEVELS, Entry, Judge, doubts
 from dare.studies.results import (
@@ -32,7 +33,6 @@ from dare.studies.statistics import (
     resample,
     verdict,
 )
-from dare.tensors.sizes import times
 
 _NEAR = 0.02
 """A value is at the end of a range if it is nearer to it than this share of the range."""

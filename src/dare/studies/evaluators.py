@@ -36,6 +36,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.documents.words import times
 from dare.errors import DareError, EvaluationError, RecipeError, did_you_mean
 from dare.studies import harness
 from dare.studies.processes import (
@@ -48,7 +49,6 @@ from dare.studies.processes import (
     foreign_error,
 )
 from dare.studies.results import UNGROUPED, Scored, group_means
-from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.recipe.schema import Recipe
@@ -548,7 +548,7 @@ def compare_items(first: Scored, now: Scored, asked: Iterable[str] | None = None
 
 
 def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> list[str]:
-    from dare.inputs.small_files import some_of
+    from dare.tensors.names import some_of
 
     wanted, given = dict.fromkeys(expected), dict.fromkeys(found)
     missing = [name for name in wanted if name not in given]

@@ -23,11 +23,10 @@ from dare.analysis.measure.analyzing import analyze
 from dare.api import AnyRecipe, make_recipe
 from dare.errors import DareError, EvaluationError, InputError, RecipeError
 from dare.planning.machine import available_cores
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import INCLUDE, recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.recipe.settings import INCLUDE
 from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
 from dare.studies.judging import Judge
 from dare.studies.reading import SearchResult, read_study, result_of, runner_up

@@ -16,12 +16,19 @@ from typing import Any
 import numpy as np
 
 from dare.errors import RecipeError
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import (
+    FIELDS,
+    INCLUDE,
+    applies,
+    read_value,
+    recipe_from_document,
+    set_by_name,
+    with_settings,
+)
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.recipe.settings import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, key_of
 

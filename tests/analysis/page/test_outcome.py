@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 
 import dare
 from dare.analysis.page.series import outcome_of_manifest
-from dare.errors import Concern, InputError, Notice
+from dare.documents.notices import Notice
+from dare.errors import InputError
 
 
 def test_what_stages_leave_is_counted_over_tensors(subject):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series
 from dare.analysis.results import Histogram, Kind
-from dare.output.page import words
+from dare.demo.tasks import words
 
 
 def test_octaves_hold_the_shares_of_a_hand_made_histogram(subject):
