@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from dare.documents.words import times
+from dare.documents.notices import Notice, notice
+from dare.documents.words import listed, times
 from dare.errors import RecipeError
 from dare.studies.judging import LEVELS, Entry, Judge, doubts
 from dare.studies.results import (
@@ -43,7 +44,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     judge = Judge.of(data)
     entries = [*judge.entries_of_settings(data.trials), *judge.entries_of_names(data.baselines)]
     if not entries:
-        return Conclusion(remarks=("Nothing is scored yet.", *_of_failures(data)))
+        return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(judge, entries, resamples)
     if not data.is_searched:
         return _among_baselines(data, judge, contest, resamples)
@@ -141,7 +142,7 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
         front=_front(ranking, judge),
         noise=noise,
         holdout=holdout,
-        remarks=(
+        notices=(
             *_of_chance(contest),
             *(_of_seeds(data, entries[feasible[0]]) if best else ()),
             *(_of_ends(data.space, best.settings, judge) if best else ()),
@@ -212,7 +213,7 @@ def _among_baselines(
         simplest=chosen,
         noise=_noise(data.baselines, judge),
         holdout=holdout,
-        remarks=(
+        notices=(
             *_of_simpler(chosen, against),
             *_of_chance(contest),
             *_of_failures(data),
@@ -238,7 +239,7 @@ def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked 
 
 def _holdout(
     data: StudyData, judge: Judge, best: Ranked | None, resamples: int
-) -> tuple[Holdout | None, _Contest | None, tuple[str, ...]]:
+) -> tuple[Holdout | None, _Contest | None, tuple[Notice, ...]]:
     """Compare the winner on the second evaluator with all else that was scored there."""
     if best is None:
         return None, None, ()
@@ -246,8 +247,8 @@ def _holdout(
     winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
-        failed = [f"The winner has no score on the holdout: {t.message}." for t in winners[-1:]]
-        return None, None, tuple(failed)
+        problems = [f"The winner has no score on the holdout: {t.message}" for t in winners[-1:]]
+        return None, None, tuple(notice("holdout_failed", problem=p) for p in problems)
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = tuple(t for t in done if t.settings == latest)
     others = judge.entries_of_names(t for t in data.holdout if t not in winners)
@@ -255,7 +256,8 @@ def _holdout(
         winner_entry = Entry(trials, best.baseline, judge.is_random(latest))
         contest = _Contest(judge, [winner_entry, *others], resamples)
     except RecipeError as error:
-        return None, None, (f"The holdout cannot be compared: {error}.",)
+        problem = f"The holdout cannot be compared: {error}"
+        return None, None, (notice("holdout_failed", problem=problem),)
     seeds = {trial.seed for trial in trials}
     chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
     validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
@@ -279,48 +281,43 @@ def _holdout(
     return holdout, contest, tuple(_of_holdout(winner, best, latest, looks))
 
 
-# ------------------------------------------------------------------------------------- remarks
+# ------------------------------------------------------------------------------------- notices
 
 
-def _of_simpler(chosen: Ranked | None, against: Sequence[Difference]) -> Iterator[str]:
+def _of_simpler(chosen: Ranked | None, against: Sequence[Difference]) -> Iterator[Notice]:
     """Warn if a merge is not shown to be better than what needs none."""
     unbeaten = [d.other for d in against if d.verdict != BETTER and Role.of(d.other) in NOT_MERGED]
     if chosen is not None and chosen.role not in NOT_MERGED and unbeaten:
-        names = ", ".join(unbeaten)
-        yield f"It is not shown to be better than: {names}. More items would tell."
+        yield notice("not_shown_better", names=listed(unbeaten))
 
 
-def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[str]:
+def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[Notice]:
     """Say what a winner's scores on the holdout mean; its settings may no longer be the best."""
     if settings != best.settings:
-        yield "The holdout was scored for an earlier winner, not for the present best setting."
+        yield notice("holdout_outdated")
     if looks > 1:
-        yield f"{looks} winners have been scored on the holdout, so it is no longer held out."
+        yield notice("holdout_reused", looks=looks)
     for sentence in winner.broken:
-        yield f"On the holdout the winner breaks a guard: {sentence}."
+        yield notice("holdout_guard", sentence=sentence)
 
 
-def _of_chance(contest: _Contest) -> Iterator[str]:
+def _of_chance(contest: _Contest) -> Iterator[Notice]:
     """Say what the intervals do not cover."""
     table = contest.table
     has_seeds = any(size > 1 for size in table.seeds)
     given = any(scored.items for entry in contest.entries for scored in entry.scored)
     if not table.items:
-        reason = (
-            "No score of the objective is a mean of items that every setting has"
-            if given
-            else "The evaluator gives no items"
-        )
-        yield f"{reason}, so " + (
-            "intervals cover only the chance of the seeds, not that of the items."
-            if has_seeds
-            else "it is not known whether a difference is chance."
-        )
+        reason = "The evaluator gives no items"
+        if given:
+            reason = "No score of the objective is a mean of items that every setting has"
+        limit = "it is not known whether a difference is chance"
+        if has_seeds:
+            limit = "intervals cover only the chance of the seeds, not that of the items"
+        yield notice("no_items", reason=reason, consequence=limit)
     elif table.without_items:
-        names = ", ".join(table.without_items)
-        yield f"Intervals omit the chance in {names} (not means of items that every setting has)."
+        yield notice("scores_without_items", names=", ".join(table.without_items))
     if table.left_out:
-        yield f"Only the {table.items:,} common items are compared, {table.left_out:,} left out."
+        yield notice("items_left_out", items=table.items, left_out=table.left_out)
 
 
 def _of_others(
@@ -329,67 +326,65 @@ def _of_others(
     feasible: Sequence[int],
     noise: float | None,
     data: StudyData,
-) -> Iterator[str]:
+) -> Iterator[Notice]:
     """Say what the others mean for the best, or why there is none."""
     table, standing = contest.table, contest.standing
     if not feasible:
         if not order:
-            yield "No setting is scored yet."
+            yield notice("not_scored", what="No setting")
             return
-        first = standing[order[0]]
-        yield f"Every setting breaks a guard ({times(len(order), 'setting')}); none is best."
-        yield f"{first.label} has the largest objective and breaks: {'; '.join(first.broken)}."
+        first, settings = standing[order[0]], times(len(order), "setting")
+        broken = "; ".join(first.broken)
+        yield notice("all_break_guards", settings=settings, first=first.label, broken=broken)
         return
     best, count = feasible[0], len(feasible)
     gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
     if noise is not None and noise > gap:
-        yield f"Two scorings of the same weights differ by {noise:.4g}, the best two by {gap:.4g}."
+        yield notice("noisy_evaluator", noise=noise, gap=gap)
     done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
     stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
     if count + stopped > 1:
         is_known = count > 1 and table.difference(best, feasible[1], feasible).low is not None
         allowed = f"the {count} settings that were scored on all items" if stopped else "that"
-        yield (
-            f"The best was chosen from {count + stopped} settings on the same data, "
-            "so its objective is probably too high"
-            + (f"; the intervals of its differences allow for {allowed}" if is_known else "")
-            + ("." if data.holdout else "; add a holdout to see by how much.")
+        yield notice(
+            "winners_curse",
+            settings=count + stopped,
+            intervals=f"; the intervals of its differences allow for {allowed}" if is_known else "",
+            remedy="" if data.holdout else "Add a holdout to see by how much",
         )
 
 
-def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
+def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
     count = len(best.trials)
     if not best.is_random:
         return
     if count < len(data.seeds):
-        yield f"The best setting has been scored with {count} of {len(data.seeds)} seeds."
-    if count == 1:
-        yield "The best setting was scored with one seed, so it is not known how much seeds differ."
-    elif count == 2:
-        yield "Two seeds say little about how much seeds differ; use three or more."
+        yield notice("seeds_missing", count=count, seeds=len(data.seeds))
+    if count <= 2:
+        yield notice("few_seeds", seeds=times(count, "seed"))
 
 
-def _of_failures(data: StudyData) -> Iterator[str]:
+def _of_failures(data: StudyData) -> Iterator[Notice]:
     """Count what could not be scored."""
     ended = [trial for trial in data.trials if trial.state.is_final]
     if failed := sum(trial.state is State.FAILED for trial in ended):
-        yield f"{failed} of {times(len(ended), 'trial')} failed."
+        yield notice("trials_failed", failed=failed, trials=times(len(ended), "trial"))
     for trial in data.baselines:
         if trial.state is State.FAILED:
             reason = f": {trial.message.rstrip('.')}" if trial.message else ""
-            yield f"The baseline {trial.name} failed{reason}."
+            yield notice("baseline_failed", name=trial.name, reason=reason)
 
 
-def _of_scores(judge: Judge, contest: _Contest) -> Iterator[str]:
+def _of_scores(judge: Judge, contest: _Contest) -> Iterator[Notice]:
     """Say what is doubtful in the objective and the guards."""
     scores = contest.standing[0].scores
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
         if not guard.is_judged(scores, contest.singles):
-            yield f"The guard {guard.text} is not checked, because no single model has been scored."
+            yield notice("guard_unchecked", guard=guard.text)
 
 
-def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[str]:
+def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[Notice]:
     """Find numbers of a setting at an end of their range, where the recipe would take more."""
     for name, over in space.items():
         value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
@@ -407,7 +402,7 @@ def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iter
             further = edge + (1 if edge > other else -1) if isinstance(value, int) else beyond
             could = judge.recipe is None or judge.with_settings({**settings, name: further})
             if share <= _NEAR and could:
-                yield f"{name} is at the {end} value searched ({value:.4g}): widen the range."
+                yield notice("end_of_range", name=name, end=end, value=value)
 
 
 def _is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dare.documents.notices import Notice, notice
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import recipe_from_document, with_settings
 from dare.recipe.schema import Recipe
@@ -101,13 +102,17 @@ class Objective:
         return {n: signs.get(n, 1) for n in known if n in signs or not signs}
 
 
-def doubts(objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()) -> list[str]:
-    """Return what looks like a mistake: scores that should not count as better when they grow."""
+def doubts(
+    objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()
+) -> list[Notice]:
+    """Return a notice for each score that should not count as better when it grows."""
     bounded = {guard.name for guard in guards if guard.kind == "max"}
     return [
-        f"In the objective a larger {name} is better, but "
-        + ("a guard sets its maximum" if name in bounded else "its name is that of an error")
-        + f"; if smaller is better, give it a negative weight: {name}=-1."
+        notice(
+            "larger_is_better",
+            name=name,
+            reason="a guard sets its maximum" if name in bounded else "its name is of an error",
+        )
         for name, sign in objective.directions(names).items()
         if sign > 0 and (name in bounded or sounds_like_an_error(name))
     ]

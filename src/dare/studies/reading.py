@@ -6,18 +6,24 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare.documents.document import Document
+from dare.documents.notices import notice, notice_from_dict
+from dare.documents.page import render_page
+from dare.documents.shown import Shown
 from dare.errors import InputError, printable
+from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml
 from dare.studies.conclusions import conclude
+from dare.studies.document import grounds, study_document
 from dare.studies.results import Conclusion, Ranked, Role, StudyData, Trial, key_of
 from dare.studies.space import recipe_of, seed_shifts
 from dare.studies.study import BASELINE, HOLDOUT, Study
-from dare.studies.words import grounds
 
 OUTPUT = "merged.safetensors"
 SIGNED = ", found by `dare search`."
@@ -25,7 +31,7 @@ SIGNED = ", found by `dare search`."
 
 
 @dataclass(frozen=True, repr=False)
-class SearchResult:
+class SearchResult(Shown):
     """The result of a search."""
 
     study: Path
@@ -53,6 +59,20 @@ class SearchResult:
         }
         conclusion = self.conclusion.to_dict()
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
+
+    def document(self, *, rows: int = 12, outputs: bool = False) -> Document:
+        """Return everything that is to be shown; a terminal shows so many `rows` of settings.
+
+        With `outputs` it also shows what the evaluators of failed trials printed.
+        """
+        return study_document(self.data, self.conclusion, rows=rows, outputs=outputs)
+
+    def to_html(self, path: str | PathLike[str] | None = None, *, overwrite: bool = True) -> str:
+        """Return the page of the study, one text that needs no network; write it to a path."""
+        text = render_page(self.document())
+        if path is not None:
+            write_file(Path(path), text.encode(), "page", overwrite=overwrite)
+        return text
 
     def to_toml(self, *, simplest: bool = False, output: Path | None = None) -> str:
         """Return the best recipe, or the simplest, with the evidence for it as comments."""
@@ -113,7 +133,10 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         advice=study.note("advice"),
         left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
-        remarks=tuple(study.note("remarks") or ()),
+        notices=(
+            *(notice("study_remark", text=text) for text in study.note("remarks") or ()),
+            *map(notice_from_dict, study.note("notices") or ()),
+        ),
         importance=study.importance(),
     )
     conclusion = conclude(data, resamples=resamples)

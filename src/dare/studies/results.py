@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from dare.documents.notices import Notice
+from dare.documents.words import value_text
 from dare.tensors.json_values import json_ready
 
 Settings = Mapping[str, Any]
@@ -81,18 +83,6 @@ class State(StrEnum):
 def key_of(settings: Settings) -> str:
     """Return a text that equal settings share, in whatever order."""
     return json.dumps(dict(settings), sort_keys=True, default=str)
-
-
-def value_text(value: Any) -> str:
-    """Return the value of a setting, short.
-
-    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(True)
-    ('0.6123', 'dare+ties', '[0, 1]', 'true')
-    """
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(value_text, value))}]"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{value:.4g}" if isinstance(value, float) else text
 
 
 def settings_text(settings: Settings) -> str:
@@ -223,7 +213,7 @@ class StudyData:
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     """The winner, the runner-up and the baselines, scored by that evaluator."""
-    remarks: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     """What a reader should know, such as why there is no advice."""
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting in telling good trials from others, chance or not."""
@@ -377,8 +367,8 @@ class Conclusion:
     noise: float | None = None
     """How far two scorings of the same weights differ in the objective; None: not measured."""
     holdout: Holdout | None = None
-    remarks: tuple[str, ...] = ()
-    """What limits all this, a sentence each."""
+    notices: tuple[Notice, ...] = ()
+    """What limits all this."""
 
     @property
     def no_recipe(self) -> str:

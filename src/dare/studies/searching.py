@@ -6,11 +6,12 @@ taken, until nothing is left and nobody is busy any more.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from os import PathLike
@@ -18,24 +19,40 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
 from dare.api import AnyRecipe, make_recipe
-from dare.errors import DareError, EvaluationError, InputError, RecipeError
+from dare.documents.notices import Notice, notice
+from dare.documents.words import time_text
+from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.machine import available_cores
 from dare.recipe.document import INCLUDE, recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
+from dare.studies.document import counted
 from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
 from dare.studies.judging import Judge
 from dare.studies.reading import SearchResult, read_study, result_of, runner_up
-from dare.studies.results import Role, Scored, Settings, State, Trial, group_means, key_of
+from dare.studies.results import (
+    Conclusion,
+    Role,
+    Scored,
+    Settings,
+    State,
+    StudyData,
+    Trial,
+    group_means,
+    key_of,
+    settings_text,
+)
 from dare.studies.space import Space, baseline_recipes, recipe_of, seed_shifts
 from dare.studies.statistics import rungs
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
-from dare.studies.terminal import Display, show_search
-from dare.studies.words import time_text
 
 DEFAULT_TRIALS = 40
 SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
@@ -43,6 +60,8 @@ SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 """Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
+CONCLUDE_SECONDS = 1.0
+"""Between two conclusions from the trials of a running search."""
 
 
 def search(
@@ -192,7 +211,7 @@ def _evaluator_name(evaluator: Evaluator) -> str:
     return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"
 
 
-def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
+def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], Notice | None]:
     """Return the advised recipe, the models that it leaves out, and why there is no recipe."""
     try:
         analysis = analyze(
@@ -204,13 +223,14 @@ def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
-            return None, advice.left_out, "There is no advice: none of the models should be merged."
+            none = notice("no_advice", reason="none of the models should be merged")
+            return None, advice.left_out, none
         advised = recipe_from_document(advice.recipe, "advice")
     except DareError as error:
-        return None, (), f"There is no advice: {error}."
+        return None, (), notice("no_advice", reason=error)
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
     policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), advice.left_out, ""
+    return advised.model_copy(update={**policies, "output": None}), advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
@@ -348,10 +368,10 @@ class _Search:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        space, no_advice = self.request.space, (None, (), "")
+        space, no_advice = self.request.space, (None, (), None)
         if advice:
             self.display.say("analysing the models for the advice")
-        recipe, left_out, remark = advised_for(space.recipe) if advice else no_advice
+        recipe, left_out, lack = advised_for(space.recipe) if advice else no_advice
         starts = [] if recipe is None else [space.nearest(recipe, left_out)]
         starts.append(space.nearest(space.recipe))
         different = {key_of(start): start for start in starts if start is not None}
@@ -361,13 +381,13 @@ class _Search:
                 self.study.keep("left_out", left_out)
                 if not space.over:
                     self.study.keep("planned", len(self._baseline_recipes()))
-                self._remark(remark)
+                self._note(lack)
                 self.study.keep("starts", list(different.values()))
 
-    def _remark(self, text: str) -> None:
-        known = self.study.note("remarks") or []
-        if text and text not in known:
-            self.study.keep("remarks", [*known, text])
+    def _note(self, found: Notice | None) -> None:
+        known = self.study.note("notices") or []
+        if found is not None and found.text not in [kept["text"] for kept in known]:
+            self.study.keep("notices", [*known, asdict(found)])
 
     def _baseline_recipes(self) -> dict[str, Recipe]:
         document, space = self.study.note("advice"), self.request.space
@@ -404,15 +424,12 @@ class _Search:
             )
         has_items = bool(first.items) and not differences
         parts: Sequence[Sequence[str]] = ()
-        remark = ""
+        lack = None
         if differences:
-            remark = (
-                f"The evaluator gives different items each time ({differences[0]}), so "
-                "candidates cannot be compared item by item."
-            )
+            lack = notice("items_differ", difference=differences[0])
         elif self.request.table.race and not (has_items and scorer.takes_items):
-            lack = "cannot be told which items to score" if has_items else "gives no items"
-            remark = f"The evaluator {lack}, so every candidate is scored on all data."
+            how = "cannot be told which items to score" if has_items else "gives no items"
+            lack = notice("no_race", lack=how)
         elif self.request.table.race:
             parts = rungs(first.items, seed=self.request.seed)
         self.rules = _Rules(
@@ -420,7 +437,7 @@ class _Search:
             rungs=parts if len(parts) > 1 else (),
         )
         with self.study.turn():
-            self._remark(remark)
+            self._note(lack)
 
     def _announce(self) -> None:
         """Say how long it will take."""
@@ -568,3 +585,79 @@ class _Search:
             raise
         if errors:
             raise errors[0]
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Display:
+    """The progress of a search: a bar if there is one, else a line for each event if visible."""
+
+    def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
+        self._visible, self._bar = visible, bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+        self._planned = self._done = self._first = 0
+        self._began = self._concluded = time.monotonic()
+        self._turn = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """Say what is being done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=escape(printable(text)))
+        else:
+            self.announce(text)
+
+    def announce(self, text: str) -> None:
+        """Say something that is not to go away."""
+        if self._bar is not None:
+            self._bar.console.print(escape(printable(text)), highlight=False)
+        elif self._visible:
+            print(printable(text), file=sys.stderr, flush=True)
+
+    def begin(self, planned: int, done: int) -> None:
+        """Say how many trials are planned, and how many are done."""
+        self._planned, self._done, self._first = planned, done, done
+        self._began = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=planned, completed=done, description="")
+
+    def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
+        """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
+        with self._turn:
+            self._done += 1
+            now = time.monotonic()
+            if self._bar is None or self._task is None:
+                self.say(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
+                return
+            self._bar.advance(self._task)
+            if now - self._concluded > CONCLUDE_SECONDS:
+                each = (now - self._began) / (self._done - self._first)
+                self.say(live_line(*read(), each * (self._planned - self._done)))
+                self._concluded = time.monotonic()
+
+
+@contextmanager
+def show_search(*, visible: bool) -> Iterator[Display]:
+    """Follow a search if `visible`, on stderr: by a bar on a terminal, else line by line."""
+    if not visible or not sys.stderr.isatty():
+        yield Display(visible=visible)
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Display(visible=True, bar=bar)
+
+
+def trial_line(trial: Trial) -> str:
+    """Return a trial in a line: what was tried, and what came of it."""
+    found = "" if trial.objective is None else f" {trial.objective:.4g}"
+    message = f" ({trial.message})" if trial.message else ""
+    state = "" if trial.is_done else f" {trial.state}"
+    tried = f"{settings_text(trial.settings)} seed={trial.seed}"
+    return f"{tried}:{state}{found}{message}, {trial.seconds:.1f} s"
+
+
+def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
+    """Return trials, the best so far and the time left, in a line."""
+    best = conclusion.best
+    found = [] if best is None else [f"best {best.objective} {best.label}"]
+    return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))
