@@ -21,7 +21,7 @@ import numpy as np
 from dare import __version__
 from dare.errors import Concern, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
-from dare.kernels.kept import numba_version
+from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import found, told, without_folders
 from dare.output.report import Report

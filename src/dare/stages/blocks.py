@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Part, reference
+from dare.kernels import Operand, reference
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.mask import mask_key
 
@@ -369,14 +369,14 @@ class Deltas:
         self.kernels.elect(sums, merged)
         return merged
 
-    def _parts(self, weights: Sequence[float], shares: Sequence[float]) -> list[Part] | None:
+    def _parts(self, weights: Sequence[float], shares: Sequence[float]) -> list[Operand] | None:
         """What one kernel is told to do it all at once; None if it cannot."""
         kinds = {block.tuned.dtype for block in self.blocks}
         noted = all(block.is_noted and block.origin is self._base for block in self.blocks)
         if len(kinds) > 1 or not noted or 0 in weights:
             return None
         return [
-            Part(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
+            Operand(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
             for block, weight, share in zip(self.blocks, weights, shares, strict=True)
         ]
 

@@ -47,7 +47,7 @@ from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.formats import read_config
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
-from dare.kernels.kept import announcing
+from dare.kernels.native import announcing
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe

@@ -39,7 +39,7 @@ from dare.analysis.measure.tallies import (
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
-from dare.kernels.kept import SOURCES, Kernels
+from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.graph import Step
 from dare.run.threads import Batch
