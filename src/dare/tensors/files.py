@@ -165,7 +165,7 @@ def look_soon(files: Iterable[Path]) -> None:
     if stored:
         from dare.stores import reading
 
-        reading.look_soon(stored)
+        reading.prefetch_first_bytes(stored)
 
 
 class _Stream(io.RawIOBase):
