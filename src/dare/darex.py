@@ -1,4 +1,4 @@
-"""Finding the q of DAREx, by which what is kept is divided (arXiv:2410.09344).
+"""Finding q, the divisor of the elements that DAREx keeps (arXiv:2410.09344).
 
 Three ways, by the means of judging:
 

@@ -17,7 +17,7 @@ from dare.errors import RecipeError, did_you_mean
 MODULES = {"cpu": "native", "reference": "reference"}
 BACKENDS = tuple(MODULES)
 LANES_MULTIPLE = 8192
-"""Arrays of lanes have a multiple of this length; kernels work on so much at a time, in caches."""
+"""Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
 ROW = LANES_MULTIPLE + 16
 """Distance between rows of sums: not a power of two, or they would share cache sets."""
 PLACES_AT_ONCE = 8

@@ -107,7 +107,7 @@ def words_of(values):
 
 
 def entry_of(dispatcher, described):
-    """Make a C callback that calls a kernel with what lies in a block of words.
+    """Make a C callback that calls a kernel with the contents of a block of words.
 
     There is a word for each argument, of the types that `native.describe` names, and after them one
     for each result, up to two. Return it, and the results' letters as `native.Code` has them.
@@ -550,7 +550,7 @@ def count_magnitudes(raw, base_raw, out, counts, base, bits):
 
 @kernel
 def gather(raw, base, lanes, out):
-    """`magnitudes` of a delta that has not been taken, of which little is kept."""
+    """Do `magnitudes` for a delta that has not been taken, of which little is kept."""
     count = 0
     eights = words_of(lanes)
     for eight in range((raw.size + 7) // 8):
@@ -1474,7 +1474,7 @@ _eight_words = ir.VectorType(ir.IntType(64), 8)
 
 
 def _take(count):
-    """Make an intrinsic that takes so many stripes into the eight sums at an address."""
+    """Make an intrinsic that adds a number of stripes to the eight sums at an address."""
 
     @intrinsic
     def take(_typing, sums, data, secret):

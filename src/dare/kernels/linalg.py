@@ -5,7 +5,7 @@
 - Any other is taken apart by the eigenvectors of the Gram matrix of its shorter side. In float32,
   if it is large and no direction stands far out: singular values are then right to about 1e-6 of
   the largest, and products of the factors to 1e-5 of their norm, which is what a float32 SVD has.
-  A Gram matrix squares what lies far below the largest; that part is taken apart again by itself,
+  A Gram matrix squares values far below the largest; that part is taken apart again by itself,
   in float64. All others are taken apart in float64 as a whole, to 1e-8 and 1e-6.
 
 Singular values below 1e-6 of the largest are rounding and count as absent, with their vectors.
@@ -60,7 +60,7 @@ SINGLE_RANGE = 1e-12, 1e12
 def one_blas_thread() -> Iterator[None]:
     """Let BLAS use the thread it is called in and no other.
 
-    Threads of ours that each call BLAS would otherwise get in each other's way, and sums would
+    Our threads that each call BLAS would otherwise get in each other's way, and sums would
     depend on the number of cores.
     """
     with _blas().limit(limits=1, user_api="blas"):
@@ -157,7 +157,7 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
 def _small_part(
     wide: Floats, large: Floats, values: Doubles, rest: Floats
 ) -> tuple[Floats, Doubles, Floats]:
-    """Take apart what lies in the span of `rest`: its vectors on this side, values, and far side.
+    """Take apart the span of `rest`: its vectors on this side, values, and far side.
 
     `rest` is orthogonal to the large directions to float32 only, and these are so much larger that
     they have to be taken out on the far side once more.

@@ -310,7 +310,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def kernel_folder() -> Path:
-    """Find or make the folder of compiled kernels; OSError if nobody may keep any."""
+    """Find or make the folder of compiled kernels; OSError if none may be kept."""
     for place in _folders():
         with suppress(OSError):
             make_private(place)

@@ -166,7 +166,7 @@ def count_equal(found: Bits, ends: NDArray[np.int64], cut: int, counts: NDArray[
 def count_magnitudes(
     raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """`magnitudes` of a delta that has not been taken yet, and `count_high` of them.
+    """Do `magnitudes` for a delta that has not been taken yet, and `count_high` for them.
 
     Returns how many there are, and the largest.
     """
@@ -179,7 +179,7 @@ def count_magnitudes(
 
 
 def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
-    """`magnitudes` of a delta that has not been taken yet, by the lanes that are set."""
+    """Do `magnitudes` for a delta that has not been taken yet, by the lanes that are set."""
     values = np.empty_like(base)
     delta(raw, base, lanes, values, 0)
     return magnitudes(values, out)
@@ -401,7 +401,7 @@ def add_products(
 ) -> None:
     """Add left·right to the sum of its row, or of its column, element after element, in float64.
 
-    `first` is the index of the first element in a matrix of so many columns.
+    `first` is the index of the first element in the matrix.
     """
     place = np.arange(first, first + left.size)
     terms = left.astype(np.float64) * right.astype(np.float64)

@@ -49,7 +49,7 @@ ADDITIVE = ("linear", "sum")
 
 @dataclass(frozen=True)
 class Module:
-    """One module of the result: who has it, and how its factors are stored."""
+    """One module of the result: the adapters that have it, and how its factors are stored."""
 
     name: str
     owners: tuple[int, ...]

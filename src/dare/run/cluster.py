@@ -61,7 +61,7 @@ NODE_POLL_SECONDS = 2.0
 PATIENCE_SECONDS = 60.0
 """Time to wait for a first answer, and for a node when none is left."""
 TASK_MEMORY_BYTES = 256 << 20
-"""Memory of a task if nobody has set a limit, and it does not need more."""
+"""Memory of a task if no limit is set, and it does not need more."""
 SLICES_PER_NODE, SLICES_PER_TASK = 16, 8
 """The least number of slices, for each node and for each task that runs at once."""
 SLICE_BYTES = 1 << 30
@@ -210,7 +210,7 @@ class Cluster:
         return max(1, max(self.processors(), default=1) // self._tasks_per_node)
 
     def _slots(self, processors: int) -> int:
-        """Return how many tasks with so many processors can run at once."""
+        """Return the number of tasks with these processors that can run at once."""
         return sum(found // processors for found in self.processors())
 
     def run(self, work: Work, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
@@ -313,7 +313,7 @@ def _sample(source: Source) -> Sample:
 
 
 def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
-    """Return the recipe for tasks: one thread, so much memory, local paths from the root."""
+    """Return the recipe for tasks: one thread, a task's memory, local paths from the root."""
 
     def absolute(path: Path) -> Path:
         is_here = not isinstance(path, StorePath) and path.exists()

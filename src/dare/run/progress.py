@@ -25,7 +25,7 @@ class Display:
 
 
 Show = Callable[[int, str], AbstractContextManager[Display]]
-"""A function that opens a display for so many bytes and a verb."""
+"""A function that opens a display for a number of bytes and a verb."""
 _elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
 
 

@@ -4,8 +4,8 @@ A stage that ranks the elements of all tensors of a model observes each of them 
 conclusion from all observations. A slice observes its own tensors, leaves the observations in a
 file in `OUT.partial`, and draws the same conclusions as every other from the files of all.
 
-Nobody waits for a slice that does not run: its tensors are observed by whoever needs that, and the
-file is left in the same place. So slices may run at the same time, or one after the other.
+Nobody waits for a slice that does not run: any slice that needs its observations makes them, and
+leaves the same file. So slices may run at the same time, or one after the other.
 
 A file of observations is a line of JSON, whose check is taken over all that follows it and the
 merge's fingerprint, then the values: their shape as JSON, their arrays as NumPy stores them.

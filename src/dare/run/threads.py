@@ -1,7 +1,7 @@
 """Run a list of steps on the threads of this process.
 
 A step says by id what it needs; it is handed out once that is there, in the order of the list as
-far as possible, with the results it needs as values. A result is let go of when the last step that
+far as possible, with the results it needs as values. A result is dropped when the last step that
 needs it has been done.
 """
 

@@ -26,7 +26,7 @@ else:
 
 @dataclass(frozen=True)
 class Access:
-    """The means to request what lies at a place, or below it; some are secret."""
+    """The means to request objects at a place, or below it; some are secret."""
 
     password: str = field(default="", repr=False)
     """`name:password` of the address."""

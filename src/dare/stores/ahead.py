@@ -30,7 +30,7 @@ MOST_RUNS = 16
 STALE_SECONDS = 5.0
 """Time after which unused pieces make room for others."""
 NEAR_SIZES = 16
-"""A read belongs to a run if it begins at most so many times its own size after it."""
+"""A read belongs to a run if it begins at most this many times its own size after it."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class _Piece:
     end: int
     answer: Future[Answer]
     left: int
-    """Bytes that nobody has read yet."""
+    """Bytes that were not read yet."""
     users: int = 0
     touched: float = field(default_factory=time.monotonic)
 
@@ -83,7 +83,7 @@ class Ahead:
             self._files = [other for other in self._files if other is not file]
 
     def take(self, nbytes: int) -> bool:
-        """Take room, of which stale pieces make some; the lock must be held."""
+        """Take room, some of it from stale pieces; the lock must be held."""
         if self._held + nbytes > self.limit_bytes:
             before = time.monotonic() - STALE_SECONDS
             for file in self._files:
@@ -256,4 +256,4 @@ class StoreFile:
 
 
 class _Changed(InputError):  # noqa: N818
-    """Another object lies there now."""
+    """There is another object now."""

@@ -6,7 +6,7 @@ language the ETag is made of the MD5 of each part, which is computed here too, s
 changed on the way is found. Where the ETag is something else (Google, Azure, encryption by a key of
 the user's), the object is read back and compared with the file, byte for byte.
 
-Every object carries a mark by which it is known to be one of ours.
+Every object carries a mark that shows that it is one of ours.
 """
 
 from __future__ import annotations
