@@ -49,10 +49,10 @@ from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
-from dare.run.finite import check_records, check_tensors
 from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.rates import keep_rate
-from dare.run.slices import Feedback, SharedCensuses
+from dare.run.slices import SharedObservations
+from dare.run.worker import check_records, check_tensors
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
@@ -278,15 +278,14 @@ def _do_slice(
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
         identity = f"{fingerprint(planned)} {planned.stamps}"
-        feedback = Feedback(meter.advance, lambda: display.announce(COMPILING), display.announce)
-        of = planned, part, division
-        known = SharedCensuses(*of, output.folder, identity, wait, feedback).conclusions()
+        of = planned, part, division, output.folder, identity, wait
+        known = SharedObservations(*of, meter.advance, display.announce).conclusions()
         execute(
             planned,
             output,
             done=output.resumed,
-            progress=feedback.progress,
-            announce=feedback.compiling,
+            progress=meter.advance,
+            announce=lambda: display.announce(COMPILING),
             known=known,
             share=share,
         )

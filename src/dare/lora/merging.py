@@ -24,7 +24,7 @@ from dare.documents.words import show_size, times
 from dare.errors import InputError, RecipeError
 from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
-from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters, reading
+from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
 from dare.output.places import short_name, told
@@ -34,6 +34,7 @@ from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
+from dare.run.worker import hold_open
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
@@ -48,7 +49,7 @@ ADDITIVE = ("linear", "sum")
 
 @dataclass(frozen=True)
 class Module:
-    """One module of the result: who has it, and how its factors are stored."""
+    """One module of the result: the adapters that have it, and how its factors are stored."""
 
     name: str
     owners: tuple[int, ...]
@@ -56,7 +57,7 @@ class Module:
     pairs: tuple[Pair, ...]
     """The factors in each of those."""
     order: Literal["C", "F"]
-    """How the base stores B·A: by rows, or its transpose."""
+    """The base's order of B·A: by rows, or its transpose."""
     has_bias: bool
 
     @property
@@ -81,7 +82,7 @@ class Module:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What a merge of adapters will do, and what it will cost."""
+    """The plan of a merge of adapters, with its cost."""
 
     recipe: Recipe
     adapters: tuple[AdapterFile, ...]
@@ -99,19 +100,19 @@ class AdapterPlan:
 
     @property
     def is_additive(self) -> bool:
-        """Whether the result is a weighted sum of the deltas as they are."""
+        """True if the result is a weighted sum of the deltas as they are."""
         return self.method in ADDITIVE
 
     @property
     def route(self) -> str:
-        """How the adapter is made, in words."""
+        """The way in which the adapter is made, in words."""
         if self.wanted is None:
             return "by concatenation"
         return "by SVD of the factors" if self.is_additive else "by SVD of whole matrices"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the adapters are called."""
+        """The names of the adapters."""
         return tuple(adapter.name for adapter in self.adapters)
 
     @property
@@ -134,7 +135,7 @@ class AdapterPlan:
         return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
 
     def __str__(self) -> str:
-        """The plan in a few lines."""
+        """Return the plan in a few lines."""
         largest = max(self.modules, key=self._module_bytes).name
         lines = [
             (
@@ -163,7 +164,7 @@ def plan_adapters(
     threads: int | None = None,
     max_memory: int | str | None = None,
 ) -> AdapterPlan:
-    """Read configurations and headers and say what `merge_adapters` would do.
+    """Read configurations and headers and plan what `merge_adapters` would do.
 
     An adapter is a path, or a `ModelEntry` with a weight, a seed and settings of its own. Rules
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`.
@@ -215,7 +216,7 @@ def merge_adapters(
 
 
 def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> AdapterReport:
-    """Carry a plan out: write the adapter and say what was done."""
+    """Carry a plan out: write the adapter and return a report."""
     started = time.perf_counter()
     inputs = [file for adapter in plan.adapters for file in adapter.files]
     with AdapterOutput(to_path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
@@ -278,7 +279,7 @@ def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
 
 
 def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module]:
-    """The modules that an adapter changes with a weight other than 0, in order of name."""
+    """Yield the modules that an adapter changes with a weight other than 0, in order of name."""
     for name in sorted({name for adapter in adapters for name in adapter.pairs}):
         owners = [
             place
@@ -326,8 +327,8 @@ Merged = tuple[Module, LowRank, Floats | None]
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
-    """Modules of a weighted sum, from their factors alone."""
-    with reading(plan.adapters):
+    """Merge modules by a weighted sum, from their factors alone."""
+    with hold_open(plan.adapters, checks=True):
         for module in plan.modules:
             merged = _stack(plan, module)
             if plan.wanted is not None:
@@ -337,7 +338,7 @@ def _summed(plan: AdapterPlan) -> Iterator[Merged]:
 
 
 def _stack(plan: AdapterPlan, module: Module) -> LowRank:
-    """All factors of a module side by side, with weights and scalings in the left ones."""
+    """Put all factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
         down, up = plan.adapters[owner].read_pair(module.name)
@@ -362,7 +363,7 @@ def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
 
 
 def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
-    """Modules whose ΔW is dropped and combined element by element, then truncated."""
+    """Merge modules whose ΔW is dropped and combined element by element, then truncated."""
     assert plan.wanted is not None  # or the rank would be full
     whole = plan.elementwise
     tensors = {tensor.name: tensor for tensor in whole.tensors}
@@ -381,10 +382,10 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
 
 
 def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> tuple[str, ...]:
-    """Store what all adapters hold in full, averaged by their weights."""
+    """Store the tensors that all adapters hold in full, averaged by their weights."""
     total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]
-    with reading(saved):
+    with hold_open(saved, checks=True):
         for tensor, info in saved[0].tensors.items():
             shares = [np.float32(weight / total) for weight in plan.weights]
             pieces = (
@@ -395,7 +396,7 @@ def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput)
     return tuple(saved[0].tensors)
 
 
-# ---------------------------------------------------------------- what is said of it
+# ---------------------------------------------------------------- configuration and manifest
 
 
 def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any]:
@@ -415,7 +416,7 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
 
 
 def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
-    """For the manifest."""
+    """Return the settings of the merge, for the manifest."""
     recipe = plan.recipe
     given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
     return {

@@ -44,11 +44,11 @@ Floats = NDArray[np.float32]
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
 COPIED_BYTES = 1 << 24
-"""How much is copied at a time."""
+"""Bytes that are copied at a time."""
 LEFT_OUT_SHOWN = 4
 
 
-# ---------------------------------------------------------------- what was done
+# ---------------------------------------------------------------- reports
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ModuleReport:
     norm: float
     """The Frobenius norm of the change that was asked for."""
     error: float
-    """What the low rank loses of it: the norm of the difference, as a share of `norm`."""
+    """The loss by the low rank: the norm of the difference, as a share of `norm`."""
 
     @property
     def energy(self) -> float:
@@ -81,7 +81,7 @@ class _Report:
     output: Path
     modules: tuple[ModuleReport, ...]
     notes: tuple[str, ...]
-    """What else there is to know: what was averaged, left out, or different."""
+    """Remarks on tensors that were averaged, left out, or different."""
     bytes_written: int
     seconds: float
 
@@ -103,13 +103,13 @@ class _Report:
         return max(module.rank for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         modules = [{**asdict(module), "energy": module.energy} for module in self.modules]
         total = {"rank": self.rank, "error": self.error, "energy": self.energy}
         return {**asdict(self), "output": str(self.output), "modules": modules, **total}
 
     def to_json(self) -> str:
-        """The report as JSON; a number that is not finite becomes a string."""
+        """Return the report as JSON; a number that is not finite becomes a string."""
         return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
     def _counts(self) -> str:
@@ -118,13 +118,13 @@ class _Report:
         return f"{times(len(self.modules), 'module')}, rank {ranks}"
 
     def __str__(self) -> str:
-        """The report in a few lines."""
+        """Return the report in a few lines."""
         size = show_size(self.bytes_written)
         return f"{self.described}\n  {size} written to {self.output} in {self.seconds:.1f} s"
 
     @property
     def described(self) -> str:
-        """What the adapter is, in a few lines, whenever and wherever it was made."""
+        """A description of the adapter in a few lines, without its place and time."""
         worst = max(self.modules, key=lambda module: module.error)
         lines = self._lines()
         if worst.error:
@@ -138,13 +138,13 @@ class _Report:
 
 @dataclass(frozen=True)
 class AdapterReport(_Report):
-    """What a merge of adapters did."""
+    """The report of a merge of adapters."""
 
     kind = "merge"
     title = "Merged LoRA"
     method: str
     route: str
-    """How the adapter was made: by concatenation, or by which kind of SVD."""
+    """The way in which the adapter was made: by concatenation, or by which kind of SVD."""
     adapters: tuple[str, ...]
     weights: tuple[float, ...]
     seeds: tuple[int, ...] | None
@@ -170,7 +170,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ExtractionReport(_Report):
-    """What an extraction did."""
+    """The report of an extraction."""
 
     kind = "extraction"
     title = "Extracted LoRA"
@@ -186,7 +186,7 @@ class ExtractionReport(_Report):
         return inside / (inside + outside) if inside + outside else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         return {**super().to_dict(), "share": self.share}
 
     def _lines(self) -> list[str]:
@@ -300,7 +300,7 @@ class AdapterOutput:
 
 
 def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
-    """The `adapter_config.json` of an adapter whose scaling is 1 for every module.
+    """Return the `adapter_config.json` of an adapter whose scaling is 1 for every module.
 
     >>> peft_config({"q": 4, "v": 2})["rank_pattern"]
     {'^v': 2}
@@ -329,7 +329,7 @@ def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
 
 
 def _readme(title: str, base_name: str | None, text: str) -> str:
-    """The page that lies beside the weights."""
+    """Return the page that lies beside the weights."""
     head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
     return "\n".join(["---", *head, "---", "", f"# {title}", "", "```text", text, "```", ""])
 

@@ -22,7 +22,7 @@ from dare import __version__
 from dare.documents.notices import LEFTOVERS
 from dare.errors import InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
-from dare.kernels.kept import numba_version
+from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import found, told, without_folders
 from dare.output.report import Report

@@ -47,15 +47,13 @@ from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.directory import read_config
 from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
-from dare.kernels.kept import announcing
 from dare.kernels.linalg import one_blas_thread
+from dare.kernels.native import announcing
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.cluster import Sample, check_inputs, portable_recipe, sample_inputs
-from dare.run.graph import Step
+from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
 from dare.run.progress import Display, show_progress
-from dare.run.ray import Do, connect
-from dare.run.threads import run_steps
+from dare.run.threads import Step, run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
@@ -491,7 +489,7 @@ class AnalysisJob:
     recipe: Recipe
     inputs: tuple[Sample, ...]
 
-    def open(self, stack: ExitStack) -> Do:
+    def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs; refuse others than the driver has."""
         _, inputs = open_inputs(self.recipe)
         stack.enter_context(one_blas_thread())

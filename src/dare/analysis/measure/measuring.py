@@ -39,10 +39,9 @@ from dare.analysis.measure.tallies import (
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
-from dare.kernels.kept import SOURCES, Kernels
+from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
-from dare.run.graph import Step
-from dare.run.threads import Batch
+from dare.run.threads import Batch, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
