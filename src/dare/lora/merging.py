@@ -20,7 +20,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.documents.words import show_size, times
+from dare.documents.document import Document
+from dare.documents.notices import notice
+from dare.documents.shown import Shown
+from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError
 from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
@@ -81,7 +84,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class AdapterPlan:
+class AdapterPlan(Shown):
     """The plan of a merge of adapters, with its cost."""
 
     recipe: Recipe
@@ -134,18 +137,19 @@ class AdapterPlan:
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
         return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
 
-    def __str__(self) -> str:
-        """Return the plan in a few lines."""
+    def document(self) -> Document:
+        """Return what will be merged, and how."""
         largest = max(self.modules, key=self._module_bytes).name
-        lines = [
-            (
-                f"{self.method} of {times(len(self.adapters), 'adapter')} "
-                f"({', '.join(self.names)}): {times(len(self.modules), 'module')}, {self.route}"
+        memory = f"about {show_size(self.working_bytes)} for {largest}, one module at a time"
+        return Document(
+            title=f"Plan: {self.method} of {named(self.names)}",
+            kind="plan",
+            facts=(
+                ("modules", f"{times(len(self.modules), 'module')}, {self.route}"),
+                ("memory", memory),
             ),
-            f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
-            *(f"note: {note}" for note in self.notes),
-        ]
-        return "\n  ".join(lines)
+            notices=tuple(notice("adjusted", what=note) for note in self.notes),
+        )
 
 
 def plan_adapters(
