@@ -16,21 +16,20 @@ from dare import compat
 ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
-    ("web",),
-    ("demo",),
-    ("compat", "darex"),
+    ("web", "demo"),
     ("studies",),
-    ("api",),
-    ("deltas",),
-    ("analysis", "lora"),
-    ("run", "output"),
+    ("api", "compat", "darex"),
+    ("analysis", "lora", "deltas"),
+    ("run",),
+    ("output",),
+    ("checks",),
     ("planning",),
     ("inputs",),
     ("recipe",),
     ("stages",),
     ("kernels",),
     ("tensors",),
-    ("stores",),
+    ("stores", "documents"),
     ("errors",),
 )
 """From the top down. A module may import from its own layer and from those below."""

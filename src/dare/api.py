@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance, with_size_warnings
+from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.words import times
 from dare.errors import (
-    Concern,
     InputError,
-    Notice,
     OutputError,
     RecipeError,
-    Strength,
     VerificationError,
     warn_caller,
 )
@@ -74,7 +73,6 @@ from dare.run.slices import Feedback, SharedCensuses
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -374,8 +372,7 @@ def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[N
     noticed = []
     output.announce = display.announce
     if output.started_over:
-        text = f"{output.folder}: {output.started_over}"
-        noticed.append(Notice(Concern.LEFTOVERS, text, Strength.NOTE))
+        noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
         _warn(planned.recipe, noticed)
     if output.doubtful:
         display.announce("comparing the inputs with those of the earlier try")
@@ -405,9 +402,7 @@ def _publish(
         overwrite=overwrite,
     )
     target = output.layout.target
-    late = [
-        Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}", Strength.NOTE) for p in problems
-    ]
+    late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}
     _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
     return replace(report, warnings=(*report.warnings, *late))
@@ -420,9 +415,9 @@ def _finished_before(planned: Plan) -> Report | None:
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
-    text = f"{planned.recipe.output}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
-    noticed = [Notice(Concern.LEFTOVERS, text, Strength.NOTE)]
+    target = str(planned.recipe.output)
+    noticed = [notice(LEFTOVERS, target, what="Already complete; removed temporary files")]
     return _report(planned, records, glance(planned), noticed, 0.0, 0, len(records))
 
 
@@ -600,7 +595,7 @@ def _look(planned: Plan) -> Glance:
 def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
         for notice in dict.fromkeys(notices):
-            warn_caller(notice.text)
+            warn_caller(str(notice))
 
 
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:

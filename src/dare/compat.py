@@ -33,8 +33,8 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
+from dare.documents.words import times
 from dare.errors import (
-    Concern,
     InputError,
     MismatchError,
     RecipeError,
@@ -48,7 +48,6 @@ from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 __all__ = [
     "Configuration",
@@ -70,7 +69,7 @@ __all__ = [
 ]
 
 AnyPath = str | PathLike[str]
-BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
+BESIDE_A_BASE = ("large_deltas", "far_from_base", "equals_base")
 """What can only be said of a model that has a base."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
@@ -154,8 +153,8 @@ def dare_drop(
         zeros, [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
     )
     for notice in report.warnings:
-        if notice.about not in BESIDE_A_BASE:
-            warn_caller(notice.text)
+        if notice.code not in BESIDE_A_BASE:
+            warn_caller(str(notice))
     realised = report.models[0].drop_rate_realised
     if verbose and realised is not None:
         print(f"DARE: dropped {realised:.2%} (target: {drop_rate:.2%})")

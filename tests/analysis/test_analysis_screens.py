@@ -18,7 +18,7 @@ from dare.analysis.judge.readiness import RULES, assess
 from dare.analysis.page.terminal import FEW_WORDS, RELATIONS, show_gravest, show_summary
 from dare.analysis.page.words import headline
 from dare.analysis.results import Origin
-from dare.output.page.words import share
+from dare.documents.words import share
 
 WIDTHS = pytest.mark.parametrize("width", [80, 100, 120])
 LONG = "a-model-with-a-name-that-is-much-longer-than-any-column-of-a-terminal-can-be-"

@@ -13,7 +13,7 @@ import vl_convert
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.output.page.writing import _version
+from dare.documents.page import _version
 from dare.studies.page import assemble_study_page, figures, series, write_study_page
 from dare.studies.results import Estimate, State, Trial
 from pages import Outline

@@ -15,7 +15,7 @@ from dare.analysis.measure.analyzing import analyze
 from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.results import Analysis
 from dare.demo.merges import BASE, TUNED
-from dare.output.page.words import amount, number, share
+from dare.documents.words import amount, number, share
 
 HOSTILE = '<img src=x onerror="document.title=1">${7*7}{{7*7}}\u202e'
 

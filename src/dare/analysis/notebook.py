@@ -11,16 +11,15 @@ from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.page.assembly import draw, model_columns, page_text
 from dare.analysis.page.words import cosine, headline
 from dare.analysis.results import Analysis
+from dare.documents.charts import THEMES, alt, vega_config
+from dare.documents.document import Columns, listing
+from dare.documents.notebook import card, facts, folded, remarks, table
+from dare.documents.words import named, setting, share, times
 from dare.errors import RecipeError, did_you_mean
-from dare.output.page.charts import THEMES, alt, vega_config
-from dare.output.page.tables import Columns, listing
-from dare.output.page.words import setting, share
-from dare.output.page.writing import write_file
 from dare.output.places import short_name
+from dare.output.targets import write_file
 from dare.recipe.naming import in_our_form
 from dare.recipe.toml import write_toml
-from dare.tensors.cards import card, facts, folded, remarks, table
-from dare.tensors.sizes import named, times
 
 MOST_PAIRS = 6
 """Pairs of models that are shown: those that have most to do with each other."""

@@ -24,11 +24,11 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import named, times
 
 SCHEMA = "dare-analysis/4"
 """Of the JSON document; a change that old readers cannot take changes the number."""

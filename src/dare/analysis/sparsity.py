@@ -50,12 +50,12 @@ from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_
 from dare.analysis.measure.measuring import Measured, Subject
 from dare.analysis.measure.tallies import NONE, Sums, share_below
 from dare.analysis.results import Analysis, LeftOut, Statistics, TensorAnalysis
+from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import times
 
 Given = Arrays | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
@@ -292,7 +292,7 @@ class DARESparsityAnalyzer:
             essential_fraction=_essential_fraction(tensor.statistics),
             has_significant_updates=sparsity < SIGNIFICANT,
             relative_norm=tensor.statistics.relative_norm,
-            recommended_drop_rate=self._rate([exposure_of(tensor)]),
+            recommended_drop_rate=self._rate([exposure_of(tensor.statistics, tensor.shape)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:

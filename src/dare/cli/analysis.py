@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ def _write(judged: Judged, *, output: Path | None, html: Path | None) -> list[st
     """Write the files that are asked for; say what is where."""
     said = []
     if output is not None:
-        from dare.output.page.writing import write_file
+        from dare.output.targets import write_file
 
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
@@ -160,7 +159,7 @@ def advise(
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
-        show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
+        show.json(advice.to_dict())
     else:
         fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
         print(advised_toml(advice, output, **fixed), end="")
@@ -176,7 +175,7 @@ def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
 
     result = read_result(path)
     if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+        show.json(result.to_dict())
     else:
         print(result.to_toml(simplest=True, output=output), end="")
     return DONE

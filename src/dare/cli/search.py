@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from dare.cli.flags import (
     takes_recipe,
 )
 from dare.cli.texts import COMMANDS, SUBCOMMANDS
+from dare.documents.words import times
 from dare.errors import OutputError
 from dare.recipe.search import Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
@@ -36,7 +36,6 @@ from dare.studies.searching import search as run_search
 from dare.studies.searching import study_place
 from dare.studies.space import parse_over
 from dare.studies.terminal import show_study
-from dare.tensors.sizes import times
 
 RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
 
@@ -252,7 +251,7 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
 
 def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a recipe, also over one that a search has written."""
-    from dare.output.page.writing import write_file
+    from dare.output.targets import write_file
 
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -272,4 +271,4 @@ def _write_beside(
         write_study_page(page, result.data, result.conclusion, overwrite=overwrite)
         console.print(f"The page is {page}; open it in a browser (no network needed)")
     if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+        show.json(result.to_dict())

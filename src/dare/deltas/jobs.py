@@ -19,7 +19,8 @@ import numpy as np
 
 from dare.analysis.measure.glance import glance
 from dare.deltas.packing import LosslessCoder, Packer, Scheme
-from dare.errors import Concern, InputError
+from dare.documents.notices import notice
+from dare.errors import InputError
 from dare.inputs.delta_files import DeltaSource, is_delta_file, sample
 from dare.inputs.delta_notes import (
     MAX_FILE_BYTES,
@@ -139,16 +140,14 @@ def lossy_job(
 def _with_notices(plan: Plan) -> Plan:
     """The plan with what is amiss, and a word if the change had better be kept as a LoRA."""
     seen = glance(plan, asks_rank=True)
-    notices = [notice for notice in seen.notices if notice.about is not Concern.LOW_RANK]
-    notes, (rank,), (entry,) = plan.notes, seen.low_ranks, plan.recipe.models
+    notices = [found for found in seen.notices if found.code != "low_rank"]
+    (rank,), (entry,) = seen.low_ranks, plan.recipe.models
     if rank is not None:
         command = ["dare", "lora", "extract", "--base", str(plan.recipe.base)]
         command += ["--model", str(entry.file), "--output", f"{entry.name}-lora"]
-        notes += (
-            f"{entry.file}: its change has a rank of about {rank}, as a LoRA's has; an adapter may "
-            f"be smaller and better: {shlex.join([*command, '--rank', str(rank)])}",
-        )
-    return replace(plan, notes=notes, warnings=(*plan.warnings, *notices))
+        extract = shlex.join([*command, "--rank", str(rank)])
+        notices.append(notice("fits_lora", str(entry.file), rank=rank, command=extract))
+    return replace(plan, warnings=(*plan.warnings, *notices))
 
 
 def _chain(scheme: Scheme) -> dict[str, Any]:

@@ -38,10 +38,10 @@ from dare.demo.merges import (
     write_once,
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
+from dare.documents.terminal import EIGHTHS, can_write, draw_bar, make_table
 from dare.errors import OutputError
 from dare.kernels.linalg import one_blas_thread
 from dare.output.targets import check_free
-from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table
 
 FIRST_SEED = 42
 

@@ -14,12 +14,12 @@ from functools import cache
 
 import numpy as np
 
+from dare.documents.words import times
 from dare.errors import InputError
 from dare.inputs.reading import Floats, decoded, rectangles
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 BLOCK = 128
 SCALE_ENDINGS = ("_scale_inv", "_scale")

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json
 from dare.inputs.rows import RowOrigins, present
 from dare.inputs.small_files import dump_json
 from dare.inputs.sources import Source
 from dare.inputs.tokens import ADDED_TOKENS_FILE, TOKENIZER_FILE, Tokenizers, Vocabulary
-from dare.tensors.sizes import times
 
 Policy = Literal["error", "base", "union"]
 

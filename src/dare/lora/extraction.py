@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.loaded import (
@@ -41,7 +42,6 @@ from dare.output.places import short_name, told
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import show_size, times
 from dare.errors import InputError, RecipeError
 from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
@@ -36,7 +37,6 @@ from dare.run.execute import draw_conclusions, execute
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
-from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import __version__
+from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.inputs.small_files import some_of
@@ -37,7 +38,6 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]
 

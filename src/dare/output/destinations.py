@@ -28,6 +28,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import show_size
 from dare.errors import OutputError
 from dare.output import publishing, targets
 from dare.output.journal import Found, Journal, Record
@@ -41,7 +42,6 @@ from dare.stores.reading import forget, in_background
 from dare.stores.uploading import Stored
 from dare.tensors.chunks import chunk_count
 from dare.tensors.digest import bytes_digest
-from dare.tensors.sizes import show_size
 
 FILES_HERE = 2
 """Files in the scratch folder: one that is merged, and one that is uploaded."""

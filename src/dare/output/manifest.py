@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dare import __version__
-from dare.errors import Concern, InputError, RecipeError
+from dare.documents.notices import LEFTOVERS
+from dare.errors import InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.kernels.kept import numba_version
 from dare.output.journal import JOURNAL_VERSION
@@ -121,9 +122,9 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        asdict(replace(notice, text=without_folders(notice.text, plan.recipe.paths)))
+        asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
         for notice in report.warnings
-        if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
+        if notice.code != LEFTOVERS  # it speaks of this machine
     ]
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},

@@ -178,6 +178,18 @@ def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
         )
 
 
+def write_file(path: Path, content: bytes, kind: str | None, *, overwrite: bool = True) -> None:
+    """Write a file, and the folders that it lies in; never over a file of another kind."""
+    if kind is not None:
+        check_free(path, kind, overwrite=overwrite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb" if overwrite else "xb") as file:
+            file.write(content)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:

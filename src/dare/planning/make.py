@@ -9,7 +9,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from dare.errors import Concern, MismatchError, Notice, RecipeError, Strength
+from dare.documents.notices import LIMIT, Notice, notice
+from dare.documents.words import show_size, times
+from dare.errors import MismatchError, RecipeError
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
@@ -24,7 +26,6 @@ from dare.stages.darex import balanced_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_layer_matrix
-from dare.tensors.sizes import show_size, times
 
 FINDINGS_SHOWN = 20
 DROPPERS = ("dare", "darex")
@@ -61,8 +62,7 @@ def make_plan(
         tied = [f"{name} is {base.ties[name]}" for name in matched if name in base.ties]
         if len(tied) == len(matched):
             reason = f"{', '.join(tied)}, whose rules hold" if tied else "there are none"
-            text = f"{rule}: {reason}, so the rule has no effect"
-            warnings.append(Notice(Concern.UNUSED_RULE, text))
+            warnings.append(notice("unused_rule", str(rule), reason=reason))
 
     warnings += _float8_warnings(recipe, tensors)
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
@@ -250,14 +250,12 @@ def _fate(
         if recipe.on_missing == "error":
             problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
         else:
-            text = f"{line}; its change there counts as zero"
-            warnings.append(Notice(Concern.MISSING_TENSORS, text))
+            warnings.append(notice("missing_as_zero", name, models=", ".join(missing)))
     for line in mismatched:
         if recipe.on_mismatch == "error":
             problems.append(f'{name}: {line}; set on_mismatch = "base" to keep the base\'s')
         else:
-            text = f"{name}: {line}; the base's is kept"
-            warnings.append(Notice(Concern.MISMATCHED_TENSORS, text))
+            warnings.append(notice("mismatch_kept", name, shapes=line))
 
     if mismatched:
         return Fate.MISMATCHED, []
@@ -293,7 +291,7 @@ def _find_extras(
         if recipe.on_extra == "error":
             problems.append(f'{line}; set on_extra = "drop" to leave it out')
         else:
-            warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
+            warnings.append(notice("extra_dropped", tensor, models=", ".join(found_in)))
     return sorted(owners)
 
 
@@ -325,26 +323,14 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     seeds = recipe.seeds()
     drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
     if drops and len(set(seeds)) < len(seeds):
-        yield Notice(
-            Concern.EQUAL_SEEDS,
-            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions "
-            "and keep the same ones; give each model another seed, or leave the seeds out",
-        )
+        yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     for rate in sorted(drop_rates(recipe)):
-        if rate > 0.95 and not balanced:
-            yield Notice(
-                Concern.HIGH_DROP_RATE,
-                f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
-                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; "
-                f"{_suggest_q(recipe, rate)}",
-            )
+        if rate > LIMIT.highest_rate and not balanced:
+            variance, q = rate / (1 - rate), _suggest_q(recipe, rate)
+            yield notice("high_drop_rate", rate=rate, variance=variance, q=q)
     if drops and False in _values(recipe, "rescale"):
-        yield Notice(
-            Concern.NO_RESCALE,
-            "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
-            "each change is applied (a tenth at p = 0.9); this is not DARE",
-        )
+        yield notice("no_rescale")
 
 
 def _suggest_q(recipe: Recipe, rate: float) -> str:
@@ -372,12 +358,7 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
         return
     narrowed = times(sum(t.dtype not in MODEL_TYPES for t in wide), "matrix", "matrices")
     kept = times(sum(t.dtype in MODEL_TYPES for t in wide), "tensor")
-    yield Notice(
-        Concern.PLAIN_FLOAT8,
-        f"dtype = {recipe.dtype}: plain float8 has no scales, so the {narrowed} stored in it lose "
-        f"precision, and small values become zero; norms, biases, embeddings and heads ({kept}) "
-        "keep their type; to lose less, store BF16 and quantise the output with scales",
-    )
+    yield notice("plain_float8", dtype=recipe.dtype, narrowed=narrowed, kept=kept)
 
 
 def _float64_notices(plan: Plan) -> Iterator[Notice]:
@@ -387,12 +368,7 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
         kinds = {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
         count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
     if count:
-        yield Notice(
-            Concern.FLOAT64,
-            f"{times(count, 'tensor')} with float64 weights: merging computes in float32, so that "
-            "their results have about 7 digits",
-            Strength.NOTE,
-        )
+        yield notice("float64", tensors=times(count, "tensor"))
 
 
 def drop_rates(recipe: Recipe) -> set[float]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, flat, with_lists
 from dare.recipe.naming import OTHER_NAMES, written_models
@@ -35,7 +36,7 @@ from dare.recipe.toml import write_toml
 from dare.stages import STAGES, Stage
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
-from dare.tensors.sizes import parse_size, times
+from dare.tensors.sizes import parse_size
 
 __all__ = ["ModelEntry", "Recipe", "TensorRule"]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import LIFTED, recipe_from_document
 from dare.recipe.entries import distinct
@@ -22,7 +23,6 @@ from dare.recipe.naming import OTHER_NAMES, Files
 from dare.recipe.schema import SAME_WEIGHTS, ModelEntry, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.methods import load_installed_stages
-from dare.tensors.sizes import times
 
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
 """Fields of a recipe that can be set by name."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.api import AnyRecipe, check_digests, make_recipe
 from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, memory_of, names_in
+from dare.documents.words import named, show_size, times
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.held import Held, HeldSource, hold
@@ -43,7 +44,6 @@ from dare.recipe.settings import with_settings
 from dare.run.execute import execute
 from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
-from dare.tensors.sizes import named, show_size, times
 
 Arrays = dict[str, NDArray[Any]]
 AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.studies.judging import LEVELS, Entry, Judge, doubts, singles_of
 from dare.studies.results import (
@@ -34,7 +35,6 @@ from dare.studies.statistics import (
     resample,
     verdict,
 )
-from dare.tensors.sizes import times
 
 _NEAR = 0.02
 """A value is at the end of a range if it is nearer to it than this share of the range."""

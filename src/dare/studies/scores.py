@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+from dare.documents.words import times
 from dare.errors import EvaluationError
 from dare.studies.results import UNGROUPED, Scored, group_of
-from dare.tensors.sizes import times
 
 ITEMS = "items"
 SHOWN = 60

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from dare.documents.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled, shown
+from dare.documents.words import NOTHING, number, share, times
 from dare.errors import printable
-from dare.output.page.words import NOTHING, number, share
-from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled, shown
 from dare.studies.results import (
     Conclusion,
     Difference,
@@ -32,7 +32,6 @@ from dare.studies.results import (
     value_text,
 )
 from dare.studies.words import VERDICTS, counted, state_text, summarize, time_text
-from dare.tensors.sizes import times
 
 TONES = {"ready": "green", "change": "yellow", "stop": "red", "note": "bold"}
 LEAST_LABEL = 12

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dare.output.page.words import NOTHING, listed
+from dare.documents.words import NOTHING, listed, times
 from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
@@ -19,7 +19,6 @@ from dare.studies.results import (
     value_text,
 )
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
-from dare.tensors.sizes import times
 
 Tone = Literal["ready", "change", "stop", "note"]
 """How good the news is; the names are those of the page's colours."""

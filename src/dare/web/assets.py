@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
 from dare.demo.tasks import TASKS, held_out_english
+from dare.documents.page import PACKAGE as SHELL
+from dare.documents.page import read_template, render_template
 from dare.errors import OutputError
-from dare.output.page.shell import SHELL, Section, render_template
-from dare.output.page.writing import write_file
+from dare.output.targets import write_file
 from dare.tensors.private import cache_folder, read_private, write_private
 
 PACKAGE = "dare.web"
@@ -37,13 +38,22 @@ PROMPTS = 100
 ENGLISH_BYTES = 4096
 DIGEST_BYTES = 32
 
+
+class PagePart(NamedTuple):
+    """A part of the playground with its template."""
+
+    name: str
+    title: str
+    template: str
+
+
 SECTIONS = (
-    Section("drop", "Drop and rescale", "drop.html.jinja"),
-    Section("signs", "Signs and conflict", "signs.html.jinja"),
-    Section("live", "Merge live", "live.html.jinja"),
-    Section("predict", "Predict first", "predict.html.jinja"),
-    Section("breaking", "Break it", "breaking.html.jinja"),
-    Section("own", "Your own models", "own.html.jinja"),
+    PagePart("drop", "Drop and rescale", "drop.html.jinja"),
+    PagePart("signs", "Signs and conflict", "signs.html.jinja"),
+    PagePart("live", "Merge live", "live.html.jinja"),
+    PagePart("predict", "Predict first", "predict.html.jinja"),
+    PagePart("breaking", "Break it", "breaking.html.jinja"),
+    PagePart("own", "Your own models", "own.html.jinja"),
 )
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
@@ -73,8 +83,8 @@ def render_index(*, is_server: bool) -> bytes:
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
-        styles=[files(PACKAGE).joinpath("templates", name).read_text("utf-8") for name in STYLES],
+        scripts=[read_template(SHELL, "page.js")],
+        styles=[read_template(PACKAGE, name) for name in STYLES],
         policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
@@ -130,8 +140,8 @@ def drawing_library() -> bytes:
 
 def _make_library() -> bytes:
     """The library for figures as Altair's version of Vega-Lite has them."""
-    from dare.output.page.charts import alt
-    from dare.output.page.writing import drawing_bundle
+    from dare.documents.charts import alt
+    from dare.documents.page import drawing_bundle
 
     return drawing_bundle(".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
 

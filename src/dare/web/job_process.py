@@ -105,7 +105,7 @@ def analyze(request: Request, line: Line) -> None:
     """Look at the models, and write what was found."""
     from dare.analysis.judge.advice import judge, to_json
     from dare.analysis.measure.analyzing import analyze as look_at
-    from dare.output.page.writing import write_file
+    from dare.output.targets import write_file
 
     recipe = _recipe(request)
     analysis = look_at(

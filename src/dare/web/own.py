@@ -24,6 +24,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from dare import api
+from dare.documents.words import show_size, times
 from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
 from dare.output.destinations import check_target, finished_before
 from dare.output.targets import has_mark, partial_folder
@@ -34,7 +35,6 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.run.rates import estimate
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size, times
 from dare.web.guard import Json, read_object
 from dare.web.job_process import ANALYSIS
 from dare.web.jobs import Job, Jobs

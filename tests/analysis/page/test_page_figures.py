@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import sample
 import vl_convert
+from dare.output.page import writing
 
 from dare.analysis.judge.judgement import Evidence, Suggestion
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
@@ -15,9 +16,8 @@ from dare.analysis.judge.readiness import find_copies
 from dare.analysis.page import figures, series
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Histogram, Origin
-from dare.output.page import writing
-from dare.output.page.charts import DASHES, SHAPES, THEMES, vega_config
-from dare.output.page.words import number, share
+from dare.documents.charts import DASHES, SHAPES, THEMES, vega_config
+from dare.documents.words import number, share
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from html import unescape
 
 import pytest
 import sample
+from dare.output.page import writing
 
 from dare.analysis.judge.judgement import (
     Readiness,
@@ -16,9 +17,8 @@ from dare.analysis.judge.judgement import (
 )
 from dare.analysis.page import assembly, figures
 from dare.analysis.page.assembly import page_text, write_page
+from dare.documents.words import number, share
 from dare.errors import InputError, OutputError
-from dare.output.page import writing
-from dare.output.page.words import number, share
 from pages import Outline
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import sample
+from dare.output.page import words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series
 from dare.analysis.results import Histogram, Kind
-from dare.output.page import words
 
 
 def test_octaves_hold_the_shares_of_a_hand_made_histogram(subject):

@@ -27,9 +27,9 @@ from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness,
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
 from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
 from dare.analysis.results import Analysis, ModelAnalysis, Origin
+from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
-from dare.output.page.words import amount
 from dare.stages import parse_method
 from dare.stores.locations import to_path
 from dare.tensors.json_values import json_ready

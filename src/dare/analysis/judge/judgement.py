@@ -10,9 +10,9 @@ from enum import StrEnum
 from importlib.resources import files
 from typing import Any
 
+from dare.documents.words import named, times
 from dare.errors import printable
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import named, times
 
 WIDTH = 100
 """Columns of the texts."""

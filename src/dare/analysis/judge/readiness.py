@@ -36,10 +36,10 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, LeftOut, Misfit, ModelAnalysis, Origin
+from dare.documents.words import times
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import times
 
 Configs = Mapping[str, Mapping[str, Any]]
 """What config.json says, by model; the base's under `BASE`."""

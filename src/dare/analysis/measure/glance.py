@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.judge.judgement import limit
 from dare.analysis.measure.spectra import SMALLEST, find_low_rank, rounding_energy, spread
 from dare.analysis.measure.tallies import Magnitudes, bin_edge, outlier_bin
-from dare.errors import Concern, Notice, Strength
+from dare.documents.notices import LIMIT, Notice, Severity, notice
+from dare.documents.words import times
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
@@ -35,7 +35,6 @@ from dare.output.report import Report, same_model
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]
 Sample = tuple[TensorPlan, Floats, Floats]
@@ -106,7 +105,7 @@ def glance(plan: Plan, *, asks_rank: bool = False) -> Glance:
                     samples[model].append((tensor, base, delta))
         rates = [_highest_rate(model, seen) for model, seen in enumerate(samples)]
         ranks = tuple(
-            _low_rank(source, seen) if asks_rank or rate > limit("low_rank_rate") else None
+            _low_rank(source, seen) if asks_rank or rate > LIMIT.low_rank_rate else None
             for source, rate, seen in zip(plan.models, rates, samples, strict=True)
         )
         notices = [
@@ -183,15 +182,8 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
     if not base_norm:  # there is nothing that the model could belong to
         return
     ratio = norm / base_norm
-    if mean >= limit("foreign_delta") or ratio >= limit("foreign_ratio"):
-        yield Notice(
-            Concern.NOT_HOMOLOGOUS,
-            f"{plan.model_names[model]}: does not look like a fine-tune of this base: |δ| is "
-            f"{mean:.2g} on average, the change {ratio:.0%} of the base in size (seen in parts of "
-            f"matrices). DARE works around {limit('usual_delta')} and fails around "
-            f"{limit('foreign_delta')}; check that base and model belong together",
-            Strength.STRONG,
-        )
+    if mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio:
+        yield notice("far_from_base", plan.model_names[model], mean=mean, ratio=ratio)
 
 
 def _highest_rate(model: int, samples: Sequence[Sample]) -> float:
@@ -215,13 +207,8 @@ def _low_rank(source: Source, samples: Sequence[Sample]) -> int | None:
 
 
 def _dropped_lora(name: str, rank: int | None, drop_rate: float) -> Iterator[Notice]:
-    usual = limit("low_rank_rate")
-    if rank is not None and drop_rate > usual:
-        yield Notice(
-            Concern.LOW_RANK,
-            f"{name}: its delta has a rank of about {rank}, as a LoRA's has, and drop_rate is "
-            f"{drop_rate}; 0.7 to {usual} is the usual range for LoRAs",
-        )
+    if rank is not None and drop_rate > LIMIT.low_rank_rate:
+        yield notice("low_rank", name, rank=rank, rate=drop_rate)
 
 
 # ---------------------------------------------------------------- after a merge
@@ -275,18 +262,26 @@ def _size_warnings(
         and change.concentration > 0
         and math.isfinite(change.relative_norm)
     ]
-    is_small = bool(seen) and _predicted_error(seen) <= MARGIN * limit("output_error")
+    is_small = bool(seen) and _predicted_error(seen) <= MARGIN * LIMIT.output_error
     is_borne = not gambled or is_small
     if is_borne and not is_given:
         return
     share, figures = over / elements, report.models[model]
-    remedy = _remedy(plan, model, list(gambled.values()), is_too_large=bool(seen) and not is_borne)
-    yield Notice(
-        Concern.LARGE_DELTAS,
-        f"{plan.model_names[model]}: |δ| exceeds {plan.recipe.delta_threshold:g} in {over:,} of "
-        f"{elements:,} elements ({share:.2%}){_most_of(counted) if is_given else ''}, and reaches "
-        f"{figures.largest_delta:.3g} in {figures.largest_delta_in}{remedy}",
-        Strength.STRONG if share >= MOST and not is_borne else Strength.WARNING,
+    is_too_large = bool(seen) and not is_borne
+    reason, remedy = _remedy(plan, model, list(gambled.values()), is_too_large=is_too_large)
+    yield notice(
+        "large_deltas",
+        plan.model_names[model],
+        severity=Severity.SEVERE if share >= MOST and not is_borne else Severity.WARNING,
+        threshold=plan.recipe.delta_threshold,
+        over=over,
+        elements=elements,
+        share=share,
+        most=_most_of(counted) if is_given else "",
+        peak=figures.largest_delta,
+        where=figures.largest_delta_in,
+        reason=reason,
+        remedy=remedy,
     )
 
 
@@ -298,23 +293,25 @@ def _most_of(parts: Sequence[Part]) -> str:
     return f" of {times(len(found), 'tensor')}, most of them, {place}"
 
 
-def _remedy(plan: Plan, model: int, gambled: Sequence[Part], *, is_too_large: bool) -> str:
+def _remedy(
+    plan: Plan, model: int, gambled: Sequence[Part], *, is_too_large: bool
+) -> tuple[str, str]:
     """Say why that matters and what to do, where changes are dropped at random."""
     if not gambled:
-        return ""
+        return "", ""
     reason = "DARE works best where changes are small"
     if is_too_large:
         elements = sum(part.tensor.elements for part in gambled)
         asked = sum(part.asked_rate * part.tensor.elements for part in gambled) / elements
         reason = (
-            f"relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
+            f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of its layers' outputs is above the bound of "
-            f"{limit('output_error'):.0%}"
+            f"{LIMIT.output_error:.0%}"
         )
     draws = gambled[0].tensor.draws_of(plan.stages, model)
     names = [s.name for s, draw in zip(plan.stages, draws, strict=False) if draw is not None]
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
-    return f"; {reason}. Lower drop_rate{leave}"
+    return f". {reason}", f"Lower drop_rate{leave}"
 
 
 def _random_rates(

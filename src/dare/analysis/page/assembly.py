@@ -14,17 +14,16 @@ from dare.analysis.page import words
 from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
+from dare.documents.document import Columns, Table, bar_lengths, listing, spans_decades
+from dare.documents.page import Section, check_installed, library_for, render_page
+from dare.documents.words import NOTHING, amount, listed, number, setting, share, show_size, times
 from dare.errors import InputError
-from dare.output.page.shell import Section, render_page
-from dare.output.page.tables import Columns, Table, bar_lengths, listing, spans_decades
-from dare.output.page.words import NOTHING, amount, listed, number, setting, share
-from dare.output.page.writing import check_installed, library_for, write_file
 from dare.output.places import short_name
+from dare.output.targets import write_file
 from dare.recipe.toml import write_toml
-from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
-    from dare.output.page.charts import Figure
+    from dare.documents.charts import Figure
 
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""

@@ -18,7 +18,7 @@ from dare.analysis.page import series
 from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
-from dare.output.page.charts import (
+from dare.documents.charts import (
     DASHES,
     FAINT,
     SHAPES,
@@ -36,9 +36,8 @@ from dare.output.page.charts import (
     tooltip_of,
     zoom,
 )
-from dare.output.page.tables import Columns, Row, Table, finite, listing
-from dare.output.page.words import listed, number, share
-from dare.tensors.sizes import times
+from dare.documents.document import Columns, Row, Table, finite, listing
+from dare.documents.words import listed, number, share, times
 
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""

@@ -22,9 +22,9 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.documents.document import Row, Table, finite
+from dare.documents.words import NOTHING
 from dare.errors import InputError
-from dare.output.page.tables import Row, Table, finite
-from dare.output.page.words import NOTHING
 
 ALL_KINDS = "all"
 MOST_SPECTRA = 96

@@ -16,11 +16,10 @@ from dare.analysis.judge.judgement import GRAVITY, Advice, Finding, Readiness, S
 from dare.analysis.judge.readiness import RULES, chance_cancelled
 from dare.analysis.page.words import FEW_WORDS, few_words, headline, origin
 from dare.analysis.results import Analysis
+from dare.documents.terminal import can_write, cut_middle, make_table, shorten
+from dare.documents.words import listed, setting, share, times
 from dare.errors import printable
-from dare.output.page.words import listed, setting, share
 from dare.output.places import short_name
-from dare.output.terminal import can_write, cut_middle, make_table, shorten
-from dare.tensors.sizes import times
 
 LABEL = 9
 """Columns before the text of a line with a label."""

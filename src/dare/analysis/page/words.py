@@ -8,7 +8,7 @@ from dare.analysis.judge.groups import is_against
 from dare.analysis.judge.judgement import Finding, Readiness, Verdict
 from dare.analysis.judge.readiness import RULES
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
-from dare.output.page.words import NOTHING, number
+from dare.documents.words import NOTHING, number
 
 HEADLINES = {
     Verdict.NO_DEFECT: "No defect found in the weights",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dare.documents.charts import Figure
+from dare.documents.document import Columns, listing
+from dare.documents.page import Section, check_installed, library_for, render_page
+from dare.documents.words import NOTHING
 from dare.errors import RecipeError
-from dare.output.page.charts import Figure
-from dare.output.page.shell import Section, render_page
-from dare.output.page.tables import Columns, listing
-from dare.output.page.words import NOTHING
-from dare.output.page.writing import check_installed, library_for, write_file
+from dare.output.targets import write_file
 from dare.recipe.toml import write_toml
 from dare.studies import words
 from dare.studies.page import series

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dare.output.page.charts import (
+from dare.documents.charts import (
     SHAPES,
     Figure,
     Spec,
@@ -24,11 +24,10 @@ from dare.output.page.charts import (
     tooltip_of,
     zoom,
 )
-from dare.output.page.tables import Columns, Row, Table, listing
-from dare.output.page.words import NOTHING, listed, share
+from dare.documents.document import Columns, Row, Table, listing
+from dare.documents.words import NOTHING, listed, share, times
 from dare.studies.page import series
 from dare.studies.results import Conclusion, StudyData, value_text
-from dare.tensors.sizes import times
 
 MOST_RANKED = 12
 """Settings in the figure of the ranking."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dare.output.page.tables import Row, finite
-from dare.output.page.words import NOTHING
+from dare.documents.document import Row, finite
+from dare.documents.words import NOTHING
 from dare.studies.judging import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, Trial, settings_text, value_text
 from dare.studies.words import state_text

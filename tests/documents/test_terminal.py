@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dare.output.terminal import draw_bar, make_table
+from dare.documents.terminal import draw_bar, make_table
 
 
 @pytest.mark.parametrize(

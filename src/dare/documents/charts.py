@@ -1,4 +1,4 @@
-"""What figures share: scales, labels, tooltips, texts (`figures.toml`), looks (`themes.toml`).
+"""Charts: scales, labels, tooltips, texts (`figures.toml`) and looks (`themes.toml`) of figures.
 
 The only module that imports Altair, which writes Vega-Lite.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from dare.output.page.tables import Row, Table
+from dare.documents.document import Figure, Row, Spec, Table
 
-Spec = dict[str, Any]
 FAINT = 0.12
 
 
@@ -126,29 +125,6 @@ def finish_chart(
 # ---------------------------------------------------------------- a figure
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart with what has to be said about it."""
-
-    name: str
-    """Of files and anchors: `magnitudes`."""
-    title: str
-    caption: str
-    """What is seen, and how to read it."""
-    description: str
-    """For those who do not see it: what is drawn, and the most telling numbers."""
-    spec: Spec
-    """Vega-Lite, without colours."""
-    table: Table
-    models: tuple[str, ...] = ()
-    """Whose figure it is, if it is not everybody's."""
-    width: float = 1.0
-    """The share of the page's width that it needs."""
-    zooms: bool = False
-    folded: bool = False
-    """Whether it waits until somebody asks for it."""
-
-
 def read_texts(package: str) -> dict[str, Any]:
     """What a package's `figures.toml` says, by the figures' names."""
     return tomllib.loads(files(package).joinpath("figures.toml").read_text("utf-8"))
@@ -185,7 +161,7 @@ class Theme:
     opposites: list[str]
 
 
-_FILE = files("dare.output.page").joinpath("themes.toml").read_text("utf-8")
+_FILE = files("dare.documents").joinpath("themes.toml").read_text("utf-8")
 THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
 
 
