@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dare.analysis.document import Analysis
 from dare.analysis.results import (
     OUTSIDE,
-    Analysis,
     Cell,
     Histogram,
     Inliers,

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.measure.tallies import BIN_SHIFT
-from dare.analysis.results import Analysis, Form, Kind, LeftOut, Misfit, Origin
+from dare.analysis.results import Form, Kind, LeftOut, Misfit, Origin
 from dare.errors import InputError, RecipeError
 from dare.run.progress import Display
 from dare.tensors.chunks import CHUNK

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.judge.judgement import limit
 from dare.analysis.judge.prediction import (
     Exposure,
     Prediction,
@@ -20,6 +19,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
+from dare.documents.notices import LIMIT
 from dare.errors import RecipeError
 from dare.stages.darex import balanced_q
 
@@ -185,8 +185,8 @@ def test_rates_by_hand(exposure, expected):
 def test_the_rate_keeps_what_it_promises(size, count):
     exposure = Exposure(10, size, count)
     rate = tolerated_drop_rate([exposure])
-    assert 0 <= rate <= limit("highest_rate")
-    assert bounded_error(exposure, rate) <= limit("output_error")
+    assert 0 <= rate <= LIMIT.highest_rate
+    assert bounded_error(exposure, rate) <= LIMIT.output_error
     halves = [Exposure(5, size, count), Exposure(5, size, count)]
     assert tolerated_drop_rate(halves) == rate
     assert tolerated_drop_rate([exposure], bound=100.0, highest=0.333) == 0.33

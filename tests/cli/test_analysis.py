@@ -15,7 +15,7 @@ from calling import base_arrays, dare, dare_succeeds, tuned_arrays
 from safetensors.numpy import load_file
 
 from dare import Recipe, load_recipe, merge
-from dare.analysis.results import Analysis
+from dare.analysis.document import Analysis
 from helpers import save
 
 INPUTS = ("base.safetensors", "math.safetensors", "code.safetensors")

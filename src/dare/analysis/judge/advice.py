@@ -22,11 +22,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import is_against
 from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
 from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
-from dare.analysis.results import Analysis, ModelAnalysis, Origin
+from dare.analysis.judge.relations import is_against
+from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
+from dare.documents.notices import Notice, notice
 from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
@@ -108,7 +109,7 @@ ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
 def judge(
-    analysis: Analysis, *, steps: int | None = None, method: str = ""
+    analysis: AnalysisData, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
     """The verdict on merging models by a method, by default as advised; and the advice.
 
@@ -123,7 +124,7 @@ def judge(
     return readiness_for(readiness, method or advice.recipe["method"]), advice
 
 
-def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
+def to_json(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> str:
     """All of it as one document (docs/analysis-schema.md), which `Analysis.from_json` reads too."""
     predictions = [
         {
@@ -145,7 +146,7 @@ def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
 
 
 def advise(
-    analysis: Analysis,
+    analysis: AnalysisData,
     readiness: Readiness | None = None,
     *,
     parameters: float | None = None,
@@ -163,7 +164,7 @@ def advise(
     out = {suggestion.model for suggestion in unfit}
     models = [model for model in analysis.models if model.name not in out]
     if not models:
-        return Advice(tuple(unfit), {}, (TEXTS["doubts"]["nothing_left"],))
+        return Advice(tuple(unfit), {}, (notice("nothing_left"),))
     known = _features(analysis, models)
     outcome = next(outcome for outcome in OUTCOMES if outcome.applies(**known))
     policies = list(_policies(readiness, {model.name for model in models}))
@@ -185,8 +186,8 @@ def advise(
     if parameters is None:
         parameters = float(sum(analysis.base_dtypes.values()))
     doubts = _doubts(models, known | {"parameters": parameters}, outcome, steps)
-    if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
-        doubts = [TEXTS["doubts"]["base"], *doubts]
+    if any(finding.code in ("contained", "other_base") for finding in readiness.findings):
+        doubts = [notice("base_in_doubt"), *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
 
 
@@ -194,37 +195,37 @@ def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
     """The models that no setting can make fit, each with the reason."""
     out: set[str] = set()
     for finding in readiness.findings:
-        first, *others = [name for name in finding.models if name not in out] or [""]
-        if finding.rule in ALWAYS_OUT:
+        first, *others = [name for name in finding.subjects if name not in out] or [""]
+        if finding.code in ALWAYS_OUT:
             unfit, ground = [first, *others], "left_out"
-        elif finding.rule in ("same_model", "multiple"):
-            unfit, ground = others, finding.rule
+        elif finding.code in ("same_model", "multiple"):
+            unfit, ground = others, finding.code
         else:
             continue
         for name in filter(None, unfit):
             out.add(name)
             against = is_against(finding.figures, first, name)
-            known = {"kept": first, "how": "opposite to" if against else "a multiple of"}
-            reason = TEXTS["grounds"][ground].format(**known, **vars(finding))
-            yield _found("models", LEFT_OUT, name, reason, finding.rule)
+            how = "opposite to" if against else "a multiple of"
+            reason = TEXTS["grounds"][ground].format(kept=first, how=how, text=finding.text)
+            yield _found("models", LEFT_OUT, name, reason, finding.code)
 
 
 def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
     """The settings without which the merge would be refused."""
     given = set()
     for finding in readiness.findings:
-        setting, value = POLICIES.get(finding.rule, ("", ""))
-        concerned = not finding.models or names & set(finding.models)
+        setting, value = POLICIES.get(finding.code, ("", ""))
+        concerned = not finding.subjects or names & set(finding.subjects)
         if setting and concerned and setting not in given:
             given.add(setting)
-            yield _found(setting, value, None, finding.seen, finding.rule)
+            yield _found(setting, value, None, finding.text, finding.code)
 
 
 def _found(setting: str, value: str, model: str | None, reason: str, rule: str) -> Suggestion:
     return Suggestion(setting, value, model, reason, f"readiness, {rule}", Evidence.STRONG)
 
 
-def _features(analysis: Analysis, models: list[ModelAnalysis]) -> dict[str, Any]:
+def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, Any]:
     """What outcomes are chosen by: how many models, how alike they are, how much they change."""
     names = {model.name for model in models}
     cosines = [pair.total.cosine for pair in analysis.pairs if {pair.first, pair.second} <= names]
@@ -240,19 +241,18 @@ def _features(analysis: Analysis, models: list[ModelAnalysis]) -> dict[str, Any]
 
 def _doubts(
     models: list[ModelAnalysis], known: dict[str, float], outcome: Outcome, steps: int | None
-) -> list[str]:
-    texts = TEXTS["doubts"]
+) -> list[Notice]:
     usual = _usual(models, known["cosine"], known["parameters"], steps)
-    doubts = [texts["search"], texts["often"].format(usual=usual)]
+    doubts = [notice("only_data_tell"), notice("often_recommended", usual=usual)]
     outside = [
         f"{name}: {_short(known[name])}, not {_short(least)} to {_short(most)}"
         for name, (least, most) in TEXTS["measured"].items()
         if len(models) > 1 and not least <= known[name] <= most
     ]
     if outside:
-        doubts.append(texts["extrapolates"].format(outside="; ".join(outside)))
+        doubts.append(notice("extrapolates", outside="; ".join(outside)))
     if any(stage.sees == "matrix" for stage in parse_method(outcome.method)):
-        doubts.append(texts["slow"].format(method=outcome.method))
+        doubts.append(notice("slow_method", method=outcome.method))
     return doubts
 
 

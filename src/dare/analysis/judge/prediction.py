@@ -31,8 +31,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dare.analysis.judge.judgement import limit
 from dare.analysis.results import Kind, ModelAnalysis, Statistics
+from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
 DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))
@@ -146,12 +146,12 @@ def tolerated_drop_rate(
     changed = [exposure for exposure in exposures if exposure.carriers > 0]
     if not changed:
         return 0.0
-    bound = limit("output_error") if bound is None else bound
-    highest = limit("highest_rate") if highest is None else highest
+    bound = LIMIT.output_error if bound is None else bound
+    highest = LIMIT.highest_rate if highest is None else highest
     if not any(math.isfinite(exposure.relative_norm) for exposure in changed):
         elements = sum(exposure.elements for exposure in changed)
         carriers = elements / sum(exposure.elements / exposure.carriers for exposure in changed)
-        surviving = math.floor(STEPS * (1 - limit("survivors") / carriers) + 1e-9) / STEPS
+        surviving = math.floor(STEPS * (1 - LIMIT.survivors / carriers) + 1e-9) / STEPS
         return min(max(0.0, surviving), highest)
     for step in range(STEPS - 1, 0, -1):
         rate = step / STEPS

@@ -13,6 +13,7 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, Literal, get_args
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.measuring import (
@@ -31,7 +32,6 @@ from dare.analysis.measure.measuring import (
 )
 from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
 from dare.analysis.results import (
-    Analysis,
     Cell,
     Form,
     Interference,

@@ -71,6 +71,14 @@ const statistics = table({
 
 const verdict = oneOf("no defect found", "needs changes", "cannot be merged");
 
+const notice = {
+  code: text,
+  severity: oneOf("note", "warning", "severe"),
+  subjects: list(text),
+  text,
+  remedy: text,
+};
+
 const form = table({ shape: list(real), dtype: text });
 
 const analysis = table({
@@ -107,12 +115,7 @@ const analysis = table({
     method: orMissing(text, ""),
     by_model: byName(verdict),
     findings: list(table({
-      rule: text,
-      severity: oneOf("note", "change", "stop"),
-      models: list(text),
-      seen: text,
-      matters: text,
-      remedy: text,
+      ...notice,
       figures: byName(real),
     })),
   }),
@@ -126,7 +129,7 @@ const analysis = table({
       evidence: oneOf("strong", "fair", "weak"),
     })),
     recipe: tables,
-    doubts: list(text),
+    doubts: list(table(notice)),
   }),
 });
 
