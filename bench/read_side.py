@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.inputs.opening import open_inputs
+from dare.inputs.formats import open_inputs
 from dare.inputs.sources import Source
 from dare.planning.machine import available_cores
 from dare.recipe.schema import Recipe

@@ -19,22 +19,11 @@ from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance, with_size_warnings
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.documents.words import times
-from dare.errors import (
-    InputError,
-    OutputError,
-    RecipeError,
-    VerificationError,
-    warn_caller,
-)
+from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
+from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
-from dare.inputs.opening import open_inputs
-from dare.output.destinations import (
-    check_target,
-    finished_before,
-    open_output,
-    settle,
-)
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
@@ -48,22 +37,16 @@ from dare.output.manifest import (
 from dare.output.repeated_inputs import check_inputs, with_base_among_models
 from dare.output.report import Digests, Report, make_report
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.slices import (
-    FinishingOutput,
-    Gone,
-    SliceOutput,
-    SliceReport,
-)
+from dare.output.slices import FinishingOutput, Gone, SliceOutput, SliceReport
 from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.document import read_toml
+from dare.recipe.document import overlaid, read_toml
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.recipe.settings import overlaid
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors

@@ -18,13 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.measure.tallies import (
-    NONE,
-    Magnitudes,
-    Sums,
-    share_below,
-    with_inside,
-)
+from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, share_below, with_inside
 from dare.analysis.sparsity import (
     Configuration,
     DARESparsityAnalyzer,
@@ -34,13 +28,7 @@ from dare.analysis.sparsity import (
 )
 from dare.api import merge, merge_arrays
 from dare.documents.words import times
-from dare.errors import (
-    InputError,
-    MismatchError,
-    RecipeError,
-    did_you_mean,
-    warn_caller,
-)
+from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
 from dare.inputs.reading import decoded
 from dare.output.report import Report

@@ -5,7 +5,7 @@ import pytest
 
 from dare import merge, plan
 from dare.analysis.measure.glance import MATRICES, _read_rows, glance
-from dare.errors import Concern, DareWarning
+from dare.errors import DareWarning
 from helpers import write_recipe
 
 HEIGHT, WIDTH = 200, 96

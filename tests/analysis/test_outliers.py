@@ -8,7 +8,6 @@ from dare import analyze_arrays, plan
 from dare.analysis.judge.advice import judge
 from dare.analysis.measure.glance import glance
 from dare.analysis.results import Origin
-from dare.errors import Concern
 from helpers import write_recipe
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
@@ -159,5 +158,5 @@ def test_a_merge_still_finds_a_lora_beside_outliers(tmp_path):
     base, (tuned,) = make(512, low_rank(8))
     tuned = {name: plant(values, "a thousandth of 5") for name, values in tuned.items()}
     (notice,) = glance(plan(write_recipe(tmp_path, base, [tuned]))).notices
-    assert notice.about is Concern.LOW_RANK
+    assert notice.code == "low_rank"
     assert "rank of about 8," in notice.text

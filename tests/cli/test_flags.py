@@ -13,8 +13,8 @@ from calling import TWO, asked_recipe, dare_succeeds
 
 from dare.cli import commands
 from dare.cli.flags import FIELDS, PER_MODEL
+from dare.recipe.document import parameter_names
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.recipe.settings import parameter_names
 from dare.stages import STAGES
 
 TOML = """

@@ -15,7 +15,7 @@ from small_deltas import put_together, take_apart
 import dare
 from dare.deltas.restoring import open_delta
 from dare.demo.merges import BASE, TUNED
-from dare.errors import Concern, DareError, InputError, MismatchError, RecipeError
+from dare.errors import DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model
 from dare.inputs.sources import open_source

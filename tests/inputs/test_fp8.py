@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import InputError
-from dare.inputs.fp8 import PIECE_BYTES, DequantizedSource, dequantized
+from dare.inputs.quantised import PIECE_BYTES, DequantizedSource, dequantized
 from dare.inputs.sources import ArraySource, FileSource, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import entry, file_bytes, read_tensor

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dare.kernels import cpu, kept, native, reference
-from dare.tensors import private
+from dare.tensors import files
 
 RAW = np.arange(16256, 16256 + 1000, dtype=np.uint16)
 
@@ -137,9 +137,9 @@ def test_a_user_without_a_home_has_a_folder_for_temporary_files(monkeypatch):
     def homeless():
         raise RuntimeError
 
-    monkeypatch.setattr(private.Path, "home", homeless)
+    monkeypatch.setattr(files.Path, "home", homeless)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert private.cache_folder() == private.temporary_folder()
+    assert files.cache_folder() == files.temporary_folder()
 
 
 @pytest.mark.parametrize(

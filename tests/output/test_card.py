@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from dare import merge, plan
-from dare.errors import Concern, InputError, Notice
+from dare.documents.notices import Notice
+from dare.errors import InputError
 from dare.output.report import Report
 from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
 from dare.planning.plan import Plan

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import dare
-from dare.errors import Concern
 from helpers import save
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dare.api import merge_arrays, plan
-from dare.errors import Concern, MismatchError, RecipeError
+from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.planning.cost import INTERPRETER_BYTES, TENSOR_BYTES
 from dare.planning.data import Fate

@@ -13,7 +13,7 @@ from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.rates import Estimate, estimate, keep_rate
 from dare.stages import STAGES
-from dare.tensors import private
+from dare.tensors import files
 from dare.tensors.dtypes import STORAGE_TYPES
 
 LARGE = (4096, 4096)
@@ -135,4 +135,4 @@ def test_where_rates_are_kept(platform, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
-    assert private.cache_folder() == tmp_path / expected
+    assert files.cache_folder() == tmp_path / expected

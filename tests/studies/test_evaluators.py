@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
-from dare.recipe.settings import with_settings
+from dare.recipe.document import with_settings
 from dare.studies.evaluators import check_evaluator, open_scorer
 from dare.studies.functions import find_function
 from dare.studies.results import Scored

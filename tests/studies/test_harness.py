@@ -13,7 +13,7 @@ import pytest
 import dare
 from dare.demo.tasks import TASKS
 from dare.errors import EvaluationError, RecipeError
-from dare.recipe.settings import with_settings
+from dare.recipe.document import with_settings
 from dare.studies.evaluators import open_scorer
 from dare.studies.harness import _by_task, split_tasks
 

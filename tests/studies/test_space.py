@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from dare.api import load_recipe
 from dare.errors import RecipeError
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import recipe_from_document, with_settings
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Range
-from dare.recipe.settings import with_settings
 from dare.studies.space import Space, parse_over
 
 

@@ -20,9 +20,9 @@ from dare.api import load_document
 from dare.cli import UsageError
 from dare.documents.words import exact_text
 from dare.errors import RecipeError
+from dare.recipe.document import overlaid, parameter_names, read_value
 from dare.recipe.naming import FLAGS
 from dare.recipe.schema import Recipe
-from dare.recipe.settings import overlaid, parameter_names, read_value
 from dare.stages import STAGES
 
 FILES = Group("Files", sort_key=1)

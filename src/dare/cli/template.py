@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dare import api
 from dare.errors import DareError, RecipeError, printable
-from dare.inputs.small_files import is_there
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.naming import in_our_form
@@ -18,6 +17,7 @@ from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml, write_value
 from dare.stages import parse_method
 from dare.stores.locations import StorePath
+from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice

@@ -31,12 +31,11 @@ from dare.inputs.delta_notes import (
     StoredTensor,
     is_inside,
 )
-from dare.inputs.directory import collect
-from dare.inputs.formats import read_config
+from dare.inputs.directory import collect, read_config
+from dare.inputs.formats import open_inputs
 from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
-from dare.inputs.opening import open_inputs
 from dare.inputs.sources import (
     INDEX_NAME,
     MAX_INDEX_BYTES,

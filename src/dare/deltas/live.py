@@ -37,12 +37,12 @@ from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import DeltaFile
 from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
-from dare.inputs.small_files import some_of
 from dare.inputs.sources import Raw
 from dare.planning.machine import available_cores
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.dtypes import StorageType
+from dare.tensors.names import some_of
 from dare.tensors.planes import DIFFERENCE
 
 Item = TypeVar("Item")

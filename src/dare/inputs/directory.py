@@ -21,11 +21,12 @@ from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
-from dare.inputs.small_files import dump_json, is_there, list_names, parse_json, some_of
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
-from dare.tensors.files import read_limited
+from dare.tensors.files import is_there, list_names, read_limited
 from dare.tensors.header import Described
+from dare.tensors.json_values import MAX_CONFIG_BYTES, dump_json, parse_json
+from dare.tensors.names import some_of
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -365,6 +366,18 @@ def read_json(directory: Path, name: str) -> Any:
     """The JSON in a directory's file, or None if there is no such file."""
     text = read_text(directory, name)
     return None if text is None else parse_json(text, directory / name)
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """What the `config.json` of a model directory says; nothing where there is none."""
+    try:
+        file = (path if path.is_dir() else path.parent) / CONFIG
+        if not is_there(file):
+            return {}
+    except (OSError, ValueError):  # no possible name of a file
+        return {}
+    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    return config if isinstance(config, dict) else {}
 
 
 # ---------------------------------------------------------------- what must change

@@ -8,6 +8,8 @@ whatever the range. Optional packages are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 from dare.errors import InputError
 from dare.inputs import gguf, lora, torch_bin
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
+from dare.inputs.directory import read_config
+from dare.inputs.hub import resolve
+from dare.inputs.loaded import under_stored_names
+from dare.inputs.names import match_names, tie
 from dare.inputs.quantised import read_quantised
-from dare.inputs.small_files import MAX_CONFIG_BYTES, is_there, parse_json
 from dare.inputs.sources import Source, open_source
+from dare.inputs.vocabulary import Aligned, align
+from dare.recipe.entries import distinct
+from dare.recipe.hub_names import parse_name
+from dare.recipe.layers import mean_value
+from dare.recipe.schema import DEFAULT_MEMORY, Recipe
 from dare.stores.locations import to_path
-from dare.tensors.files import read_limited
 
 if TYPE_CHECKING:
     from dare.recipe.mergekit import Conversion
@@ -57,20 +66,95 @@ def open_model(
     return read_quantised(torch_bin.open_torch(path), read_config(path))
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
-    """What the `config.json` of a model directory says; nothing where there is none."""
-    try:
-        file = (path if path.is_dir() else path.parent) / "config.json"
-        if not is_there(file):
-            return {}
-    except (OSError, ValueError):  # no possible name of a file
-        return {}
-    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
-    return config if isinstance(config, dict) else {}
-
-
 def convert_yaml(path: str | PathLike[str]) -> Conversion:
     """Read a mergekit configuration as a recipe, which has no output yet; say how they differ."""
     from dare.recipe.mergekit import convert
 
     return convert(to_path(path), lambda model: open_model(model).tensors)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Base and models, opened and in line with each other."""
+
+    names: tuple[str, ...]
+    """What the models are called in messages."""
+    folders: tuple[Path | None, ...]
+    """Where the base and each model lie, if in directories."""
+    aligned: Aligned
+    notes: tuple[str, ...]
+
+    @property
+    def base(self) -> Source:
+        """The base, with the rows of the output."""
+        return self.aligned.base
+
+    @property
+    def models(self) -> tuple[Source, ...]:
+        """The models, with the base's names and the rows of the output."""
+        return self.aligned.models
+
+
+def open_inputs(
+    recipe: Recipe, *, rescales: bool = True, fetches: bool = True
+) -> tuple[Recipe, Inputs]:
+    """Open what a recipe names; also return the recipe with the commits of what the hub gave.
+
+    Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
+    is false, what was dropped of delta files is made up for as they are read.
+    """
+    names = distinct([entry.name for entry in recipe.models])
+    given = [recipe.base, *(entry.file for entry in recipe.models)]
+    for path in given if recipe.output_digest is not None else ():
+        is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
+        if not is_on_hub and not path.exists():
+            raise InputError(
+                f"{path}: is missing, and it was there when this was merged; if the inputs have "
+                "moved, give their paths with --base and --models (their digests are checked)"
+            )
+    places = [resolve(path, verbose=recipe.verbose, fetches=fetches) for path in given]
+    if any(place.commit is not None for place in places):
+        pinned_base, *pinned = (place.pinned for place in places)
+        recipe = recipe.with_files(pinned_base, pinned, recipe.output)
+    paths = [place.path for place in places]
+    configs = [read_config(path) for path in paths]
+    allow_pickle = recipe.allow_pickle
+    base = open_model(paths[0], allow_pickle=allow_pickle, base_config=configs[0])
+    if base.is_partial:
+        raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
+    open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
+    models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
+    in_stores = [source for source in (base, *models) if source.ahead_bytes]
+    for source in in_stores:  # no more than a quarter of the memory is for what they read ahead
+        source.limit_ahead((recipe.max_memory or DEFAULT_MEMORY) // 4 // len(in_stores))
+    folders = [path if path.is_dir() else None for path in paths]
+    for place, model in enumerate(models, start=1):
+        if isinstance(model, DeltaSource):
+            found = folders[place] = model.folder(folders[0])
+            configs[place] = {} if found is None else read_config(found)
+    notes = [
+        f"{name}: {remark}"
+        for name, source in zip(("base", *names), (base, *models), strict=True)
+        for remark in source.remarks
+    ]
+    matched = [
+        match_names(base, model, name, base_config=configs[0], model_config=config)
+        for model, name, config in zip(models, names, configs[1:], strict=True)
+    ]
+    notes += [note for model in matched for note in model.notes]
+    models = [under_stored_names(model.source, base, paths[0], configs[0]) for model in matched]
+    base, (*models,), tied = tie(base, models, names, configs)
+    notes += tied
+    if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
+        aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's
+    else:
+        aligned = align(
+            recipe.vocabulary,
+            base,
+            models,
+            directories=folders,
+            names=names,
+            weights=[mean_value(weight) for weight in recipe.weights()],
+            pad_to_multiple_of=recipe.pad_to_multiple_of,
+        )
+    return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))

@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.small_files import some_of
 from dare.inputs.sources import InputFiles, Raw
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream, read_beginning
 from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
+from dare.tensors.names import some_of
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -24,14 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dare.errors import InputError
-from dare.inputs.formats import read_config
+from dare.inputs.directory import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.small_files import MAX_CONFIG_BYTES
 from dare.inputs.sources import RenamedSource, Source
 from dare.stores.locations import StorePath
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import MAX_CONFIG_BYTES
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]

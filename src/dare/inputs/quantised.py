@@ -1,23 +1,45 @@
-"""Quantised models: what can be read exactly is presented as weights, all else is refused.
+"""Quantised models: those that can be read exactly are presented as weights, all others refused.
 
 An output has plain weights and a configuration that says so. Codes cannot be merged, and copied
-beside such a configuration they would be a broken model. So whatever looks like codes, by its
-name, by scales beside it, or because the configuration speaks of them, is refused here, before
-anything is planned, for the base and every model.
+beside such a configuration they would be a broken model. So anything that looks like codes, by its
+name, by scales beside it, or because the configuration mentions them, is refused here, before
+anything is planned, for the base and every model. Two forms are read.
+
+FP8: a weight in F8_E4M3 or F8_E5M2 with a scale is presented as float32, each element one float32
+product `stored · scale`. A scale is one number, one for each row, or one for each block of 128×128
+(DeepSeek). FP8 tensors without a scale are passed on as they are.
+
+MXFP4 (gpt-oss): beside a layer's experts stand `NAME_blocks` (experts × outputs × groups × 16
+bytes, two codes of four bits in each, the low half first) and `NAME_scales` (a power of two for
+each group of 32). `NAME` is presented as experts × inputs × outputs in BF16, which holds every
+product exactly. The stored layout is the transpose, so the codes of one expert are read as a whole
+and kept by the thread until it asks for another.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.documents.words import times
 from dare.errors import InputError
-from dare.inputs import fp8, mxfp4
-from dare.inputs.sources import Source
+from dare.inputs.reading import Bytes, Floats, decoded
+from dare.inputs.sources import Raw, Source, SourceView
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import TensorInfo
 
 SETTINGS = ("quantization_config", "compression_config")
 MLX_SETTINGS = "quantization"
-"""Entries of a configuration that speak of quantised weights."""
+"""Entries of a configuration for quantised weights."""
 NAMES = {
     **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
@@ -25,8 +47,7 @@ NAMES = {
     "weight_zero_point": "asymmetric compressed-tensors",
     **dict.fromkeys(("bitmask", "row_offsets"), "sparse compressed-tensors"),
     "weight_scale_2": "NVFP4",
-    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB"), "bitsandbytes"),
-    "quant_state": "bitsandbytes",
+    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB", "quant_state"), "bitsandbytes"),
     "W_q": "HQQ",
     "centroids": "VPTQ",
     "dense_weights": "SpQR",
@@ -37,7 +58,8 @@ NAMES = {
     **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
 }
 """Parts of names that only quantised models of a kind have."""
-CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *fp8.FP8_TYPES)
+FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *FP8_TYPES)
 """Types that codes are stored in. Positions and indices, which other models have, are I64."""
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
@@ -51,12 +73,12 @@ HOW = {
     "higgs": "load it in transformers, call model.dequantize()",
     "mlx": "convert it with mlx_lm.convert --dequantize",
 }
-"""How a scheme is undone."""
+"""Instructions to undo a scheme."""
 
 
 def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
     """Present quantised weights as what they stand for, by a model's configuration; or refuse."""
-    plain = fp8.dequantized(mxfp4.unpacked(source, config))
+    plain = dequantized(unpacked(source, config))
     method = quantisation_method(config)
     where = f"{source.files[0].parent}: " if source.files else ""
     if reason := IN_USE.get(method or ""):
@@ -64,12 +86,18 @@ def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
     if found := _find_codes(plain, method):
         tensor, kind = found
         scheme = f"{kind}, quant_method {method!a}" if method else kind
-        raise InputError(f"{where}{tensor}: quantised ({scheme}); {_remedy(method, kind)}")
+        by_kind = (HOW[name] for name in HOW if name in kind.lower())
+        how = HOW.get(method or "") or next(by_kind, None)
+        dequantise = f", or dequantise it first: {how}, and save it" if how else ""
+        raise InputError(
+            f"{where}{tensor}: quantised ({scheme}); quantised weights cannot be merged; merge the "
+            f"model that it was made from{dequantise}"
+        )
     return plain
 
 
 def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A configuration and those of its parts, such as text_config."""
+    """Yield a configuration and those of its parts, such as text_config."""
     left = [config]
     for table in left:
         left += [value for value in table.values() if isinstance(value, dict)]
@@ -77,7 +105,7 @@ def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def quantisation_settings(table: Mapping[str, Any]) -> list[str]:
-    """The entries of a configuration's table that say its weights are quantised.
+    """Return the entries of a configuration's table that say its weights are quantised.
 
     >>> quantisation_settings({"quantization_config": {"quant_method": "gptq"}, "quantization": 3})
     ['quantization_config']
@@ -88,7 +116,7 @@ def quantisation_settings(table: Mapping[str, Any]) -> list[str]:
 
 
 def quantisation_method(config: Mapping[str, Any]) -> str | None:
-    """What a configuration says its weights are quantised by; None if they are not."""
+    """Return the scheme that a configuration says its weights are quantised by, if any."""
     for table in tables_of(dict(config)):
         for key in quantisation_settings(table):
             settings = table[key]
@@ -98,7 +126,7 @@ def quantisation_method(config: Mapping[str, Any]) -> str | None:
 
 
 def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
-    """A tensor that holds codes or belongs to them, and what of it says so."""
+    """Find a tensor that holds codes or belongs to them, and the sign of it."""
     scales: dict[str, list[str]] = {}
     for name in source.tensors:
         module, _, last = name.rpartition(".")
@@ -118,8 +146,279 @@ def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _remedy(method: str | None, kind: str) -> str:
-    by_kind = (scheme for scheme in HOW if scheme in kind.lower())
-    how = HOW.get(method or "") or next((HOW[scheme] for scheme in by_kind), None)
-    dequantise = f", or dequantise it first: {how}, and save it" if how else ""
-    return f"quantised weights cannot be merged; merge the model that it was made from{dequantise}"
+def _rectangles(
+    first: int, count: int, width: int, height: int | None = None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a run into rectangles of matrices of a height: row, rows, column, columns."""
+    while count:
+        row, column = divmod(first, width)
+        rows, columns = 1, min(width - column, count)
+        if not column and count >= width:
+            rows = min(count // width, count if height is None else height - row % height)
+        yield row, rows, column, columns
+        first, count = first + rows * columns, count - rows * columns
+
+
+# ---------------------------------------------------------------- FP8
+
+BLOCK = 128
+SCALE_ENDINGS = ("_scale_inv", "_scale")
+"""Both are factors: DeepSeek's is the inverse of what the weights were divided by."""
+ACTIVATION_SCALES = (
+    *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale"),
+)
+"""Scales of what passes through a layer, which no weight depends on."""
+SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
+PIECE_ELEMENTS = 1 << 16
+"""Elements that are multiplied at once."""
+PIECE_BYTES = PIECE_ELEMENTS * 16
+"""Memory for a piece: codes, their values, and the factors of all of them."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A grid of factors, each for a block of a matrix."""
+
+    info: TensorInfo
+    columns: int
+    """Factors in a row of the grid."""
+    block_rows: int
+    block_columns: int
+
+
+class DequantizedSource(SourceView):
+    """Another source with its scales applied and out of sight."""
+
+    def __init__(self, inner: Source) -> None:
+        where = str(inner.files[0].parent) if inner.files else "the model"
+        self._scales = {
+            name: _fit(info, inner.tensors, where)
+            for name, info in inner.tensors.items()
+            if _has_scale(info, inner.tensors)
+        }
+        applied = {scale.info.name for scale in self._scales.values()}
+        activations = {
+            name
+            for name in inner.tensors
+            if name.rpartition(".")[2] in ACTIVATION_SCALES and name not in applied
+        }
+        tensors = {
+            name: replace(info, dtype=STORAGE_TYPES["F32"]) if name in self._scales else info
+            for name, info in inner.tensors.items()
+            if name not in applied | activations
+        }
+        super().__init__(inner, tensors)
+        self.reading_bytes += PIECE_BYTES
+        self.remarks += (f"{times(len(applied), 'FP8 tensor')} read as float32, scales applied",)
+        if activations:
+            self.remarks += (f"{times(len(activations), 'activation scale')} left out",)
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        if name not in self._scales:
+            self.inner.read(name, start, into)
+            return
+        for done in range(0, into.size, PIECE_ELEMENTS):
+            piece = into[done : done + PIECE_ELEMENTS]
+            self._fill(piece, self.inner.tensors[name], start + done, self._scales[name])
+
+    def _fill(self, values: Floats, info: TensorInfo, first: int, scale: Scale) -> None:
+        """Read elements and multiply each by its factor; every NaN is the same one."""
+        values[:] = self._read_floats(info, first, values.size)
+        width = info.shape[-1] if info.shape else 1
+        for row, rows, column, columns in _rectangles(first, values.size, width):
+            begin = row * width + column - first
+            matrix = values[begin : begin + rows * columns].reshape(rows, columns)
+            with np.errstate(all="ignore"):
+                matrix *= self._factors(scale, row, rows, column, columns)
+        np.copyto(values, np.float32(np.nan), where=np.isnan(values))
+
+    def _factors(self, scale: Scale, row: int, rows: int, column: int, columns: int) -> Floats:
+        """Read the factors of a rectangle, in one column if they agree in rows."""
+        top, bottom = row // scale.block_rows, (row + rows - 1) // scale.block_rows
+        count = (bottom + 1 - top) * scale.columns
+        grid = self._read_floats(scale.info, top * scale.columns, count).reshape(-1, scale.columns)
+        if scale.columns > 1:
+            grid = grid[:, np.arange(column, column + columns) // scale.block_columns]
+        return grid[np.arange(row, row + rows) // scale.block_rows - top]
+
+    def _read_floats(self, info: TensorInfo, first: int, count: int) -> Floats:
+        raw = np.empty(count, info.dtype.carrier)
+        self.inner.read(info.name, first, raw)
+        if info.dtype.itemsize == 1:
+            return np.take(_float8_values(info.dtype.name), raw.view(np.uint8))
+        return decoded(raw)
+
+
+def dequantized(source: Source) -> Source:
+    """Apply a source's scales, if it has any."""
+    has_scales = any(_has_scale(info, source.tensors) for info in source.tensors.values())
+    return DequantizedSource(source) if has_scales else source
+
+
+def _scale_names(weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    return [weight + end for end in SCALE_ENDINGS if weight + end in tensors]
+
+
+def _has_scale(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a tensor is of FP8 and means something only with its scale."""
+    return info.dtype.name in FP8_TYPES and bool(_scale_names(info.name, tensors))
+
+
+def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> Scale:
+    """Find a weight's scale, and which part of the weight each of its factors is for."""
+    names = _scale_names(weight.name, tensors)
+    if len(names) > 1:
+        both = " and ".join(names)
+        raise InputError(f"{where}: {weight.name} has two scales, {both}; remove one")
+    scale = tensors[names[0]]
+    if scale.dtype.name not in SCALE_TYPES:
+        kinds = ", ".join(SCALE_TYPES)
+        raise InputError(f"{where}: {scale.name} is {scale.dtype.name}, not {kinds}")
+    width = weight.shape[-1] if weight.shape else 1
+    rows = weight.elements // width if width else 0
+    if scale.elements == 1:
+        return Scale(scale, 1, max(rows, 1), max(width, 1))
+    if len(weight.shape) == 2 and scale.shape in ((rows,), (rows, 1)):
+        return Scale(scale, 1, 1, width)
+    if len(weight.shape) == 2 and scale.shape == (-(-rows // BLOCK), -(-width // BLOCK)):
+        return Scale(scale, scale.shape[1], BLOCK, BLOCK)
+    raise InputError(
+        f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
+        f"scale, one for each row, or one for each block of {BLOCK}×{BLOCK}. Dequantise the model "
+        "first"
+    )
+
+
+@cache
+def _float8_values(name: str) -> Floats:
+    """Return the value of each of a type's 256 codes; this is four times as fast as decoding."""
+    codes = np.arange(256, dtype=np.uint8)
+    if name == "F8_E8M0":  # 2**(code − 127); 255 is NaN
+        powers = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127)
+        return np.where(codes == 255, np.float32(np.nan), powers)
+    return decoded(codes.view(STORAGE_TYPES[name].carrier))
+
+
+# ---------------------------------------------------------------- MXFP4
+
+MXFP4_MODEL_TYPE = "gpt_oss"
+GROUP = 32
+GROUP_BYTES = GROUP // 2
+TILE = 1 << 16
+"""Elements that are looked up at once."""
+TILE_BYTES = TILE * 16
+"""Memory for a tile: codes, places in the table and the values there, some of them twice."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes 0 to 7; 8 to 15 are the same with a minus."""
+_BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
+
+
+class UnpackedSource(SourceView):
+    """Another source with its experts unpacked, blocks and scales out of sight."""
+
+    def __init__(self, inner: Source, packed: Mapping[str, TensorInfo]) -> None:
+        self._packed = packed
+        stored = {name + end for name in packed for end in ("_blocks", "_scales")}
+        tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
+        super().__init__(inner, {**tensors, **packed})
+        count = times(len(packed), "MXFP4 tensor is", "MXFP4 tensors are")
+        self.remarks += (f"{count} read as bfloat16, which is exact",)
+        largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
+        self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
+        self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}
+        """For each thread, the expert that it read last."""
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        if name not in self._packed:
+            super().read(name, start, into)
+            return
+        _, inputs, outputs = self._packed[name].shape
+        done = 0
+        for place, rows, column, columns in _rectangles(start, into.size, outputs, inputs):
+            expert, row = divmod(place, inputs)
+            matrix = into[done : done + rows * columns].reshape(rows, columns)
+            blocks, scales = self._expert(name, expert)
+            step = max(1, TILE // rows)
+            for left in range(0, columns, step):
+                right = min(left + step, columns)
+                part = slice(column + left, column + right)
+                matrix[:, left:right] = _unpack(blocks[part], scales[part], row, rows)
+            done += rows * columns
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        if name not in self._packed:
+            super().prefetch(name, start, count)
+
+    def __exit__(self, *error: object) -> None:
+        self._kept.clear()
+        super().__exit__(*error)
+
+    def _expert(self, name: str, expert: int) -> tuple[Bytes, Bytes]:
+        """Read blocks and scales of an expert, outputs × bytes; threads share them."""
+        thread = threading.get_ident()
+        for kept in list(self._kept.values()):
+            if kept[:2] == (name, expert):
+                self._kept[thread] = kept
+                return kept[2:]
+        self._kept.pop(thread, None)  # so that no thread ever has two
+        _, inputs, outputs = self._packed[name].shape
+        found = []
+        for end, width in (("_blocks", inputs // 2), ("_scales", inputs // GROUP)):
+            raw = np.empty(outputs * width, np.uint8)
+            self.inner.read(name + end, expert * raw.size, raw)
+            found.append(raw.reshape(outputs, width))
+        self._kept[thread] = name, expert, found[0], found[1]
+        return found[0], found[1]
+
+
+def unpacked(source: Source, config: Mapping[str, Any]) -> Source:
+    """Unpack a source's MXFP4 experts, if it has any and is of the kind whose layout is known."""
+    packed: dict[str, TensorInfo] = {}
+    if config.get("model_type", MXFP4_MODEL_TYPE) == MXFP4_MODEL_TYPE:
+        for name, info in source.tensors.items():
+            if (match := _BLOCKS.fullmatch(name)) and info.dtype.name == "U8":
+                expert = _describe_experts(match[1], source)
+                packed |= {} if expert is None else {expert.name: expert}
+    return UnpackedSource(source, packed) if packed else source
+
+
+def _describe_experts(name: str, source: Source) -> TensorInfo | None:
+    """Describe the tensor that blocks and scales stand for; None without scales."""
+    blocks, scales = source.tensors[f"{name}_blocks"], source.tensors.get(f"{name}_scales")
+    where = source.files[0].parent if source.files else "the model"
+    if scales is None:
+        return None
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES
+    if not fits or scales.shape != blocks.shape[:3] or scales.dtype.name != "U8":
+        raise InputError(
+            f"{where}: {blocks.name} is {blocks.form} and {scales.name} {scales.dtype.name} of "
+            f"{scales.form}; expected experts × outputs × groups × {GROUP_BYTES} with a U8 scale "
+            "for each group. Dequantise the model first"
+        )
+    if name in source.tensors:
+        raise InputError(f"{where}: has both {name} and {blocks.name}; remove one of them")
+    experts, outputs, groups, _ = blocks.shape
+    return TensorInfo(name, STORAGE_TYPES["BF16"], (experts, groups * GROUP, outputs), 0)
+
+
+def _unpack(blocks: Bytes, scales: Bytes, row: int, rows: int) -> NDArray[np.uint16]:
+    """Return some inputs of some outputs as inputs × outputs, in the bits of BF16."""
+    some = blocks[:, row // 2 : (row + rows - 1) // 2 + 1]
+    codes = np.empty((len(some), some.shape[1], 2), np.uint16)
+    np.bitwise_and(some, 15, out=codes[:, :, 0])
+    np.right_shift(some, 4, out=codes[:, :, 1])
+    places = codes.reshape(len(some), -1)[:, row % 2 :][:, :rows]
+    places += scales[:, np.arange(row, row + rows) // GROUP].astype(np.uint16) * 16
+    return _mxfp4_bits()[places].T
+
+
+@cache
+def _mxfp4_bits() -> NDArray[np.uint16]:
+    """Return the bits of 16 codes under 256 scales; the last scale is no NaN in transformers."""
+    codes = [*MAGNITUDES, *(-value for value in MAGNITUDES)]
+    powers = [math.ldexp(1.0, scale - 127) for scale in range(256)]
+    with np.errstate(over="ignore"):
+        values = np.multiply.outer(np.array(powers), np.array(codes)).astype(np.float32)
+        bits: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return bits.reshape(-1)

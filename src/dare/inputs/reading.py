@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.inputs.sources import Raw, Source
-from dare.tensors.chunks import CHUNK, chunk_spans
+from dare.inputs.sources import Raw, Source, SourceView
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_span, chunk_spans
+from dare.tensors.digest import bytes_digest
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -122,14 +126,93 @@ def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> b
     return True
 
 
-def rectangles(
-    first: int, count: int, width: int, height: int | None = None
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a run into rectangles of matrices of a height: row, rows, column, columns."""
-    while count:
-        row, column = divmod(first, width)
-        rows, columns = 1, min(width - column, count)
-        if not column and count >= width:
-            rows = min(count // width, count if height is None else height - row % height)
-        yield row, rows, column, columns
-        first, count = first + rows * columns, count - rows * columns
+class Held(NamedTuple):
+    """The tensors of a source: their elements and the digests of their chunks, by name."""
+
+    elements: dict[str, Raw]
+    digests: dict[str, list[str]]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return sum({id(raw): raw.nbytes for raw in self.elements.values()}.values())
+
+
+class HeldSource(SourceView):
+    """A source as it is, but for its elements, which are held in memory; its files stay closed."""
+
+    def __init__(self, inner: Source, held: Held) -> None:
+        super().__init__(inner, inner.tensors)
+        self._held = held
+        self.reading_bytes = self.ahead_bytes = 0
+
+    def view(self, name: str, start: int, count: int) -> Raw | None:
+        return self._held.elements[name][start : start + count]
+
+    def chunk_digest(self, name: str, chunk: int) -> str | None:
+        return self._held.digests[name][chunk]
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        into[:] = self._held.elements[name][start : start + into.size]
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        """It is there already."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Nothing is open."""
+
+    def check_unchanged(self) -> None:
+        """What is held cannot change."""
+
+
+def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
+    """Read the base, and what fits it of the models, chunk by chunk; the base comes first."""
+    sources = [base, *models]
+    every = [_room(base, source) for source in sources]
+    chunks = [
+        (name, number)
+        for name, info in base.tensors.items()
+        if name not in base.ties
+        for number in range(chunk_count(info.elements))
+    ]
+
+    def read(chunk: tuple[str, int]) -> None:
+        name, number = chunk
+        start, count = chunk_span(number, base.tensors[name].elements)
+        first: Raw | None = None
+        for source, held in zip(sources, every, strict=True):
+            if name in held.elements:
+                into = held.elements[name][start : start + count]
+                if first is None:
+                    source.read(name, start, into)
+                    first = into
+                else:
+                    source.read_beside(name, start, into, first)
+                held.digests[name][number] = bytes_digest(into.data)
+
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source)
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        for _ in pool.map(read, chunks):
+            pass
+        for source in sources:
+            source.check_unchanged()
+    return every
+
+
+def _room(base: Source, source: Source) -> Held:
+    """Arrays for what fits the base; names of one tensor have one array."""
+    held = Held({}, {})
+    for name, info in source.tensors.items():
+        if name in base.tensors and info.shape == base.tensors[name].shape:
+            first = base.ties.get(name, name)
+            if first not in held.elements:
+                held.elements[first] = np.empty(info.elements, info.dtype.carrier)
+                held.digests[first] = [""] * chunk_count(info.elements)
+            held.elements[name] = held.elements[first]
+            held.digests[name] = held.digests[first]
+    return held

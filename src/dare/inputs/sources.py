@@ -18,12 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.small_files import is_directory, list_names, some_of
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.files import InputFile, Stamp, look_soon, open_input, read_limited, share_ahead
+from dare.tensors.files import (
+    InputFile,
+    Stamp,
+    is_directory,
+    list_names,
+    open_input,
+    prefetch_beginnings,
+    read_limited,
+    share_ahead,
+)
 from dare.tensors.header import Header, TensorInfo, admit, read_header
+from dare.tensors.names import some_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -225,7 +234,7 @@ class FileSource(InputFiles):
         self.path = path
         self.headers: dict[Path, Header] = {}
         files = _files_of(path)
-        look_soon(files)
+        prefetch_beginnings(files)
         for file, promised in files.items():
             with self.first_look(file) as opened:
                 header = self.headers[file] = read_header(opened, str(file))

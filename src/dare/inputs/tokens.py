@@ -15,9 +15,9 @@ from typing import Any
 
 from dare.errors import InputError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
-from dare.inputs.small_files import parse_json
 from dare.inputs.sources import Source
 from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import parse_json
 from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -25,11 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import LocalFile
+from dare.tensors.files import LocalFile, is_directory
 from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dare.tensors.private import (
+from dare.tensors.files import (
     HAS_OWNERS,
     cache_folder,
     is_safe,

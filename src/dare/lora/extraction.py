@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
-from dare.inputs.formats import open_model, read_config
+from dare.inputs.directory import read_config
+from dare.inputs.formats import open_model
 from dare.inputs.loaded import (
     Loaded,
     Place,

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
-from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json
 from dare.inputs.sources import RenamedSource, Source
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import MAX_CONFIG_BYTES, parse_json
 
 Floats = NDArray[np.float32]
 

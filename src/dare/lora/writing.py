@@ -27,7 +27,6 @@ from dare import __version__
 from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
-from dare.inputs.small_files import some_of
 from dare.kernels import reference
 from dare.output.places import without_folders
 from dare.output.publishing import claim, disclaim, settle
@@ -38,6 +37,7 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described
 from dare.tensors.json_values import json_ready
+from dare.tensors.names import some_of
 
 Floats = NDArray[np.float32]
 

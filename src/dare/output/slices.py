@@ -42,13 +42,7 @@ from dare.output.journal import (
 )
 from dare.output.publishing import sync_folder
 from dare.output.report import Report
-from dare.output.targets import (
-    JOURNAL_NAME,
-    MARK_NAME,
-    has_mark,
-    slice_journal,
-    slice_journals,
-)
+from dare.output.targets import JOURNAL_NAME, MARK_NAME, has_mark, slice_journal, slice_journals
 from dare.output.writer import PartialOutput
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice

@@ -21,7 +21,6 @@ from dare.documents.words import show_size, times
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
-from dare.inputs.small_files import is_there
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
 from dare.output.manifest import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
@@ -39,7 +38,7 @@ from dare.run.progress import show_progress
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
-from dare.tensors.files import as_stream, open_input
+from dare.tensors.files import as_stream, is_there, open_input
 from dare.tensors.header import TensorInfo
 
 Outcome = TypeVar("Outcome")

@@ -197,7 +197,7 @@ class Cost:
     def census_bytes(self) -> int:
         """What the looks at the tensors of one census take; there is one at a time."""
         stages = self.plan.stages
-        looks = (len(c.tensors) * stages[c.position].look_bytes for c in self.plan.censuses)
+        looks = (len(c.tensors) * stages[c.position].observation_bytes for c in self.plan.censuses)
         return max(looks, default=0)
 
     @property

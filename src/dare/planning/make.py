@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.small_files import some_of
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
@@ -25,7 +24,7 @@ from dare.stages import Settings, Stage
 from dare.stages.darex import balanced_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import is_layer_matrix
+from dare.tensors.names import is_layer_matrix, some_of
 
 FINDINGS_SHOWN = 20
 DROPPERS = ("dare", "darex")

@@ -1,21 +1,44 @@
-"""Recipes as TOML tables."""
+"""Recipes as TOML tables, and single settings laid over them by name.
+
+scale, method, seed …          a field of the recipe
+drop_rate                      a parameter, in the table of the one stage that has it
+trim.density                   a parameter of that stage
+weight.math, drop_rate.math    a value of one model; weight alone: of each
+include.math                   true if a model takes part at all
+
+`overlaid` sets them for a whole merge, from a command line or from keywords in Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
+from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.naming import OUR_NAMES, Files
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.entries import ModelEntry, TensorRule, distinct
+from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, Files
+from dare.recipe.schema import SAME_WEIGHTS, Recipe
 from dare.recipe.toml import read_toml
-from dare.stages import STAGES, parse_method
+from dare.stages import IMPLIED, STAGES, Stage, parse_method
+from dare.stages.methods import load_installed_stages
 
 __all__ = ["LIFTED", "read_toml", "recipe_from_document"]
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
+FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
+"""Fields of a recipe that can be set by name."""
+OF_MODELS = ("weight", "seed")
+"""Settings of each model, beside the parameters of delta stages."""
+INCLUDE = "include."
+"""Prefix of a model's name in the setting that says if it takes part."""
+OF_THE_CALL = ("overwrite", "resume", "backend")
+"""Arguments of a function that are no settings of the merge."""
+PER_MODEL = {"weight": "weight", "model_seed": "seed"}
+"""Settings of each model by keyword or flag; seed alone is the recipe's."""
+DEFAULT_METHOD = Recipe.model_fields["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 
@@ -36,12 +59,7 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
     if "tensors" in given:
         if not isinstance(given["tensors"], list | tuple):
             raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
-        given["tensors"] = [
-            rule
-            if isinstance(rule, TensorRule)
-            else _built(rule, TensorRule, f"[[tensors]], number {number}: ")
-            for number, rule in enumerate(given["tensors"], start=1)
-        ]
+        given["tensors"] = _build_entries(given["tensors"], TensorRule, "[[tensors]]")
     if "stages" in given:
         raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
     is_table = {key for key in given if isinstance(given[key], dict)} - set(Recipe.model_fields)
@@ -49,7 +67,7 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
     for key in given:
         if key in STAGES:
             raise RecipeError(f"{key}: must be a table, as in [{key}]")
-        if key not in Recipe.model_fields and (owner := _owner(key, given.get("method"))):
+        if key not in Recipe.model_fields and (owner := _find_table(key, given.get("method"))):
             raise RecipeError(f"{key}: belongs in the table of its stage, as in [{owner}]")
     of_dare = stages.get("dare", {})
     given |= {key: of_dare.pop(key) for key in LIFTED if key in of_dare}
@@ -61,19 +79,14 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(named: Files) -> dict[str, Any]:
-    """The fields that name files, from where the document names them."""
+    """Return the fields that name files, from where the document names them."""
     for field in ("base", "models"):
         if named.get(field) is None:
             raise _missing(named, field)
     files = {field: named.get(field) for field in named.keys if named.get(field) is not None}
     shown, models = named.shown("models"), files["models"]
     if isinstance(models, list | tuple):
-        files["models"] = [
-            entry
-            if isinstance(entry, str | PathLike | ModelEntry)
-            else _built(entry, ModelEntry, f"{shown}, number {number}: ")
-            for number, entry in enumerate(models, start=1)
-        ]
+        files["models"] = _build_entries(models, ModelEntry, shown)
     elif not isinstance(models, str | PathLike):
         raise RecipeError(f'{shown}: must be a list, like ["math.safetensors", "code.safetensors"]')
     return files
@@ -82,27 +95,25 @@ def _files(named: Files) -> dict[str, Any]:
 def _check_places(document: Mapping[str, Any]) -> None:
     """Refuse a file that is named below a table's heading, which makes it a part of the table."""
     for heading, table in document.items():
-        if heading in STAGES and isinstance(table, dict):
-            for name in table:
-                if name in OUR_NAMES:
-                    raise RecipeError(
-                        f"[{heading}] {name}: belongs at the top level; move it above the first "
-                        "heading in brackets"
-                    )
+        for name in table if heading in STAGES and isinstance(table, dict) else ():
+            if name in OUR_NAMES:
+                raise RecipeError(
+                    f"[{heading}] {name}: belongs at the top level; move it above the first "
+                    "heading in brackets"
+                )
 
 
 def _missing(named: Files, field: str) -> RecipeError:
     """Say that a field is missing, or which unknown key is probably meant for it."""
     for key in named.table:
-        if key not in (*OUR_NAMES, *Recipe.model_fields, *STAGES):
-            guess = did_you_mean(key, [named.keys[field]])
-            if guess:
-                return RecipeError(f"{key}: not known{guess}")
+        is_known = key in (*OUR_NAMES, *Recipe.model_fields, *STAGES)
+        if not is_known and (guess := did_you_mean(key, [named.keys[field]])):
+            return RecipeError(f"{key}: not known{guess}")
     return RecipeError(f"{named.shown(field)} is missing")
 
 
-def _owner(parameter: str, method: object) -> str | None:
-    """The stage whose table a parameter belongs in: one of the method's, if that has it."""
+def _find_table(parameter: str, method: object) -> str | None:
+    """Find the stage whose table a parameter belongs in: one of the method's, if that has it."""
     try:
         chain = parse_method(method) if isinstance(method, str) else ()
     except RecipeError:
@@ -110,8 +121,17 @@ def _owner(parameter: str, method: object) -> str | None:
     return next((s.name for s in (*chain, *STAGES.values()) if parameter in s.parameters), None)
 
 
-def _built(table: object, kind: type[_Entry], where: str) -> _Entry:
-    """An entry of a list: the parameters among its keys go into its `settings`."""
+def _build_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[Any]:
+    """Build the entries of a list from their tables; paths of models are left as they are."""
+    plain = (ModelEntry, str, PathLike) if kind is ModelEntry else (TensorRule,)
+    return [
+        entry if isinstance(entry, plain) else _build(entry, kind, f"{shown}, number {number}: ")
+        for number, entry in enumerate(given, start=1)
+    ]
+
+
+def _build(table: object, kind: type[_Entry], where: str) -> _Entry:
+    """Build an entry of a list: the parameters among its keys go into its `settings`."""
     if not isinstance(table, Mapping):
         path = "the path of a file or directory, or " if kind is ModelEntry else ""
         raise RecipeError(f"{where}must be {path}a table")
@@ -125,3 +145,282 @@ def _built(table: object, kind: type[_Entry], where: str) -> _Entry:
         return kind(**{key: table[key] for key in fields & set(table)}, settings=settings)
     except RecipeError as error:
         raise RecipeError(f"{where}{error}") from None
+
+
+# ---------------------------------------------------------------- settings of a whole merge
+
+
+def overlaid(
+    document: dict[str, Any],
+    given: Mapping[str, Any],
+    where: str,
+    spelled: Callable[[str], str] = str,
+) -> Recipe:
+    """Build the recipe of a document with settings laid over it; the document changes.
+
+    Given are fields of a recipe by their names, `PER_MODEL`, and parameters of stages: one value
+    for all models, or a list with one for each. `spelled` returns a name as users write it.
+    """
+    given = dict(given)
+    moved: dict[str, Any] = {}
+    if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
+        moved = {name: given.pop(name) for name in ("base", "models") if name in given}
+        if set(given) - SAME_WEIGHTS:
+            del document["output_digest"]
+    try:
+        _lay_over(document, given, spelled)
+        recipe = Recipe(**_fields(document))
+        return _with_files(recipe, moved, spelled("models")) if moved else recipe
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
+    """Return a repeated merge whose files lie elsewhere than the manifest says."""
+    files = moved.get("models", [entry.file for entry in recipe.models])
+    files = [files] if isinstance(files, str | PathLike) else files
+    if len(files) != len(recipe.models):
+        raise RecipeError(
+            f"{shown}: {times(len(files), 'model')} given, and {len(recipe.models)} were merged; "
+            "give all of them, in that order"
+        )
+    return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
+
+
+def _lay_over(
+    document: dict[str, Any], given: dict[str, Any], spelled: Callable[[str], str]
+) -> None:
+    known = (*Recipe.model_fields, *PER_MODEL, *parameter_names())
+    for name in given:
+        if name not in known:
+            meant = did_you_mean(name, (*known, *OF_THE_CALL))
+            raise RecipeError(f"{spelled(name)}: not known{meant}")
+    fields = {name: value for name, value in given.items() if name in Recipe.model_fields}
+    named = Files.of(document)
+    if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
+        document["method"] = fields["method"]
+        _remove_unused(document)
+    for name in OTHER_NAMES:
+        if name in fields:
+            named.set(name, fields.pop(name))
+    for stage, table in fields.pop("stages", {}).items():
+        document[stage] = {**_as_dict(document.get(stage)), **table}
+    document.update(fields)
+    for key in LIFTED:
+        if key in fields:
+            _as_dict(document.get("dare")).pop(key, None)
+    for name, key in PER_MODEL.items():
+        if name in given:
+            value, models = given[name], named.get("models")
+            if not isinstance(value, list | tuple):  # one for all
+                value = [value] * (len(models) if isinstance(models, list | tuple) else 1)
+            set_for_models(document, key, value, spelled(name))
+    asked = [name for name in parameter_names() if name in given]
+    method = document.get("method", DEFAULT_METHOD)
+    if not asked or not isinstance(method, str):
+        return  # the check of the recipe says what is wrong with a method that is not text
+    chain = parse_method(method)
+    for name in asked:
+        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        set_parameter(document, chain, name, list(values), spelled(name))
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def parameter_names() -> list[str]:
+    """List every parameter that a stage has, once; those of installed packages too."""
+    load_installed_stages()
+    return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
+
+
+# ---------------------------------------------------------------- single settings
+
+
+def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with some of its settings changed, checked like any other.
+
+    Parameters that only the stages of another method take are left out with them. A setting that
+    has no effect is refused; `applies` tells.
+
+    >>> recipe = Recipe(base="b", models=["math", "code"], stages={"dare": {"drop_rate": 0.5}})
+    >>> changed = with_settings(recipe, {"method": "trim+ties", "weight.math": 0.7, "scale": 2.0})
+    >>> changed.stages, changed.weights(), changed.scale
+    ({}, (0.7, 1.0), 2.0)
+    >>> with_settings(changed, {"include.math": False}).weights()
+    (1.0,)
+    """
+    document = recipe.to_document()
+    document.pop("output_digest", None)
+    document.pop("search", None)
+    given = dict(settings)
+    if "method" in given:
+        document["method"] = given.pop("method")
+        _remove_unused(document)
+    names = distinct([entry.name for entry in recipe.models])
+    included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
+    for name, value in given.items():
+        set_by_name(document, name, value, names)
+    changed = recipe_from_document(document, "settings")
+    return _with_some(changed, included, names) if included else changed
+
+
+def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str]) -> Recipe:
+    """Return the recipe for some of its models; rules stay with the same ones."""
+    for name, value in included.items():
+        if name.removeprefix(INCLUDE) not in models or not isinstance(value, bool):
+            there = f"{INCLUDE}MODEL is true or false, for {', '.join(models)}"
+            raise RecipeError(f"{name} = {value!r}: {there}")
+    kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
+    rules = []
+    for rule, places in recipe.rules:
+        files = tuple(str(kept[place].file) for place in places or () if place in kept)
+        if places is None or files:
+            rules.append(rule if places is None else rule.model_copy(update={"model": files}))
+    changed = {"models": tuple(kept.values()), "tensors": tuple(rules), "input_digests": None}
+    return recipe.model_copy(update=changed)
+
+
+def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:
+    """Set what a name stands for in the tables of a recipe whose models have these names."""
+    chain = parse_method(document.get("method", DEFAULT_METHOD))
+    first, dot, rest = name.partition(".")
+    if not dot and name in FIELDS:
+        document[name] = value
+    elif not dot and name in OF_MODELS:
+        set_for_models(document, name, [value] * len(models), name)
+    elif not dot:
+        set_parameter(document, chain, name, [value], name)
+    elif first in {stage.name for stage in chain}:
+        document.setdefault(first, {})[rest] = value
+    elif rest in models:
+        _set_in_models(document, first, {models.index(rest): value})
+    else:
+        known = [*(stage.name for stage in chain), *models]
+        raise RecipeError(
+            f"{name}: there is no stage {first!r} in the method and no model {rest!r}"
+            f"{did_you_mean(rest, known)}; write STAGE.PARAMETER or PARAMETER.MODEL; there are "
+            f"{', '.join(known)}"
+        )
+
+
+def applies(name: str, method: str) -> bool:
+    """Return whether a setting has an effect in a method.
+
+    >>> names = ("scale", "drop_rate", "keep_ratio", "trim.keep_ratio")
+    >>> [applies(name, "trim+ties") for name in names]
+    [True, False, True, True]
+    """
+    chain = parse_method(method)
+    first, dot, rest = name.partition(".")
+    if name == "embedding_drop_rate":
+        return any("drop_rate" in stage.parameters for stage in chain[:-1])
+    if first in OF_MODELS and (dot or first == "weight"):
+        return first == "seed" or chain[-1].default_weight is not None
+    if name in FIELDS or name.startswith(INCLUDE):
+        return True
+    if dot and first in STAGES:
+        return any(stage.name == first and rest in stage.parameters for stage in chain)
+    takers = chain[:-1] if dot else chain  # a model has settings of delta stages only
+    return any(first in stage.parameters for stage in takers)
+
+
+def _remove_unused(document: dict[str, Any]) -> None:
+    """Take out settings that the stages of the method do not have."""
+    method = document["method"]
+    chain = {stage.name for stage in parse_method(method)}
+    for name in [name for name in document if name in STAGES and name not in chain]:
+        table = _as_dict(document.pop(name))
+        document.update({key: table[key] for key in LIFTED if key in table})
+    if not applies("embedding_drop_rate", method):
+        document.pop("embedding_drop_rate", None)
+    rules = document.get("tensors", [])
+    entries = [*_entries(document), *(rules if isinstance(rules, list | tuple) else [])]
+    for entry in (entry for entry in entries if isinstance(entry, dict)):
+        is_rule = "file" not in entry
+        for key in list(entry):
+            of_stage = any(key in stage.parameters for stage in STAGES.values())
+            asked = key if is_rule or not of_stage else f"{key}.model"
+            if (of_stage or key == "weight") and not applies(asked, method):
+                del entry[key]
+
+
+def set_parameter(
+    document: dict[str, Any], chain: Sequence[Stage], name: str, values: list[Any], shown: str
+) -> None:
+    """Set a stage's parameter for all models, or for each its own; `shown` is its name to users."""
+    owner = _find_owner(chain, name, shown)
+    if not isinstance(document.setdefault(owner.name, {}), dict):
+        return  # the check of the recipe will say it
+    if len(values) == 1:
+        document[owner.name][name] = values[0]
+        if entries := _entries(document):  # no model has a value of its own any longer
+            plain = [
+                {key: entry[key] for key in entry if key != name}
+                if isinstance(entry, dict)
+                else entry
+                for entry in entries
+            ]
+            Files.of(document).set("models", plain)
+    elif owner.kind == "combine":
+        raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
+    else:
+        set_for_models(document, name, values, shown)
+
+
+def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
+    """Find the stage of the chain that a parameter belongs to."""
+    owners = [
+        stage
+        for stage in chain
+        if name in stage.parameters
+        and STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
+    ]
+    method = "+".join(stage.name for stage in chain)
+    if not owners:
+        parameters = [n for stage in chain for n in stage.parameters]
+        spelled = [f"--{n.replace('_', '-')}" if shown.startswith("--") else n for n in parameters]
+        takes = ", ".join(spelled) or "no parameters"
+        raise RecipeError(f"{shown} would have no effect: method {method!r} takes {takes}")
+    if len(owners) > 1:
+        both = " and ".join(stage.name for stage in owners)
+        raise RecipeError(f"{shown}: {both} both have it; set it in the table of the stage")
+    return owners[0]
+
+
+def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
+    """Write a value into each model's table."""
+    if len(values) != len(entries := _entries(document)):
+        models = times(len(entries), "model")
+        raise RecipeError(f"{shown}: {len(values)} given for {models}; give one for each")
+    _set_in_models(document, key, dict(enumerate(values)))
+
+
+def _set_in_models(document: dict[str, Any], key: str, values: Mapping[int, Any]) -> None:
+    """Write values into the tables of some models, by their numbers."""
+    entries = _entries(document)
+    for place, value in values.items():
+        entry = entries[place]
+        entries[place] = {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
+    Files.of(document).set("models", entries)
+
+
+def _entries(document: dict[str, Any]) -> list[Any]:
+    """List the models of a document, those with settings as tables."""
+    models = Files.of(document).get("models")
+    if not isinstance(models, list | tuple):
+        models = [] if models is None else [models]
+    return [entry.to_table() if isinstance(entry, ModelEntry) else entry for entry in models]
+
+
+def read_value(text: str) -> Any:
+    """Read a number, `true` or `false`; anything else is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

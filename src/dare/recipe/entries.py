@@ -41,7 +41,8 @@ def as_path(value: object) -> Path:
         raise ValueError(str(error)) from None
 
 
-def _one_or_many(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """Return one text, or a list, as a tuple; anything else as it is."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -57,7 +58,7 @@ Weight = Annotated[
     float | Gradient | None,
     BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
 ]
-Words = Annotated[tuple[str, ...] | None, BeforeValidator(_one_or_many)]
+Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 

@@ -12,14 +12,18 @@ Three names and a rate are enough:
 Everything else has a default; `naming` has the other names of the first three. A stage's
 parameters stand in a table of its name. A model may be an inline table with a `weight`, a
 `seed` and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list
-in place of a number is its values from the first layer to the last. `resolving` says what of all
-this applies to a tensor and a model.
+in place of a number is its values from the first layer to the last.
+
+A rule for tensors wins over the rate of embeddings, that over a model's own value, and that over
+the stage's table; a later rule wins over an earlier one. Values that change over the layers are
+taken at the tensor's depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from fractions import Fraction
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -28,14 +32,24 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, flat, with_lists
+from dare.recipe.entries import (
+    AnyPath,
+    ModelEntry,
+    Strict,
+    TensorRule,
+    as_path,
+    as_tuple,
+    flat,
+    with_lists,
+)
+from dare.recipe.layers import OUTSIDE, Gradient, value_at
 from dare.recipe.naming import OTHER_NAMES, written_models
-from dare.recipe.resolving import Resolving
 from dare.recipe.search import Search, search_table
 from dare.recipe.toml import write_toml
-from dare.stages import STAGES, Stage
+from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
+from dare.tensors.names import is_embedding
 from dare.tensors.sizes import parse_size
 
 __all__ = ["ModelEntry", "Recipe", "TensorRule"]
@@ -47,7 +61,12 @@ EmbeddingDropRate = Annotated[
     Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 1}),
 ]
 
+WeightType = Annotated[
+    str | None, BeforeValidator(lambda name: None if name is None else weight_type(name).name)
+]
 Policy = Literal["error", "base"]
+Chain = tuple[tuple[Stage, dict[str, Any]], ...]
+"""The stages of a method, each with its settings."""
 
 DEFAULT_MEMORY = 1 << 30
 """What buffers take at the most where `max_memory` is not given, if a method can do with it."""
@@ -60,7 +79,7 @@ SAME_WEIGHTS = {
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
 
-class Recipe(Strict, Resolving):
+class Recipe(Strict):
     """A merge, completely described.
 
     >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"], output="o.safetensors")
@@ -84,7 +103,7 @@ class Recipe(Strict, Resolving):
     stages: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Parameters by stage name."
     )
-    tensors: tuple[TensorRule, ...] = Field(
+    tensors: Annotated[tuple[TensorRule, ...], BeforeValidator(as_tuple)] = Field(
         (), description="Parameters for the tensors whose names match a pattern."
     )
     embedding_drop_rate: EmbeddingDropRate | None = Field(
@@ -92,7 +111,7 @@ class Recipe(Strict, Resolving):
     )
     seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has a seed.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
-    dtype: str | None = Field(
+    dtype: WeightType = Field(
         None, description="Storage type of the merged weights (F32, BF16, …); else the base's."
     )
 
@@ -151,7 +170,7 @@ class Recipe(Strict, Resolving):
         description="Folder where an output is made that goes to a store; one below the cache of "
         "this user if not given.",
     )
-    input_digests: tuple[str, ...] | None = Field(
+    input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
         None, description="What the inputs must hash to, base first, as their manifest says."
     )
 
@@ -173,16 +192,6 @@ class Recipe(Strict, Resolving):
         if not value:
             raise RecipeError("no models: name at least one")
         return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
-
-    @field_validator("tensors", "input_digests", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _weight_type(cls, value: object) -> object:
-        return None if value is None else weight_type(value).name
 
     @field_validator("stages")
     @classmethod
@@ -255,6 +264,121 @@ class Recipe(Strict, Resolving):
                 if name in stage.parameters:
                     stage.parameters[name].check(value, where)
 
+    @cached_property
+    def chain(self) -> Chain:
+        """The stages with their settings, before any model's or tensor's own values."""
+        stages = parse_method(self.method)
+        entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
+        overridden = {name for entry in entries for name in entry.settings}
+        chain = []
+        for stage in stages:
+            settings = stage.settings(self.stages.get(stage.name, {}), f"[{stage.name}] ")
+            for parameter, value in settings.items():
+                implied = IMPLIED.get((stage.name, parameter))
+                if implied is None:
+                    continue
+                if STAGES[implied] not in stages:
+                    if value is not None or parameter in overridden:
+                        default = {parameter: 1.0 if value is None else value}
+                        chain.append((STAGES[implied], STAGES[implied].settings(default, "")))
+                elif value is not None:
+                    raise RecipeError(
+                        f"[{stage.name}] {parameter}: method {self.method!r} has the stage "
+                        f"{implied!r} already; set it in [{implied}]"
+                    )
+            chain.append((stage, settings))
+        return tuple(chain)
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether whole models are interpolated, so that the base may be one of them."""
+        stage, settings = self.chain[-1]
+        return stage.interpolates is not None and stage.interpolates.items() <= settings.items()
+
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each model."""
+        return tuple(self.seed + n if e.seed is None else e.seed for n, e in enumerate(self.models))
+
+    def weights(self) -> tuple[float | Gradient, ...]:
+        """The weight of each model, before any tensor's own."""
+        default = self.chain[-1][0].default_weight
+        usual = default(len(self.models)) if default else 1.0
+        return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
+
+    def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
+        """The weight of one model for one tensor, which stands so deep in the stack of layers."""
+        rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
+        return float(value_at([self.weights()[model], *rules][-1], depth))
+
+    def settings_for(
+        self, tensor: str, model: int, depth: Fraction = OUTSIDE
+    ) -> tuple[dict[str, Any], ...]:
+        """The settings of every delta stage for one tensor of one model, at its depth."""
+        overrides = dict(self.models[model].settings)
+        if self._has_embedding_rate(tensor):
+            overrides["drop_rate"] = self.embedding_drop_rate
+        for rule in self._rules_for(tensor, model):
+            overrides.update(rule.settings)
+        return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
+
+    def sets(self, parameter: str, tensor: str, model: int) -> bool:
+        """Whether a parameter of a delta stage is given for a tensor of a model, by any means."""
+        return (
+            any(parameter in self.stages.get(stage.name, {}) for stage, _ in self.chain[:-1])
+            or parameter in self.models[model].settings
+            or any(parameter in rule.settings for rule in self._rules_for(tensor, model))
+            or (parameter == "drop_rate" and self._has_embedding_rate(tensor))
+        )
+
+    def _has_embedding_rate(self, tensor: str) -> bool:
+        return self.embedding_drop_rate is not None and is_embedding(tensor)
+
+    def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
+        """The settings of the combine stage for one tensor: no single model's values count."""
+        overrides: dict[str, Any] = {}
+        for rule in self._rules_for(tensor, None):
+            overrides.update(rule.settings)
+        return _at(depth, self.chain[-1][1], overrides)
+
+    def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
+        """The rules for a tensor of one model, or those that are for all models."""
+        for rule, indices in self.rules:
+            if (indices is None or model in indices) and rule.matches(tensor):
+                yield rule
+
+    @cached_property
+    def rules(self) -> tuple[tuple[TensorRule, tuple[int, ...] | None], ...]:
+        """The rules, and the models that each is for by number; None: all."""
+        return tuple(
+            (rule, None if rule.model is None else tuple(self._models_of(rule)))
+            for rule in self.tensors
+        )
+
+    def _models_of(self, rule: TensorRule) -> Iterator[int]:
+        names = [entry.name for entry in self.models]
+        for word in rule.model or ():
+            by_file = [i for i, entry in enumerate(self.models) if entry.file == as_path(word)]
+            by_name = [i for i, name in enumerate(names) if name == word]
+            if not by_file and len(by_name) > 1:
+                files = ", ".join(str(self.models[index].file) for index in by_name)
+                raise RecipeError(f"{rule}: {len(by_name)} models have that name; write {files}")
+            if not by_file and not by_name:
+                hint = did_you_mean(word, names)
+                raise RecipeError(
+                    f"{rule}: there is no model {word!r}{hint}; there are {', '.join(names)}"
+                )
+            yield from by_file or by_name
+
+    def described_rules(self) -> list[list[Any]]:
+        """The rules for tensors as plain values in which no path stands: models by number."""
+        described: list[list[Any]] = []
+        for rule, indices in self.rules:
+            match = None if rule.match is None else list(rule.match)
+            more = {"contains": rule.contains, "models": indices, "weight": rule.weight}
+            given = {name: value for name, value in more.items() if value is not None}
+            described.append([match, rule.settings, *([given] if given else [])])
+        return described
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A recipe with some fields changed, checked like any other.
 
@@ -320,3 +444,8 @@ class Recipe(Strict, Resolving):
         later = {*self.stages, "tensors"}
         fields = {key: value for key, value in tables.items() if key not in later}
         return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}
+
+
+def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """One stage's settings at a depth, with what takes their place."""
+    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from dare.errors import RecipeError
-from dare.recipe.entries import Strict
+from dare.recipe.entries import Strict, as_tuple
 
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
@@ -95,18 +95,12 @@ def _dimension(name: str, value: object) -> Choices | Range:
     return tuple(value)
 
 
-def _texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _weights(value: Any) -> Any:
     """Read a name, names with or without `=WEIGHT`, or a table of weights."""
     if isinstance(value, Mapping):
         return value
     weights: dict[str, float] = {}
-    for text in _texts(value):
+    for text in cast("Iterable[Any]", as_tuple(value)):
         name, equals, weight = str(text).strip().rpartition("=")
         if not equals and _FORMULA.search(weight):
             raise RecipeError(
@@ -143,7 +137,7 @@ class Search(Strict):
     objective: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(
         default_factory=dict, description="By score: its weight in the mean that is to be large."
     )
-    guards: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
+    guards: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (), description="What scores must keep to, such as english:max:1.25 or *:keep:0.95."
     )
     race: bool = Field(False, description="Stop bad candidates early, on a part of the items.")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.opening import open_inputs
+from dare.inputs.formats import open_inputs
 from dare.inputs.reading import read_stored
 from dare.inputs.sources import Source
 from dare.output.journal import Record

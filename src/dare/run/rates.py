@@ -16,7 +16,7 @@ from typing import Any
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages.matrices import is_matrix, sides
-from dare.tensors.private import cache_folder, read_private, write_private
+from dare.tensors.files import cache_folder, read_private, write_private
 
 USUAL = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
 """Bytes that one thread reads and writes in a second, where nothing was measured."""

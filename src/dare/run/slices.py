@@ -168,7 +168,7 @@ class SharedCensuses:
         """The stage's function that looks."""
         census = self.plan.censuses[task[0]]
         stage = self.plan.stages[census.position]
-        return stage.rounds(census.settings)[task[1]].look
+        return stage.rounds(census.settings)[task[1]].observe
 
 
 # ---------------------------------------------------------------- files of looks

@@ -95,7 +95,7 @@ class Worker:
     def _look(self, step: Look, results: Results) -> Any:
         census = self._plan.censuses[step.census]
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
-        look = self._plan.stages[position].rounds(census.settings)[step.round].look
+        look = self._plan.stages[position].rounds(census.settings)[step.round].observe
         known = results[conclusion_id(census, step.round - 1)] if step.round else None
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
         return look(self._walk(tensor, model, summaries, position), known, **census.settings)

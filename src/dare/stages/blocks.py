@@ -1,4 +1,4 @@
-"""What stages work on: one model's delta over a chunk, and the deltas of all models over it.
+"""The arguments of stages: one model's delta over a chunk, and the deltas of all models over it.
 
 Where no stage asks for values, several chunks that follow each other are worked on as one.
 """
@@ -27,10 +27,10 @@ _key = lru_cache(maxsize=1024)(mask_key)
 class Block:
     """One model's delta over a chunk, on its way through the stages.
 
-    It is lazy. What the usual stages do, dropping by a mask and keeping the largest, is only noted
-    down; a combine stage hands the notes of all models to one kernel that does everything while
-    the numbers are in registers. A stage that wants more asks for `values`, which are computed
-    then. A factor that all elements share is left to the weight in the combine stage.
+    It is lazy. The work of the usual stages, dropping by a mask and keeping the largest, is only
+    noted down; a combine stage hands the notes of all models to one kernel that does everything
+    while the numbers are in registers. A stage that needs more asks for `values`, which are
+    computed then. A factor that all elements share is left to the weight in the combine stage.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Block:
         self.seed = seed
         self.size = tuned.size
         self.factor = 1.0
-        """What `values` still have to be multiplied by."""
+        """A number that `values` still have to be multiplied by."""
         self.summary: Any = None
-        """What the survey of the stage being applied returned."""
+        """The result of the survey of the stage being applied."""
         self.draw: int | None = None
-        """Which draw of the chain the stage being applied makes; None if it is not random."""
+        """The number of the draw that the stage being applied makes; None if it is not random."""
         self.tuned = tuned
         """The model's stored elements."""
         self.mask: Mask | None = None
@@ -63,7 +63,7 @@ class Block:
         self.least = 0
         """The least magnitude (its bits) that is noted down to be kept, after the mask."""
         self.origin = base
-        """What the delta is taken from: the base's stored elements, or zeros."""
+        """The base's stored elements, or zeros: the delta is the difference from these."""
         self._scratch = scratch
         self._threshold_bits = threshold_bits
         self._values: Floats | None = None
@@ -82,7 +82,7 @@ class Block:
 
     @property
     def is_noted(self) -> bool:
-        """Whether all that was done to the block is in `mask` and `least`."""
+        """True if all that was done to the block is in `mask` and `least`."""
         return self._values is None
 
     @property
@@ -91,11 +91,11 @@ class Block:
         return self._carry_out() if self._values is None else self._values
 
     def _carry_out(self) -> Floats:
-        """Take the delta and do to it what was noted down."""
+        """Compute the delta and carry out the notes."""
         values = np.empty(self.size, np.float32)
         lanes, kept = self._lanes()
         peak, over = self._take(lanes, values)
-        if peak > INFINITY and self.settle():
+        if peak > INFINITY and self.zero_common_infinities():
             peak, over = self._take(lanes, values)
         left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
         self.measured(np.array([[peak, over, kept, left]], np.int64))
@@ -111,22 +111,22 @@ class Block:
         peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
         return int(peak), int(over)
 
-    def settle(self) -> bool:
+    def zero_common_infinities(self) -> bool:
         """Make sure that an infinity which the base has too is no change; say if there is any.
 
         The difference of two infinities is NaN, so zeros are put in their place on both sides. Any
-        other value differs from an infinite base by an infinity, as before. This is looked for only
-        where a delta is NaN.
+        other value differs from an infinite base by an infinity, as before. This is done only where
+        a delta is NaN.
         """
         origin = self._scratch.finite(self.kernels, self.origin)
         if origin is self.origin:
             return False
-        self.tuned = _settled(self.tuned, self.origin)
+        self.tuned = _without_common_infinities(self.tuned, self.origin)
         self.origin = origin
         return True
 
     def _lanes(self) -> tuple[NDArray[np.uint8], int]:
-        """The lanes of the mask that is noted down, and how many are set."""
+        """Draw the lanes of the mask that is noted down; return them and how many are set."""
         if self.mask is None:
             return self._scratch.all_kept, self.size
         key0, key1, high, low = self.mask
@@ -137,7 +137,7 @@ class Block:
         return lanes, int(kept)
 
     def drop(self, mask: Mask) -> None:
-        """Drop what a mask does not keep."""
+        """Drop the elements that a mask does not keep."""
         if self.is_noted and self.mask is None and not self.least:
             self.mask = mask
             return
@@ -167,7 +167,8 @@ class Block:
         if self.is_noted and self.mask is not None and not self.least:
             lanes, survivors = self._lanes()
             count = self._gather(lanes, out)
-            if int(out[:count].max(initial=0)) > INFINITY and self.settle():
+            peak = int(out[:count].max(initial=0))
+            if peak > INFINITY and self.zero_common_infinities():
                 count = self._gather(lanes, out)
         else:
             count = int(self.kernels.magnitudes(self.values, out))
@@ -177,9 +178,9 @@ class Block:
         return count, survivors
 
     def _count_all(self, out: NDArray[np.uint32], counts: NDArray[np.int64]) -> int:
-        """The same where nothing was dropped, in one kernel."""
+        """Gather where nothing was dropped, in one kernel."""
         count, peak = self.kernels.count_magnitudes(self.tuned, self.origin, out, counts)
-        if peak > INFINITY and self.settle():
+        if peak > INFINITY and self.zero_common_infinities():
             wrong = np.zeros_like(counts)
             self.kernels.count_high(out[:count], wrong)
             counts -= wrong
@@ -191,7 +192,7 @@ class Block:
         return int(self.kernels.gather(self.tuned, base, lanes, out))
 
     def kept_lanes(self) -> NDArray[np.uint8]:
-        """255 for each element that no stage has dropped, else 0; for the next use of the block."""
+        """Return 255 for each element that no stage has dropped, else 0; until the next call."""
         if self.is_noted and not self.least:
             return self._lanes()[0]
         left = self.survivors()
@@ -200,7 +201,7 @@ class Block:
         return lanes
 
     def survivors(self) -> NDArray[np.bool_] | None:
-        """Which elements no earlier stage has dropped; None if none was dropped."""
+        """Return which elements no earlier stage has dropped; None if none was dropped."""
         if self.is_noted and not self.least:
             return None if self.mask is None else self._lanes()[0][: self.size] != 0
         if self._values is None:
@@ -229,9 +230,8 @@ class Block:
         )
 
     def figures(self) -> list[list[int]]:
-        """For each chunk: largest magnitude's bits, count over the threshold, then survivors.
-
-        There is a count of survivors for each stage.
+        """Return for each chunk the largest magnitude's bits, the count over the threshold, and
+        the count of survivors after each stage.
         """
         if self._figures is None:
             self._carry_out()
@@ -245,7 +245,7 @@ class Block:
 
 
 class Mask(NamedTuple):
-    """What a mask is drawn from: two key words, and the threshold's upper 8 and lower 32 bits."""
+    """The source of a mask: two key words, and the threshold's upper 8 and lower 32 bits."""
 
     key0: int
     key1: int
@@ -265,7 +265,7 @@ class Scratch:
         self._finite: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def base_of(self, kernels: Any, base: NDArray[Any]) -> Floats:
-        """The base as float32; decoded once for all models of a chunk."""
+        """Return the base as float32; decoded once for all models of a chunk."""
         if base.dtype == np.float32:  # which only F32 is carried by
             return base
         floats = self._floats[: base.size]
@@ -275,7 +275,7 @@ class Scratch:
         return floats
 
     def finite(self, kernels: Any, base: NDArray[Any]) -> NDArray[Any]:
-        """The base's stored elements with zeros for infinities; itself if there are none."""
+        """Return the base's stored elements with zeros for infinities; itself if there are none."""
         if self._finite is None or self._finite[0] is not base:
             is_infinite = np.isinf(self.base_of(kernels, base))
             changed = np.where(is_infinite, base.dtype.type(0), base) if is_infinite.any() else base
@@ -283,8 +283,8 @@ class Scratch:
         return self._finite[1]
 
 
-def _settled(tuned: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
-    """What a model has, but where the base is infinite its difference from that, if it has one."""
+def _without_common_infinities(tuned: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
+    """Return a model's elements, but where the base is infinite their difference from it."""
     values, origin = _decoded(tuned), _decoded(base)
     is_same = tuned == base if tuned.dtype == base.dtype else values == origin
     with np.errstate(invalid="ignore", over="ignore"):
@@ -301,14 +301,14 @@ def _decoded(raw: NDArray[Any]) -> Floats:
 
 
 class Walk(Protocol):
-    """What a survey is given: the blocks of one tensor, as often as it asks for them."""
+    """The argument of a survey: the blocks of one tensor, as often as it asks for them."""
 
     spare_bytes: int
     """Memory the survey may use to remember what it has seen."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """The tensor's shape."""
     census: Any
-    """What the census of the stage, if it has one, concluded for the tensor."""
+    """The conclusion of the stage's census for the tensor, if it has one."""
 
     def __call__(self) -> Iterator[Any]:
         """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""
@@ -339,23 +339,21 @@ class Deltas:
     @property
     def base(self) -> Floats:
         """The base's tensor over this chunk; 0 where it is infinite."""
-        finite = self._scratch.finite(self.kernels, self._base)
-        return self._scratch.base_of(self.kernels, finite)
+        return self._scratch.base_of(self.kernels, self._scratch.finite(self.kernels, self._base))
 
     def sum(self, weights: Sequence[float]) -> Floats:
-        """Σ weight·factor·delta, each product rounded once to float32."""
+        """Return Σ weight·factor·delta, each product rounded once to float32."""
         total = self._scratch.merged[: self.size]
         if self._combine(weights, [0.0] * len(weights), total, elects=False):
             return total
         total.fill(0)
         for block, weight in zip(self.blocks, weights, strict=True):
-            if weight == 0:
-                continue  # and not 0·∞
-            self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
+            if weight != 0:  # and not 0·∞
+                self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
         return total
 
     def elect(self, weights: Sequence[float], shares: Sequence[float]) -> Floats:
-        """The weighted mean of the side that outweighs the other, element by element.
+        """Return the weighted mean of the side that outweighs the other, element by element.
 
         A side is divided by the sum of its models' shares.
         """
@@ -369,29 +367,23 @@ class Deltas:
         self.kernels.elect(sums, merged)
         return merged
 
-    def _parts(self, weights: Sequence[float], shares: Sequence[float]) -> list[Part] | None:
-        """What one kernel is told to do it all at once; None if it cannot."""
-        kinds = {block.tuned.dtype for block in self.blocks}
-        noted = all(block.is_noted and block.origin is self._base for block in self.blocks)
-        if len(kinds) > 1 or not noted or 0 in weights:
-            return None
-        return [
-            Part(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
-            for block, weight, share in zip(self.blocks, weights, shares, strict=True)
-        ]
-
     def _combine(
         self, weights: Sequence[float], shares: Sequence[float], out: Floats, *, elects: bool
     ) -> bool:
-        """Let one kernel do it all at once; say whether it could."""
-        parts = self._parts(weights, shares)
-        if parts is None:
+        """Let one kernel do it all at once; return whether it could."""
+        kinds = {block.tuned.dtype for block in self.blocks}
+        noted = all(block.is_noted and block.origin is self._base for block in self.blocks)
+        if len(kinds) > 1 or not noted or 0 in weights:
             return False
+        parts = [
+            Part(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
+            for block, weight, share in zip(self.blocks, weights, shares, strict=True)
+        ]
         start = self.blocks[0].start
         figures = self.kernels.combine(self._base, parts, start, elects, self._threshold_bits, out)
         if figures[..., 0].max() > INFINITY:
-            settled = [block.settle() for block in self.blocks]
-            if any(settled):
+            changed = [block.zero_common_infinities() for block in self.blocks]
+            if any(changed):
                 self._base = self.blocks[0].origin
                 return self._combine(weights, shares, out, elects=elects)
         for number, block in enumerate(self.blocks):

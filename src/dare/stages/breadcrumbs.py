@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ def survey_middle(
 ) -> tuple[Cut, Cut | None] | CutRows:
     """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut."""
     if per == "row":
-        work = _MiddleOfRows(keep_middle, drop_largest)
+        work = partial(_mark_middle, (keep_middle, drop_largest))
         return survey_rows(walk, row_length(walk.shape), magnitudes_left, work)
     magnitudes = Magnitudes(walk)
     counts = count_high(magnitudes)
@@ -73,9 +74,8 @@ def breadcrumbs(
     if keep_middle == 1:
         return
     if per == "row":
-        keep = work_on_rows(
-            block, block.summary, magnitudes_left(block), _MiddleOfRows(keep_middle, drop_largest)
-        )
+        work = partial(_mark_middle, (keep_middle, drop_largest))
+        keep = work_on_rows(block, block.summary, magnitudes_left(block), work)
         block.kernels.keep_lanes(block.values, keep)
         block.leave(keep != 0)
         return
@@ -89,25 +89,20 @@ def breadcrumbs(
 
 
 def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int, int]:
-    """How many of so many elements are kept, and how many are dropped above those."""
+    """Return how many of so many elements are kept, and how many are dropped above those."""
     kept = max(1, int(keep_middle * elements))
     return kept, max(0, min(int(drop_largest * elements), elements - kept))
 
 
-class _MiddleOfRows:
-    """Marks the elements of whole rows that are in the middle."""
-
-    def __init__(self, keep_middle: float, drop_largest: float) -> None:
-        self._shares = (keep_middle, drop_largest)
-
-    def __call__(self, kernels: Any, keys: Keys) -> NDArray[np.uint8]:
-        columns = keys.shape[1]
-        if keys.all():
-            kept, top = _shares(columns, *self._shares)
-            return marks(kernels, keys, columns - top - kept, columns - top)
-        left = np.count_nonzero(keys, axis=1)
-        shares = np.array([_shares(int(count), *self._shares) for count in left])
-        ends = columns - shares[:, 1:]
-        places = ranks(kernels, keys)
-        middle = (places >= ends - shares[:, :1]) & (places < ends)
-        return np.where(middle, np.uint8(255), np.uint8(0))
+def _mark_middle(share: tuple[float, float], kernels: Any, keys: Keys) -> NDArray[np.uint8]:
+    """Mark the elements of whole rows that are in the middle."""
+    columns = keys.shape[1]
+    if keys.all():
+        kept, top = _shares(columns, *share)
+        return marks(kernels, keys, columns - top - kept, columns - top)
+    left = np.count_nonzero(keys, axis=1)
+    shares = np.array([_shares(int(count), *share) for count in left])
+    ends = columns - shares[:, 1:]
+    places = ranks(kernels, keys)
+    middle = (places >= ends - shares[:, :1]) & (places < ends)
+    return np.where(middle, np.uint8(255), np.uint8(0))

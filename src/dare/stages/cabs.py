@@ -15,7 +15,7 @@ from dare.stages.registry import combine_stage
 from dare.tensors.chunks import CHUNK
 
 FREE = np.uint32(1 << 31)
-"""Above all magnitudes."""
+"""A bit above all magnitudes."""
 
 
 def _check_group(m: int) -> int:
@@ -60,7 +60,7 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
 
 
 def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.uint8]:
-    """Marks the n largest of each m, and of what is left at the end as large a share."""
+    """Mark the n largest of each m, and as large a share of the rest at the end."""
     rest = keys.size % m
     groups = keys[: keys.size - rest].reshape(-1, m)
     keep = [marks(kernels, groups, m - n, m).reshape(-1)]
@@ -71,7 +71,7 @@ def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.uint8]:
 
 
 def _shares(survivors: NDArray[np.bool_], keep: NDArray[np.bool_], m: int) -> Floats:
-    """For each element, how many of its group were left for each one of them that is kept."""
+    """Return for each element how many of its group were left for each one that is kept."""
     starts = np.arange(0, keep.size, m)
     left = np.add.reduceat(survivors, starts, dtype=np.int64)
     kept = np.add.reduceat(survivors & keep, starts, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What several models need: TALL masks and the consensus of them."""
+"""Elements that several models need: TALL masks and the consensus of them."""
 
 from __future__ import annotations
 

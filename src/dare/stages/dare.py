@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from dare.stages.blocks import Block, Mask, Walk
-from dare.stages.registry import Settings, delta_stage
+from dare.stages.registry import Settings, always, delta_stage
 from dare.tensors.mask import check_drop_rate, keep_threshold, mask_key
 
 DropRate = Annotated[
@@ -26,7 +26,7 @@ Rescale = Annotated[
 
 
 def drops(settings: Settings) -> bool:
-    """Whether anything is dropped at these settings."""
+    """Return whether anything is dropped at these settings."""
     return bool(settings["drop_rate"] > 0)
 
 
@@ -44,8 +44,8 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     paper="arXiv:2311.03099",
     sees="tensor",
     survey=survey_l1,
-    surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
-    is_lazy=lambda _settings: True,
+    surveys_when=lambda settings: settings["rescale"] == "l1" and drops(settings),
+    is_lazy=always,
     is_random=drops,
     drops_at_random=True,
     is_identity=lambda settings: not drops(settings),
@@ -65,7 +65,7 @@ def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) ->
 
 
 def make_up_for(block: Block, drop_rate: float, seed: int, name: str) -> None:
-    """Do what `dare` does to a delta from which as much was dropped before, by this mask."""
+    """Apply `dare` to a delta from which as much was dropped before, by this mask."""
     _drop_by(block, mask_key(seed, name), drop_rate)
     block.factor *= 1.0 / (1.0 - drop_rate)
 

@@ -1,4 +1,4 @@
-"""DARE with another factor: what is kept is divided by q."""
+"""DARE with another factor: the kept elements are divided by q."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dare.errors import RecipeError
 from dare.stages.blocks import Block
 from dare.stages.dare import DropRate, drops
 from dare.stages.dare import dare as drop
-from dare.stages.registry import Settings, delta_stage
+from dare.stages.registry import always, delta_stage
 from dare.tensors.mask import check_drop_rate
 
 Divisor = Annotated[
@@ -29,24 +29,20 @@ LargestVariance = Annotated[
 
 
 COHERENCE = 100
-"""How many times as much a lost share of a learnt change costs as noise of the same size: what the
-best scales of the demonstration's merges come to (0.8 at p = 0.9 and 0.6 at p = 0.95, n = 3)."""
+"""The cost of a lost share of a learnt change, in that of noise of the same size: the best scales
+of the demonstration's merges come to this (0.8 at p = 0.9 and 0.6 at p = 0.95, n = 3)."""
 ROUNDING = 1e-9
 """0.3 is as good as 1 - 0.7."""
 
 
-def _check_divisor(settings: Settings) -> None:
-    find_divisor(**settings)
-
-
 @delta_stage(
     paper="arXiv:2410.09344",
-    check=_check_divisor,
-    is_lazy=lambda _settings: True,
+    check=lambda settings: find_divisor(**settings),
+    is_lazy=always,
     is_random=drops,
     drops_at_random=True,
     is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
-    redrops=lambda _settings: True,
+    redrops=always,
 )
 def darex(
     block: Block,
@@ -75,7 +71,7 @@ def darex(
 def find_divisor(
     drop_rate: float, q: float | None, epsilon: float | None, max_variance: float | None
 ) -> float:
-    """What the kept elements are divided by.
+    """Return the number that the kept elements are divided by.
 
     >>> find_divisor(0.75, None, 0.25, None), find_divisor(0.99, None, None, 9.0)
     (0.5, 0.033166247903...)
@@ -100,7 +96,7 @@ def find_divisor(
 
 
 def balanced_q(drop_rate: float, models: int = 1) -> float:
-    """The q of DAREx that balances what is lost against the noise, when n models are added up.
+    """Return the q of DAREx that balances loss against noise when n models are added up.
 
     Of each delta a share a = (1 - p)/q stays, and each adds noise a²·p/(1 - p) to what all are to
     do. A change that was learnt moves outputs in one direction and noise in all, so that losing

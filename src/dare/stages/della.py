@@ -56,7 +56,7 @@ def survey_ranks(
 
 
 def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
-    """Ranks of the rows that are cut, and what it takes to find those of one row."""
+    """Return the bytes for the ranks of the rows that are cut, and to find those of one row."""
     columns = row_length(shape)
     cut = cut_row_elements(shape, columns)
     return models * (4 * cut + 40 * columns) if cut else 0
@@ -109,7 +109,7 @@ def _drop(block: Block, rows: CutRows, drop_rate: float, window: float, *, even:
 
 
 def _ranks_of_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
-    """Ranks in rows; where some elements are dropped, those of the others spread over the row."""
+    """Rank in rows; where some elements are dropped, the others' ranks are spread over the row."""
     places = ranks(kernels, keys)
     if keys.all():
         return places
@@ -121,7 +121,7 @@ def _ranks_of_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
 
 
 def _tables(columns: int, drop_rate: float, window: float) -> tuple[NDArray[np.uint64], Floats]:
-    """For each rank, the threshold of the mask, and what to multiply by beside 1/(1 - p)."""
+    """Return for each rank the threshold of the mask, and the factor beside 1/(1 - p)."""
     mean = 1.0 - drop_rate
     places = np.arange(columns) / (columns - 1) if columns > 1 else np.full(1, 0.5)
     keep = mean + window * (places - 0.5)

@@ -19,9 +19,8 @@ def emr(deltas: Deltas) -> Floats:
     """
     total, most, least = np.zeros((3, deltas.size), np.float32)
     for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
-        if weight == 0:
-            continue  # and not 0·∞
-        combined = np.float32(weight * block.factor)
-        deltas.kernels.add_extremes(block.values, combined, total, most, least)
+        if weight != 0:  # and not 0·∞
+            combined = np.float32(weight * block.factor)
+            deltas.kernels.add_extremes(block.values, combined, total, most, least)
     deltas.kernels.elect_extremes(total, most, least)
     return total

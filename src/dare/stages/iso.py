@@ -35,7 +35,7 @@ CommonShare = Annotated[
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:
-    """All models' matrices and their sum, the triples in float64, and the result."""
+    """Count all models' matrices and their sum, the triples in float64, and the result."""
     short = min(rows, columns)
     factors = 12 * 2 * short * (rows + columns)
     return 4 * (models + 4) * rows * columns + factors + 2 * eigen_bytes(short)

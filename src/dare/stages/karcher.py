@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.angles import PARALLEL, Space, inner_products, shares_of, sum_in
+from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
+from dare.stages.slerp import PARALLEL, Space, inner_products, sum_in
 
 MOST_STEPS = 1000
 SMALL = 1e-12
-"""The iteration ends at a step shorter than this; the sphere's radius is 1."""
+"""The length of a step that ends the iteration; the sphere's radius is 1."""
 CANCELLED = 1e-5
 """Directions whose mean is shorter than this have none."""
 
@@ -22,8 +23,8 @@ CANCELLED = 1e-5
 def survey_mean(walk: Walk, *, on: Space) -> list[float]:
     """Find the coefficient of each model from the angles between them."""
     products, weights = inner_products(walk, on)
-    shares = shares_of(weights, "karcher")
-    lengths = [math.sqrt(squared) for squared in (row[i] for i, row in enumerate(products))]
+    shares = _shares(weights)
+    lengths = [math.sqrt(row[i]) for i, row in enumerate(products)]
     taken = [i for i, length in enumerate(lengths) if length > 0 and shares[i] > 0]
     if not all(map(math.isfinite, lengths)) or len(taken) < 2:
         return shares
@@ -39,15 +40,25 @@ def survey_mean(walk: Walk, *, on: Space) -> list[float]:
     return found
 
 
+def _shares(weights: Sequence[float]) -> list[float]:
+    """Divide the weights by their sum; each must be a share of the whole."""
+    if any(weight < 0 for weight in weights) or not sum(weights) > 0:
+        raise RecipeError(
+            f"weights {', '.join(map(str, weights))}: karcher takes a mean, and needs weights of 0 "
+            "or more that are not all 0"
+        )
+    return [weight / math.fsum(weights) for weight in weights]
+
+
 def _mean_direction(
     cosines: NDArray[np.float64], shares: Sequence[float]
 ) -> NDArray[np.float64] | None:
-    """The Karcher mean as a sum of the unit vectors; None where it is not defined.
+    """Find the Karcher mean as a sum of the unit vectors; None where it is not defined.
 
     Newton's usual step: the mean of the others seen from here (their logarithms) is walked along.
     Sums are exact, so that they do not depend on the order of the models.
     """
-    mean = _unit(np.array(shares), cosines, CANCELLED)
+    mean = _unit(np.array(shares), cosines)
     for _ in range(MOST_STEPS):
         if mean is None:
             return None
@@ -60,12 +71,12 @@ def _mean_direction(
         length = _length(step, cosines)
         if length < SMALL:
             break
-        mean = _unit(math.cos(length) * mean + math.sin(length) / length * step, cosines, CANCELLED)
+        mean = _unit(math.cos(length) * mean + math.sin(length) / length * step, cosines)
     return mean
 
 
 def _stretch(cosine: float) -> float:
-    """θ/sin θ: what makes of a chord's shadow the way along the arc."""
+    """Return θ/sin θ, which turns a chord's shadow into the way along the arc."""
     angle = math.acos(max(-1.0, min(1.0, cosine)))
     return angle / math.sin(angle) if angle > 1e-7 else 1.0
 
@@ -75,11 +86,9 @@ def _length(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> float:
     return math.sqrt(max(0.0, squared))
 
 
-def _unit(
-    vector: NDArray[np.float64], cosines: NDArray[np.float64], least: float
-) -> NDArray[np.float64] | None:
+def _unit(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> NDArray[np.float64] | None:
     length = _length(vector, cosines)
-    return vector / length if length >= least else None
+    return vector / length if length >= CANCELLED else None
 
 
 @combine_stage(

@@ -19,7 +19,7 @@ KeepAligned = Annotated[
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:
-    """All models' matrices twice, their aligned parts in float64 with their votes, the result."""
+    """Count all models' matrices twice, their aligned parts in float64 with votes, the result."""
     rank = min(rows, models * columns)
     aligned = 8 * rank * (3 * models + 5) * columns
     return 4 * (2 * models + 1) * rows * columns + aligned + 16 * rank * rows + eigen_bytes(rank)
@@ -57,7 +57,7 @@ def _trimmed(part: Numbers, keep_ratio: float) -> Numbers:
 
 
 def _elected(parts: list[Numbers], weights: Sequence[float]) -> Numbers:
-    """As `ties`: the weighted mean of the side that outweighs the other, element by element."""
+    """Return the weighted mean of the side that outweighs the other, as `ties` does."""
     total = np.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         total += weight * part

@@ -16,11 +16,11 @@ import numpy as np
 
 from dare.errors import InputError
 from dare.stages.blocks import Block, Deltas, Floats, Walk
-from dare.stages.registry import Settings, SurveyBytes, combine_stage, delta_stage
+from dare.stages.registry import Settings, always, combine_stage, delta_stage
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor seen as a matrix; a vector is one row.
+    """Return rows and columns of a tensor seen as a matrix; a vector is one row.
 
     >>> as_matrix((4, 3, 2)), as_matrix((5,)), as_matrix(())
     ((4, 6), (1, 5), (1, 1))
@@ -30,7 +30,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has more than one row and column.
+    """Return whether a tensor has more than one row and column.
 
     >>> is_matrix((4, 3)), is_matrix((2, 3, 1)), is_matrix((5,)), is_matrix((1, 5)), is_matrix(())
     (True, True, False, False, False)
@@ -39,7 +39,7 @@ def is_matrix(shape: tuple[int, ...]) -> bool:
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shorter and the longer side of a tensor seen as a matrix.
+    """Return the shorter and the longer side of a tensor seen as a matrix.
 
     >>> sides((4, 3, 2)), sides((7, 2))
     ((4, 6), (2, 7))
@@ -48,38 +48,32 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def _gather_delta(walk: Walk) -> Floats:
-    """One model's delta as a matrix, all factors multiplied in."""
-    flat = np.empty(math.prod(walk.shape), np.float32)
-    for block in walk():
-        _put(flat, block)
-    return flat.reshape(as_matrix(walk.shape))
+def _gather(walk: Walk) -> tuple[list[Floats], list[float]]:
+    """Gather deltas as matrices, of one model or of all in recipe order, and the models' weights.
 
-
-def _gather_deltas(walk: Walk) -> tuple[list[Floats], list[float]]:
-    """All models' deltas as matrices, in recipe order, and the models' weights."""
+    All factors are multiplied in.
+    """
     flat: list[Floats] = []
     weights: list[float] = []
-    for deltas in walk():
-        flat = flat or [np.empty(math.prod(walk.shape), np.float32) for _ in deltas.blocks]
-        weights = list(deltas.weights)
-        for values, block in zip(flat, deltas.blocks, strict=True):
-            _put(values, block)
-    return [values.reshape(as_matrix(walk.shape)) for values in flat], weights
-
-
-def _put(flat: Floats, block: Block) -> None:
-    part = flat[block.start : block.start + block.size]
-    np.multiply(block.values, np.float32(block.factor), out=part)
-    if not np.isfinite(part).all():
-        raise InputError(
-            f"{block.tensor}: a model's change has NaN or infinite values, which would spread over "
-            "the whole matrix; check the inputs, or merge this tensor by another method"
+    for found in walk():
+        blocks, weights = (
+            ([found], []) if isinstance(found, Block) else (found.blocks, found.weights)
         )
+        flat = flat or [np.empty(math.prod(walk.shape), np.float32) for _ in blocks]
+        for values, block in zip(flat, blocks, strict=True):
+            part = _chunk_of(values, block)
+            np.multiply(block.values, np.float32(block.factor), out=part)
+            if not np.isfinite(part).all():
+                raise InputError(
+                    f"{block.tensor}: a model's change has NaN or infinite values, which would "
+                    "spread over the whole matrix; check the inputs, or merge this tensor by "
+                    "another method"
+                )
+    return [values.reshape(as_matrix(walk.shape)) for values in flat], list(weights)
 
 
 def multiply_by_weights(deltas: Sequence[Floats], weights: Sequence[float]) -> None:
-    """δᵢ becomes wᵢ·δᵢ, in place."""
+    """Multiply each δᵢ by wᵢ, in place."""
     for delta, weight in zip(deltas, weights, strict=True):
         np.multiply(delta, np.float32(weight), out=delta)
 
@@ -94,7 +88,7 @@ def matrix_delta_stage(
     *,
     work_bytes: WorkBytes,
     paper: str = "",
-    acts_when: Callable[[Settings], bool] = lambda _settings: True,
+    acts_when: Callable[[Settings], bool] = always,
 ) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
     """Register a function from one model's matrix to another as a delta stage.
 
@@ -104,7 +98,7 @@ def matrix_delta_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def survey(walk: Walk, **settings: Any) -> Floats | None:
-            return function(_gather_delta(walk), **settings) if is_matrix(walk.shape) else None
+            return function(_gather(walk)[0][0], **settings) if is_matrix(walk.shape) else None
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -113,14 +107,8 @@ def matrix_delta_stage(
                 block.factor = 1.0
                 block.leave_nonzero()
 
-        delta_stage(
-            sees="matrix",
-            paper=paper,
-            survey=survey,
-            surveys_when=acts_when,
-            survey_bytes=_of_matrices(work_bytes),
-            kept_bytes=_of_matrices(lambda rows, columns, _models: 4 * rows * columns),
-        )(apply)
+        declared = _declare(survey, work_bytes, paper)
+        delta_stage(**declared, surveys_when=acts_when)(apply)
         return function
 
     return register
@@ -137,7 +125,7 @@ def matrix_combine_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def survey(walk: Walk, **settings: Any) -> Floats | None:
-            return function(*_gather_deltas(walk), **settings) if is_matrix(walk.shape) else None
+            return function(*_gather(walk), **settings) if is_matrix(walk.shape) else None
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -145,26 +133,23 @@ def matrix_combine_stage(
                 return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
             return _chunk_of(deltas.summary, deltas.blocks[0])
 
-        combine_stage(
-            sees="matrix",
-            paper=paper,
-            votes=votes,
-            survey=survey,
-            survey_bytes=_of_matrices(work_bytes),
-            kept_bytes=_of_matrices(lambda rows, columns, _models: 4 * rows * columns),
-        )(apply)
+        combine_stage(**_declare(survey, work_bytes, paper), votes=votes)(apply)
         return function
 
     return register
 
 
-def _of_matrices(work_bytes: WorkBytes) -> SurveyBytes:
+def _declare(survey: Callable[..., Any], work_bytes: WorkBytes, paper: str) -> dict[str, Any]:
     def survey_bytes(shape: tuple[int, ...], models: int) -> int:
         return work_bytes(*as_matrix(shape), models) if is_matrix(shape) else 0
 
-    return survey_bytes
+    def kept_bytes(shape: tuple[int, ...], _models: int) -> int:
+        return 4 * math.prod(shape) if is_matrix(shape) else 0
+
+    sizes = {"survey_bytes": survey_bytes, "kept_bytes": kept_bytes}
+    return {"sees": "matrix", "paper": paper, "survey": survey, **sizes}
 
 
 def _chunk_of(matrix: Floats, block: Block) -> Floats:
-    """The part of a matrix that belongs to a block."""
+    """Return the part of a matrix that belongs to a block."""
     return matrix.reshape(-1)[block.start : block.start + block.size]

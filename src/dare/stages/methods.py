@@ -47,11 +47,11 @@ IMPLIED = {("ties", "keep_ratio"): "trim"}
 """Parameters of combine stages that, when given, put a delta stage before them."""
 GROUP = "dare.stages"
 MOST_MODELS = 8
-"""Up to which number of models the weights that they get by themselves are listed."""
+"""The largest number of models whose default weights are listed."""
 
 
 def find_stage(name: str, file: str = "") -> Stage:
-    """The stage of that name; one that is not registered yet is, from its file or its package."""
+    """Return the stage of that name; register it first, from its file or its package."""
     if name not in STAGES and file:
         load_stages(file)
     elif name not in STAGES:
@@ -125,7 +125,10 @@ def load_stages(path: str | PathLike[str]) -> tuple[str, ...]:
 
 
 def _may_be_installed() -> bool:
-    """Whether any package might bring stages, by its files: `importlib.metadata` takes 35 ms."""
+    """Return whether any package might bring stages, by its files, without `importlib.metadata`.
+
+    That takes 35 ms.
+    """
     others = [finder for finder in sys.meta_path if finder is not PathFinder]
     if any(hasattr(finder, "find_distributions") for finder in others):
         return True
@@ -189,15 +192,15 @@ def _registered_by(load: Callable[[], Any], where: str, origin: str) -> tuple[st
 
 
 def catalogue(names: Iterable[str]) -> dict[str, Any]:
-    """These stages with all that is known of them, and every alias."""
+    """Return these stages with all that is known of them, and every alias."""
     return {"stages": [_stage(STAGES[name]) for name in names], "aliases": dict(ALIASES)}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    """A stage; one that combines also has `models` and `default_weight`.
+    """Describe a stage; one that combines also has `models` and `default_weight`.
 
-    `models` is how many it takes, if not any number. `default_weight` is what each of one, two …
-    models weighs by itself, or nothing where models have no weight.
+    `models` is the number it takes, if not any. `default_weight` lists the weight of each of one,
+    two … models; there is none where models have no weight.
     """
     facts = ("name", "kind", "summary", "documentation", "paper")
     shown = {fact: getattr(stage, fact) for fact in facts}
@@ -241,8 +244,8 @@ def _explain_all() -> Document:
     columns: Columns = {
         "stage": lambda stage: stage.name,
         "does": lambda stage: stage.summary,
-        "parameters": lambda stage: "\n".join(
-            f"{p.name} = {exact_text(p.default)}" for p in stage.parameters.values()
+        "parameters": lambda stage: ", ".join(
+            f"{p.name}={exact_text(p.default)}" for p in stage.parameters.values()
         ),
         "paper": lambda stage: stage.paper,
     }

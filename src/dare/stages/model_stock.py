@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from dare.stages.angles import inner_products
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
+from dare.stages.slerp import inner_products
 
 
 def survey_cosines(walk: Walk) -> float:
     """Find how far to go from the base to the mean, t, from the angles between the deltas."""
     products, weights = inner_products(walk, "deltas")
-    lengths = [math.sqrt(squared) for squared in (row[i] for i, row in enumerate(products))]
+    lengths = [math.sqrt(row[i]) for i, row in enumerate(products)]
     count = len(weights)
     cosines = [
         products[i][j] / (lengths[i] * lengths[j]) if lengths[i] * lengths[j] else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -50,7 +51,7 @@ def survey_groups(
     """Work on the groups that the borders of chunks cut: none, if m divides 524,288."""
     columns = row_length(walk.shape)
     unit = m if columns % m == 0 else columns  # a row that ends in a short group is taken whole
-    return survey_rows(walk, unit, _KEYS[choose], _Selection(n, m, turn, rescale))
+    return survey_rows(walk, unit, _KEYS[choose], partial(_select, n, m, turn, rescale))
 
 
 @delta_stage(
@@ -85,7 +86,7 @@ def nm(
     """
     if n == m:
         return
-    selection = _Selection(n, m, turn, rescale)
+    selection = partial(_select, n, m, turn, rescale)
     factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
     block.kernels.multiply_kept(block.values, factors)
     block.leave(factors != 0)
@@ -94,7 +95,7 @@ def nm(
 
 
 def _chances(block: Block) -> Keys:
-    """The numbers of the mask, turned around: the largest are kept, and none is 0."""
+    """Draw the numbers of the mask, turned around: the largest are kept, and none is 0."""
     numbers = np.empty(block.size, np.uint64)
     block.kernels.draw_uniform(numbers, block.start, *block.key)
     return np.uint64(1 << THRESHOLD_BITS) - numbers
@@ -103,43 +104,37 @@ def _chances(block: Block) -> Keys:
 _KEYS: dict[str, KeysOf] = {"magnitude": magnitudes_left, "random": _chances}
 
 
-class _Selection:
-    """For the elements of whole rows, 0 where dropped, else what to multiply by beside m/n.
+def _select(n: int, m: int, turn: int, rescale: bool, kernels: Any, keys: Keys) -> Floats:
+    """Return 0 for the dropped elements of whole rows, for the others their factor beside m/n.
 
     An element whose key is 0 is not there: its group is the smaller.
     """
+    rows, columns = keys.shape
+    short = columns % m
+    whole = columns - short
+    factors = np.empty((rows, columns), np.float32)
+    groups = keys[:, :whole].reshape(-1, m)
+    factors[:, :whole] = _take(turn, rescale, kernels, groups, n).reshape(rows, whole)
+    if short:
+        kept = -(-n * short // m)
+        factors[:, whole:] = _take(turn, rescale, kernels, keys[:, whole:], kept)
+        if rescale:
+            factors[:, whole:] *= np.float32(short * n / (kept * m))
+    return factors
 
-    def __init__(self, n: int, m: int, turn: int, rescale: bool) -> None:
-        self._n, self._m, self._turn, self._rescale = n, m, turn, rescale
 
-    def __call__(self, kernels: Any, keys: Keys) -> Floats:
-        n, m = self._n, self._m
-        rows, columns = keys.shape
-        short = columns % m
-        whole = columns - short
-        factors = np.empty((rows, columns), np.float32)
-        factors[:, :whole] = self._taken(kernels, keys[:, :whole].reshape(-1, m), n).reshape(
-            rows, whole
-        )
-        if short:
-            kept = -(-n * short // m)
-            factors[:, whole:] = self._taken(kernels, keys[:, whole:], kept)
-            if self._rescale:
-                factors[:, whole:] *= np.float32(short * n / (kept * m))
-        return factors
-
-    def _taken(self, kernels: Any, groups: Keys, kept: int) -> Floats:
-        size = groups.shape[1]
-        if groups.all():
-            above = size - self._turn * kept  # ranks from here on had their turn
-            taken: NDArray[np.bool_] = marks(kernels, groups, above - kept, above) != 0
-            return taken.astype(np.float32)
-        left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
-        kept_of_left = -(-kept * left // size)
-        end = size - self._turn * kept_of_left
-        places = ranks(kernels, groups)
-        factors = np.ones_like(left, np.float32)
-        if self._rescale:
-            factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
-        taken = (places >= end - kept_of_left) & (places < end)
-        return np.where(taken, factors, np.float32(0))
+def _take(turn: int, rescale: bool, kernels: Any, groups: Keys, kept: int) -> Floats:
+    size = groups.shape[1]
+    if groups.all():
+        above = size - turn * kept  # ranks from here on had their turn
+        taken: NDArray[np.bool_] = marks(kernels, groups, above - kept, above) != 0
+        return taken.astype(np.float32)
+    left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
+    kept_of_left = -(-kept * left // size)
+    end = size - turn * kept_of_left
+    places = ranks(kernels, groups)
+    factors = np.ones_like(left, np.float32)
+    if rescale:
+        factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
+    taken = (places >= end - kept_of_left) & (places < end)
+    return np.where(taken, factors, np.float32(0))

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.stages.angles import Space, arc, cosine_of, inner_products, sum_in, tensors_in
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix
 from dare.stages.registry import combine_stage
+from dare.stages.slerp import Space, arc_between, inner_products, sum_in, tensors_in
 
 Each = Annotated[
     Literal["tensor", "row", "column"],
@@ -27,7 +27,7 @@ class Lines:
     """The two coefficients of each row or column of a matrix."""
 
     columns: int
-    """Of the matrix."""
+    """Columns of the matrix."""
     coefficients: NDArray[np.float64]
     """2 × rows, or 2 × columns."""
 
@@ -36,8 +36,7 @@ def survey_lines(walk: Walk, *, each: Each, on: Space) -> tuple[float, float] | 
     """Find the coefficients of both models, for the tensor or for each of its rows or columns."""
     if each == "tensor" or len(walk.shape) < 2:
         products, weights = inner_products(walk, on)
-        cosine = cosine_of(products[0][1], products[0][0], products[1][1])
-        return arc(cosine, _fraction(weights))
+        return arc_between(products[0][1], products[0][0], products[1][1], _fraction(weights))
     rows, columns = as_matrix(walk.shape)
     by_column = each == "column"
     sums = np.zeros((3, columns if by_column else rows))
@@ -46,19 +45,16 @@ def survey_lines(walk: Walk, *, each: Each, on: Space) -> tuple[float, float] | 
         weights = deltas.weights
         start = deltas.blocks[0].start
         first, second = tensors_in(deltas, on)
-        for total, left, right in zip(
-            sums, (first, first, second), (second, first, second), strict=True
-        ):
-            deltas.kernels.add_products(left, right, start, columns, by_column, total)
+        pairs = ((first, second), (first, first), (second, second))
+        for total, pair in zip(sums, pairs, strict=True):
+            deltas.kernels.add_products(*pair, start, columns, by_column, total)
     t = _fraction(weights)
-    found = np.empty((2, sums.shape[1]))
-    for line in range(sums.shape[1]):
-        found[:, line] = arc(cosine_of(*sums[:, line].tolist()), t)
-    return Lines(columns, found)
+    found = [arc_between(both, one, two, t) for both, one, two in sums.T.tolist()]
+    return Lines(columns, np.array(found).reshape(-1, 2).T)
 
 
 def _fraction(weights: Sequence[float]) -> float:
-    """The second model's share; halfway if the weights cancel."""
+    """Return the second model's share; halfway if the weights cancel."""
     whole = math.fsum(weights)
     return weights[1] / whole if whole else 0.5
 

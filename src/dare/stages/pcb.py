@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dare.stages.blocks import Block, Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
-from dare.stages.trim import HIGH_COUNTS, LOW_COUNTS, _count_down
+from dare.stages.trim import HIGH_COUNTS, LOW_COUNTS, count_down
 
 ScoreRatio = Annotated[
     float, Field(gt=0, le=1, description="Share of each delta's elements to keep, by score.")
@@ -19,7 +19,7 @@ ScoreRatio = Annotated[
 
 
 class Competition(NamedTuple):
-    """What one model's scores in a tensor are measured by."""
+    """The scale of one model's scores in a tensor."""
 
     peak: float
     """The largest magnitude of the delta."""
@@ -46,7 +46,7 @@ def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:
         tops[model] = max(tops[model], bits.max(initial=0))
         kernels.count_high(bits, counts[model])
     wanted: list[tuple[int, int] | None] = [
-        _count_down(found, kept + 1) if found.sum() > kept else None for found in counts
+        count_down(found, kept + 1) if found.sum() > kept else None for found in counts
     ]
 
     counts = np.zeros((len(peaks), LOW_COUNTS), np.int64)
@@ -54,7 +54,7 @@ def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:
         if (place := wanted[model]) is not None:
             kernels.count_low(bits, np.uint32(place[0]), counts[model])
     cuts = [
-        np.uint32(place[0] << 15 | _count_down(found, place[1])[0]) if place else np.uint32(0)
+        np.uint32(place[0] << 15 | count_down(found, place[1])[0]) if place else np.uint32(0)
         for place, found in zip(wanted, counts, strict=True)
     ]
     return [
@@ -64,13 +64,13 @@ def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:
 
 
 def _peak(block: Block) -> float:
-    """The largest finite magnitude over a chunk."""
+    """Return the largest finite magnitude over a chunk."""
     found = np.abs(block.values)
     return float(found.max(where=np.isfinite(found), initial=0)) * abs(block.factor)
 
 
 def _all_scores(deltas: Deltas, peaks: Sequence[float]) -> Iterator[Floats]:
-    """The scores of one model after the other; the array is used again."""
+    """Yield the scores of one model after the other; the array is used again."""
     count = len(deltas.blocks)
     total = deltas.sum([1.0] * count)
     scores = np.empty(deltas.size, np.float32)
@@ -139,7 +139,7 @@ def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: AR
 
 
 def _shares(scores: Floats, found: Competition) -> Floats:
-    """What the scores count for: from 0 at the cut to 1 at the top."""
+    """Return the shares that scores count for: from 0 at the cut to 1 at the top."""
     if found.top == found.cut:
         shared: Floats = ((scores == found.top) & (scores > 0)).astype(np.float32)
         return shared

@@ -28,20 +28,20 @@ Keys = NDArray[Any]
 KeysOf = Callable[[Block], Keys]
 """The numbers to rank by, one for each element of a block: unsigned integers."""
 RowWork = Callable[[Any, Keys], NDArray[Any]]
-"""With the kernels, from the keys of whole rows (rows × columns), a result for each element."""
+"""A function of kernels and the keys of whole rows (rows × columns): a result for each element."""
 
 
 @dataclass(frozen=True)
 class CutRows:
-    """What was found for the rows of a tensor that lie in more than one chunk."""
+    """Results for the rows of a tensor that lie in more than one chunk."""
 
     columns: int
     pieces: Mapping[int, tuple[NDArray[Any], ...]]
-    """By chunk: the results for the elements before its first whole row, and after its last."""
+    """Results by chunk, for the elements before its first whole row, and after its last."""
 
 
 def row_length(shape: tuple[int, ...]) -> int:
-    """Elements in a row: the last dimension, or all of a vector; a scalar has one.
+    """Return the elements in a row: the last dimension, or all of a vector; a scalar has one.
 
     >>> row_length((4, 3, 2)), row_length((5,)), row_length(())
     (2, 5, 1)
@@ -50,7 +50,7 @@ def row_length(shape: tuple[int, ...]) -> int:
 
 
 def cut_row_elements(shape: tuple[int, ...], columns: int) -> int:
-    """How many elements lie in rows that are cut, at the most."""
+    """Return the largest possible number of elements in rows that are cut."""
     elements = math.prod(shape)
     if CHUNK % columns == 0 or elements <= CHUNK:
         return 0
@@ -77,7 +77,7 @@ def survey_rows(walk: Walk, columns: int, keys_of: KeysOf, work: RowWork) -> Cut
 
 
 def work_on_rows(block: Block, cut: CutRows, keys: Keys, work: RowWork) -> NDArray[Any]:
-    """The results for all elements of a block."""
+    """Return the results for all elements of a block."""
     head, tail = _edges(block, cut.columns)
     whole = keys[head : block.size - tail].reshape(-1, cut.columns)
     rows = max(1, SLAB // cut.columns)
@@ -91,7 +91,7 @@ def work_on_rows(block: Block, cut: CutRows, keys: Keys, work: RowWork) -> NDArr
 
 
 def _edges(block: Block, columns: int) -> tuple[int, int]:
-    """Elements before the first row that begins in the block, and after the last that ends."""
+    """Count elements before the first row that begins in the block, and after its last end."""
     head = min(-block.start % columns, block.size)
     return head, (block.size - head) % columns
 
@@ -111,26 +111,26 @@ def _finish(
 
 
 def magnitude_bits(block: Block) -> Keys:
-    """The magnitudes of a block's values as integers that order like them."""
+    """Return the magnitudes of a block's values as integers that order like them."""
     return block.values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def magnitudes_left(block: Block) -> Keys:
-    """Integers that order like the magnitudes, and 0 for what earlier stages have dropped."""
+    """Return integers that order like the magnitudes, 0 for elements dropped by earlier stages."""
     survivors = block.survivors()
     numbers = magnitude_bits(block) + np.uint32(1)
     return numbers if survivors is None else np.where(survivors, numbers, np.uint32(0))
 
 
 def marks(kernels: Any, keys: Keys, least: int, end: int) -> NDArray[np.uint8]:
-    """255 for elements whose rank in their row is `least` or more and below `end`, else 0."""
+    """Return 255 for elements whose rank in their row is from `least` to below `end`, else 0."""
     found = np.empty(keys.shape, np.uint8)
     kernels.mark_ranks(np.ascontiguousarray(keys), least, end, found)
     return found
 
 
 def ranks(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
-    """The rank of each element in its row, 0 for the smallest; of equals the first is larger."""
+    """Return each element's rank in its row, 0 for the smallest; of equals the first is larger."""
     found = np.empty(keys.shape, np.uint32)
     kernels.rank_rows(np.ascontiguousarray(keys), found)
     return found

@@ -1,4 +1,4 @@
-"""What a stage is, and the one table of them.
+"""Stages, and the one table of them.
 
 A stage is a function with keyword-only parameters. Those parameters, their defaults and their
 ranges are the recipe's schema; its docstring is its documentation. There are two kinds:
@@ -8,12 +8,12 @@ ranges are the recipe's schema; its docstring is its documentation. There are tw
 - a *combine stage* turns the deltas of all models over a chunk into one:
   `linear(deltas)`
 
-A stage says what it must have seen before it can work on a chunk:
+A stage declares in `sees` how much it must have seen before it can work on a chunk:
 
 - `element`: nothing; any chunk will do
 - `tensor`: something of the whole tensor. It has a *survey*: a function of the same parameters
-  that walks over the tensor's chunks and returns whatever the stage wants to find in `summary`
-  later. One that must know something of all tensors of a model has a *census* before its surveys.
+  that walks over the tensor's chunks; its result is in `summary` later. A stage that must know
+  something of all tensors of a model has a *census* before its surveys.
 - `matrix`: the whole matrix at once. It is registered by `matrices`, as a function of matrices.
 """
 
@@ -47,7 +47,7 @@ class Parameter:
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """What checks it; made when it is asked for, since that takes a while."""
+        """The check of its type; made when it is asked for, since that takes a while."""
         return TypeAdapter(self.hint, config=ConfigDict(strict=True))
 
     @cached_property
@@ -56,7 +56,7 @@ class Parameter:
 
     @property
     def description(self) -> str:
-        """What it means, in a line."""
+        """Its meaning, in a line."""
         return str(self._schema.get("description", ""))
 
     @property
@@ -66,12 +66,12 @@ class Parameter:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is measured, so that it may change from layer to layer."""
+        """True if it is measured, so that it may change from layer to layer."""
         return any(choice.get("type") == "number" for choice in _choices(self._schema))
 
     @property
     def control(self) -> dict[str, Any]:
-        """How it can be asked for: `type`, with its `options` or limits, and `optional`.
+        """The form of its input field: `type`, with its `options` or limits, and `optional`.
 
         The type is "boolean", "choice", "number" or "integer". Limits are named as in JSON Schema.
         """
@@ -111,7 +111,7 @@ _UPPER = {"maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The alternatives of a JSON schema, without the one that stands for `not given`."""
+    """Return the alternatives of a JSON schema, without the one that stands for `not given`."""
     return [choice for choice in schema.get("anyOf", [schema]) if choice.get("type") != "null"]
 
 
@@ -135,7 +135,7 @@ def _control(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
-    """All values of a type that has few."""
+    """Return all values of a type that has few."""
     if schema.get("type") == "boolean":
         return True, False
     return [schema["const"]] if "const" in schema else schema["enum"]
@@ -143,25 +143,28 @@ def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class Round:
-    """A look at every tensor of a census, in any order, and what is concluded from them all."""
+    """Observations of every tensor of a census, in any order, and a conclusion from them all.
 
-    look: Callable[..., Any]
-    """`look(walk, known, **settings)`: what one tensor shows; `known` is the round before's end."""
+    `known` is the conclusion of the round before.
+    """
+
+    observe: Callable[..., Any]
+    """`observe(walk, known, **settings)` returns the observation of one tensor."""
     conclude: Callable[..., Any]
-    """`conclude(looks, known, **settings)`: the looks by tensor, in the order of their names."""
+    """`conclude(observed, known, **settings)` has the observations by tensor, ordered by name."""
 
 
 @dataclass(frozen=True)
 class Census:
     """A survey of all tensors of a model that have the same settings of a stage.
 
-    What the last round concludes, a mapping by tensor, the tensors' surveys find in `walk.census`.
+    The conclusion of the last round, a mapping by tensor, is in `walk.census` for the surveys.
     """
 
     when: Callable[[Settings], bool]
     rounds: tuple[Round, ...]
-    look_bytes: int
-    """The most memory that a look at one tensor leaves behind."""
+    observation_bytes: int
+    """The most memory that the observation of one tensor takes."""
 
 
 Predicate = Callable[[Settings], bool]
@@ -178,7 +181,10 @@ def _never(_settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A registered stage. The fields from `paper` on are what a decorator may be given."""
+    """A registered stage. The fields from `paper` on are the arguments of the decorators.
+
+    Predicates hold for some parameters of the stage.
+    """
 
     name: str
     kind: Literal["delta", "combine"]
@@ -189,29 +195,27 @@ class Stage:
     survey: Callable[..., Any] | None = None
     surveys_when: Predicate = always
     survey_bytes: SurveyBytes = lambda _shape, _models: 0
-    """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
+    """Memory that a survey takes beyond its spare bytes."""
     kept_bytes: SurveyBytes | None = None
-    """What of that it leaves behind; None: all."""
+    """The part of that memory which it leaves behind; None: all."""
     census: Census | None = None
     check: Check = lambda _settings: None
     """Refuses parameters that do not go together."""
     is_random: Predicate = _never
-    """Whether it draws from the mask, for these parameters; it then has `block.key`."""
+    """True if it draws from the mask; it then has `block.key`."""
     redrops: Predicate = _never
-    """Whether it only drops by its own mask at `drop_rate` and multiplies the rest, for these
-    parameters; so that it may come upon a delta from which that was dropped already."""
+    """True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice."""
     is_identity: Predicate = _never
-    """Whether it leaves every delta as it is, for these parameters; a combine stage, one delta of
-    weight 1."""
+    """True if it leaves every delta as it is; a combine stage, one delta of weight 1."""
     is_lazy: Predicate = _never
-    """Whether it leaves values to the backend, for these parameters; else it computes on arrays."""
+    """True if it leaves values to the backend; else it computes on arrays."""
     default_weight: Callable[[int], float] | None = lambda _models: 1.0
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None = None
-    """How many models a combine stage takes, if not any number."""
+    """The number of models that a combine stage takes, if not any."""
     interpolates: Settings | None = None
-    """The settings with which a combine stage interpolates between whole models, so that the base
-    may be one of them; None: it combines changes to the base."""
+    """The settings with which it interpolates between whole models, one of which may be the base;
+    None: it combines changes to the base."""
     drops_at_random: bool = False
     """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
     votes: bool = False
@@ -219,40 +223,40 @@ class Stage:
     adds_up: bool = False
     """Whether it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
-    """Where it is from, if not from this package: a file's digest, or a package and its version."""
+    """Its origin outside this package: a file's digest, or a package and its version."""
     file: str = ""
     """The file that registers it, if that lies outside of all packages."""
 
     def surveys(self, settings: Settings) -> bool:
-        """Whether it must see the whole tensor first, for these parameters."""
+        """Return whether it must see the whole tensor first, for these parameters."""
         return self.survey is not None and self.surveys_when(settings)
 
     def held_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
-        """What its survey of a tensor takes and leaves behind."""
+        """Return the memory that its survey of a tensor takes."""
         return self.survey_bytes(shape, models) if self.surveys(settings) else 0
 
     def left_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
-        """What its survey of a tensor leaves behind."""
+        """Return the memory that its survey of a tensor leaves behind."""
         kept = self.kept_bytes or self.survey_bytes
         return kept(shape, models) if self.surveys(settings) else 0
 
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
-        """The rounds of the census that these settings ask for; none, if they ask for none."""
+        """Return the rounds of the census that these settings ask for, if any."""
         return self.census.rounds if self.census and self.census.when(settings) else ()
 
     @property
-    def look_bytes(self) -> int:
-        """The most memory that a look at one tensor leaves behind."""
-        return self.census.look_bytes if self.census else 0
+    def observation_bytes(self) -> int:
+        """The most memory that the census's observation of one tensor takes."""
+        return self.census.observation_bytes if self.census else 0
 
     @property
     def documentation(self) -> str:
-        """What it does, its formula and what its parameters mean: the docstring."""
+        """Its docstring: its effect, its formula and the meaning of its parameters."""
         return inspect.getdoc(self.apply) or ""
 
     @property
     def summary(self) -> str:
-        """What it does, in a line."""
+        """Its effect, in a line."""
         return self.documentation.partition("\n")[0]
 
     def settings(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -39,9 +39,9 @@ class Cut:
 
     bits: int
     ties: NDArray[np.int64]
-    """For each chunk, how many elements are at the cut."""
+    """For each chunk, the number of elements at the cut."""
     ties_kept: NDArray[np.int64]
-    """For each chunk, how many of those are kept."""
+    """For each chunk, the number of those that are kept."""
 
 
 class Magnitudes:
@@ -53,14 +53,14 @@ class Magnitudes:
         self._walk = walk
         self._kernels: Any = None
         self._remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
-        """All of them, and where each chunk ends."""
+        """All of them, and the end of each chunk."""
 
     def __call__(
         self, counts: NDArray[np.int64] | None = None
     ) -> Iterator[tuple[Any, NDArray[np.uint32], NDArray[np.int64]]]:
-        """In pieces, with where in a piece each chunk ends; all in one if they are remembered.
+        """Yield pieces, with the ends of chunks in each; one piece if all are remembered.
 
-        When they are first seen, they can be counted by their upper 16 bits.
+        The first time, they can be counted by their upper 16 bits.
         """
         if self._remembered is not None:
             yield self._kernels, *self._remembered
@@ -111,9 +111,8 @@ def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> 
     if counts.sum() <= wanted:  # no more than that are not zero: keep them all
         nothing = np.zeros(chunk_count(magnitudes.elements), np.int64)
         return Cut(0, nothing, nothing)
-    high, wanted = _count_down(counts, wanted)
-
-    low, wanted = _count_down(count_low(magnitudes, high), wanted)
+    high, wanted = count_down(counts, wanted)
+    low, wanted = count_down(count_low(magnitudes, high), wanted)
     return _cut_at(magnitudes, high << 15 | low, wanted)
 
 
@@ -136,13 +135,13 @@ def _cut_at(magnitudes: Magnitudes, cut: int, wanted: int) -> Cut:
 
 
 def _first(wanted: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many of each count to take, so that the first that are wanted are taken."""
+    """Return how many of each count to take, so that the first that are wanted are taken."""
     before = np.cumsum(counts) - counts
     taken: NDArray[np.int64] = np.clip(wanted - before, 0, counts)
     return taken
 
 
-def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
+def count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     """Return the bin that holds the wanted-th largest, and its rank inside that bin."""
     above = np.cumsum(counts[::-1])[::-1]  # elements in this bin and all higher ones
     bin_found = int(np.flatnonzero(above >= wanted)[-1])
@@ -153,15 +152,15 @@ def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
 
 
 class Counts(NamedTuple):
-    """How often numbers of 16 bits occur in one tensor; those that do not are left out."""
+    """The numbers of 16 bits that occur in one tensor, each with its count."""
 
     numbers: NDArray[np.uint16]
     counts: NDArray[np.uint32]
     survivors: int
 
 
-class Place(NamedTuple):
-    """Where the k-th largest of all tensors lies: its upper bits, and its rank among those."""
+class HighBits(NamedTuple):
+    """The upper bits of the k-th largest of all tensors, and its rank among their sharers."""
 
     high: int
     rank: int
@@ -182,29 +181,29 @@ def _sparse(counts: NDArray[np.int64], magnitudes: Magnitudes) -> Counts:
     )
 
 
-def _total(looks: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
+def _total(observed: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
     total = np.zeros(size, np.int64)
-    for look in looks.values():
-        total[look.numbers] += look.counts
+    for found in observed.values():
+        total[found.numbers] += found.counts
     return total
 
 
-def look_high(walk: Walk, _known: None, **_settings: Any) -> Counts:
+def observe_high(walk: Walk, _known: None, **_settings: Any) -> Counts:
     """Count a tensor's magnitudes by their upper bits."""
     magnitudes = Magnitudes(walk)
     return _sparse(count_high(magnitudes), magnitudes)
 
 
 def conclude_high(
-    looks: Mapping[str, Counts], _known: None, *, keep_ratio: float, **_settings: Any
-) -> Place | None:
+    observed: Mapping[str, Counts], _known: None, *, keep_ratio: float, **_settings: Any
+) -> HighBits | None:
     """Find the upper bits of the k-th largest; None if no more than k are not zero."""
-    total = _total(looks, HIGH_COUNTS)
-    wanted = _wanted(keep_ratio, sum(look.survivors for look in looks.values()))
-    return None if total.sum() <= wanted else Place(*_count_down(total, wanted))
+    total = _total(observed, HIGH_COUNTS)
+    wanted = _wanted(keep_ratio, sum(found.survivors for found in observed.values()))
+    return None if total.sum() <= wanted else HighBits(*count_down(total, wanted))
 
 
-def look_low(walk: Walk, known: Place | None, **_settings: Any) -> Counts | None:
+def observe_low(walk: Walk, known: HighBits | None, **_settings: Any) -> Counts | None:
     """Count by their lower bits a tensor's magnitudes that have the upper bits found."""
     if known is None:
         return None
@@ -213,16 +212,16 @@ def look_low(walk: Walk, known: Place | None, **_settings: Any) -> Counts | None
 
 
 def conclude_low(
-    looks: Mapping[str, Counts], known: Place | None, **_settings: Any
+    observed: Mapping[str, Counts], known: HighBits | None, **_settings: Any
 ) -> dict[str, TensorCut | None]:
     """Find the k-th largest, and how many of its equals each tensor keeps, the first ones first."""
     if known is None:
-        return dict.fromkeys(looks)
-    low, rank = _count_down(_total(looks, LOW_COUNTS), known.rank)
-    ties = np.array([look.counts[look.numbers == low].sum() for look in looks.values()], np.int64)
+        return dict.fromkeys(observed)
+    low, rank = count_down(_total(observed, LOW_COUNTS), known.rank)
+    ties = np.array([o.counts[o.numbers == low].sum() for o in observed.values()], np.int64)
     return {
         name: TensorCut(known.high << 15 | low, int(count), int(kept))
-        for name, count, kept in zip(looks, ties, _first(rank, ties), strict=True)
+        for name, count, kept in zip(observed, ties, _first(rank, ties), strict=True)
     }
 
 
@@ -245,8 +244,8 @@ def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
     surveys_when=lambda settings: settings["keep_ratio"] < 1,
     census=Census(
         when=lambda settings: settings["keep_ratio"] < 1 and settings["scope"] == "model",
-        rounds=(Round(look_high, conclude_high), Round(look_low, conclude_low)),
-        look_bytes=HIGH_COUNTS * 6,
+        rounds=(Round(observe_high, conclude_high), Round(observe_low, conclude_low)),
+        observation_bytes=HIGH_COUNTS * 6,
     ),
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,

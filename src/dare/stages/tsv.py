@@ -12,7 +12,7 @@ from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:
-    """All models' matrices while the first is taken apart, or later the triples in float64."""
+    """Count all models' matrices while the first is factorised, or later the float64 triples."""
     triples = max(min(rows, columns), models)
     matrix = 4 * triples * max(rows, columns)
     return max(models + 3, 6) * matrix + 24 * triples**2 + 2 * eigen_bytes(triples)

@@ -23,7 +23,7 @@ FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:
-    """All models' matrices, a square of the columns for each in float64, and the result."""
+    """Count all models' matrices, a square of the columns for each in float64, and the result."""
     squares = 8 * (models + 3) * columns * columns
     return 4 * (models + 1) * rows * columns + squares + 8 * 8 * ROWS * columns
 
@@ -62,7 +62,7 @@ def wudi(
 
 
 def _columns_gram(matrix: Floats) -> NDArray[np.float64]:
-    """matrixᵀ·matrix."""
+    """Return matrixᵀ·matrix."""
     total = np.zeros((matrix.shape[1], matrix.shape[1]))
     for start in range(0, len(matrix), ROWS):
         panel = matrix[start : start + ROWS].astype(np.float64)
@@ -71,7 +71,7 @@ def _columns_gram(matrix: Floats) -> NDArray[np.float64]:
 
 
 def _descend(slope: Floats, curvature: Floats, steps: int, rate: float) -> Floats:
-    """Where Adam gets from zero, on the paraboloid with this slope at zero and this curvature."""
+    """Run Adam from zero on the paraboloid with this slope at zero and this curvature."""
     change = np.zeros_like(slope)
     first, second = np.zeros_like(slope), np.zeros_like(slope)
     for step in range(1, steps + 1):

@@ -26,9 +26,8 @@ from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, me
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
-from dare.inputs.held import Held, HeldSource, hold
-from dare.inputs.opening import open_inputs
-from dare.inputs.small_files import some_of
+from dare.inputs.formats import open_inputs
+from dare.inputs.reading import Held, HeldSource, hold
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
 from dare.output.repeated_inputs import check_inputs
@@ -37,13 +36,14 @@ from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.document import with_settings
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
-from dare.recipe.settings import with_settings
 from dare.run.execute import execute
 from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.names import some_of
 
 Arrays = dict[str, NDArray[Any]]
 AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})
@@ -99,7 +99,7 @@ class Candidates:
         return f"<Candidates of {named(names)}, {show_size(self.memory_bytes)} in memory>"
 
     def recipe_for(self, settings: Mapping[str, Any]) -> Recipe:
-        """The recipe with some settings changed; `dare.recipe.settings` has their names."""
+        """The recipe with some settings changed; `dare.recipe.document` has their names."""
         return with_settings(self.recipe, settings)
 
     def make(

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import recipe_from_document, with_settings
 from dare.recipe.schema import Recipe
-from dare.recipe.settings import with_settings
 from dare.studies.results import Estimate, Ranked, Role, Scored, Settings, StudyData, Trial, key_of
 from dare.studies.space import is_random
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, RecipeError
+from dare.recipe.document import INCLUDE
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.recipe.settings import INCLUDE
 from dare.studies.evaluators import check_evaluator
 from dare.studies.judging import Judge
 from dare.studies.space import Space, seed_shifts

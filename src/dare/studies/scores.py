@@ -134,7 +134,7 @@ def checked(scored: Scored, asked: Iterable[str] | None) -> Scored:
 
 
 def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> list[str]:
-    from dare.inputs.small_files import some_of
+    from dare.tensors.names import some_of
 
     wanted, given = dict.fromkeys(expected), dict.fromkeys(found)
     missing = [name for name in wanted if name not in given]

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from dare.errors import RecipeError
+from dare.recipe.document import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
-from dare.recipe.settings import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
 from dare.stages import parse_method
 from dare.studies.results import Settings, key_of
 

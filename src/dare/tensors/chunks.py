@@ -18,12 +18,12 @@ CHUNK = 1 << 19
 
 
 def chunk_count(elements: int) -> int:
-    """How many chunks a tensor has; an empty one has none."""
+    """Return the number of chunks of a tensor; an empty one has none."""
     return -(-elements // CHUNK)
 
 
 def chunk_span(chunk: int, elements: int) -> tuple[int, int]:
-    """The first element of a chunk, and how many it has.
+    """Return the first element of a chunk, and how many it has.
 
     >>> chunk_span(1, CHUNK + 5)
     (524288, 5)
@@ -33,5 +33,5 @@ def chunk_span(chunk: int, elements: int) -> tuple[int, int]:
 
 
 def chunk_spans(elements: int) -> Iterator[tuple[int, int]]:
-    """Every chunk of a tensor in order: its first element and how many it has."""
+    """Yield every chunk of a tensor in order: its first element and how many it has."""
     return (chunk_span(chunk, elements) for chunk in range(chunk_count(elements)))

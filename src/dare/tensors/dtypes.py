@@ -21,7 +21,7 @@ from dare.errors import RecipeError, did_you_mean
 
 @dataclass(frozen=True)
 class StorageType:
-    """How one safetensors type lies in a file.
+    """A storage type of safetensors.
 
     >>> kind = STORAGE_TYPES["BF16"]
     >>> kind.itemsize, kind.torch_name, kind.mantissa_bits
@@ -33,11 +33,11 @@ class StorageType:
     carrier: np.dtype[np.generic]
     is_weight: bool = False
     mantissa_bits: int = 0
-    """How many bits a weight's fraction has, the leading one not counted."""
+    """Bits of a weight's fraction, the leading one not counted."""
     overflow_bits: int = 0x7F800000
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
     packed_bits: int = 0
-    """Of an element that shares bytes with others; such tensors are handled byte by byte."""
+    """Bits of an element that shares bytes; such tensors are handled byte by byte."""
 
     @property
     def itemsize(self) -> int:
@@ -45,7 +45,7 @@ class StorageType:
         return self.carrier.itemsize
 
     def stored_elements(self, shape: Iterable[int]) -> int:
-        """How many elements a tensor has, or how many bytes if elements share them.
+        """Return the number of a tensor's elements, or of its bytes if elements share them.
 
         >>> STORAGE_TYPES["F4"].stored_elements((3, 4)), STORAGE_TYPES["BF16"].stored_elements(())
         (6, 1)
@@ -55,15 +55,12 @@ class StorageType:
 
     @property
     def torch_name(self) -> str:
-        """What torch calls it, and NumPy too."""
+        """The name in torch and NumPy."""
         return self.numpy_type.name
 
 
-def _weight(
-    name: str, numpy_type: DTypeLike, carrier: str, mantissa_bits: int, overflow: int = 0x7F800000
-) -> StorageType:
-    values, carried_as = np.dtype(numpy_type), np.dtype(carrier)
-    return StorageType(name, values, carried_as, True, mantissa_bits, overflow)
+def _weight(name: str, numpy_type: DTypeLike, carrier: str, *bits: int) -> StorageType:
+    return StorageType(name, np.dtype(numpy_type), np.dtype(carrier), True, *bits)
 
 
 def _copied(name: str, numpy_type: DTypeLike, packed_bits: int = 0) -> StorageType:

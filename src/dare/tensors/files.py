@@ -1,15 +1,13 @@
 """Files: opened, small ones read whole, buffers read and written at any position.
 
 An input lies on this machine (`LocalFile`) or in a store (`ahead.StoreFile`): `open_input` opens
-either, and who reads need not know.
-
-What is read comes from outside, so a name may lead to a pipe or a device that never answers: only
-an ordinary file is opened.
+either, and readers need not know. A name from outside may lead to a pipe or a device that never
+answers, so only an ordinary file is opened.
 
 A merged model is written once and not read again by the merge, so copying it into the page cache
 costs a good part of a core for nothing, and again when it is synced. Where the system allows it
-(O_DIRECT), whole pages go straight from the buffer to the disk; what is left at the edges, and
-everything on other systems, is written in the ordinary way.
+(O_DIRECT), whole pages go straight from the buffer to the disk; the edges, and everything on other
+systems, are written in the ordinary way.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 """Opens a file and not what a link leads to, where the system can."""
 
 Bytes = bytes | NDArray[np.uint8]
-
-
 Stamp = tuple[Any, ...]
-"""By what a file is known to be the same; the last part may change with its name."""
+"""Facts by which a file is known to be the same; the last may change with its name."""
 
 
 class InputFile(Protocol):
@@ -54,11 +50,11 @@ class InputFile(Protocol):
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """The number of its bytes."""
 
     @property
     def stamp(self) -> Stamp:
-        """By what it is known to be the same, here and now."""
+        """The facts by which it is known to be the same, here and now."""
 
     def read_at(self, into: memoryview, position: int) -> int:
         """Fill a buffer; return how many bytes there were before the end of the file."""
@@ -70,10 +66,10 @@ class InputFile(Protocol):
         """Close."""
 
 
-READ_AHEAD = 128 << 10
-"""Bytes that a system reads ahead, if it does not say."""
-MOST_TRUST = 15
-"""How often a file that was in memory before is taken to be there without a look."""
+READ_AHEAD_BYTES = 128 << 10
+"""The usual length that a system reads ahead, if it does not say."""
+MAX_UNCHECKED_READS = 15
+"""Reads of a file that was in memory before for which it is taken to be there still."""
 
 
 class LocalFile:
@@ -82,14 +78,14 @@ class LocalFile:
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor
         self._window = 0
-        """Bytes that its system reads ahead; 0 if nobody has asked, or it need not."""
-        self._trust = self._streak = 0
+        """Bytes that its system reads ahead; 0 if it need not."""
+        self._unchecked = self._streak = 0
         if hasattr(os, "posix_fadvise") and not _is_in_memory(file_descriptor):
             self._window = _read_ahead(os.fstat(file_descriptor).st_dev)
 
     @property
     def size(self) -> int:
-        """How many bytes it has now."""
+        """The number of its bytes now."""
         return os.fstat(self.file_descriptor).st_size
 
     @property
@@ -112,15 +108,16 @@ class LocalFile:
             os.posix_fadvise(self.file_descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
     def _is_there(self, position: int) -> bool:
-        """Whether a byte is in memory; the more often it was so, the more rarely one looks."""
-        if self._trust > 0:
-            self._trust -= 1
+        """Return whether a byte is in memory; if it was so before, that is rarely checked."""
+        if self._unchecked > 0:
+            self._unchecked -= 1
             return True
         try:
             found = os.preadv(self.file_descriptor, [bytearray(1)], position, os.RWF_NOWAIT) > 0
         except (AttributeError, OSError):  # it is not, or nobody can say
             found = False
-        self._streak = self._trust = min(2 * self._streak + 1, MOST_TRUST) if found else 0
+        self._streak = min(2 * self._streak + 1, MAX_UNCHECKED_READS) if found else 0
+        self._unchecked = self._streak
         return found
 
     def close(self) -> None:
@@ -130,14 +127,11 @@ class LocalFile:
 
 @cache
 def _read_ahead(device: int) -> int:
-    """Bytes that a file system reads ahead: of what it is told will be needed, Linux reads no more.
-
-    So it has to be told piece by piece.
-    """
+    """Return the bytes that a file system reads ahead; Linux reads no more of any announcement."""
     with suppress(OSError, ValueError):
         bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
-        return max(READ_AHEAD, 1024 * int((bdi / "read_ahead_kb").read_text()))
-    return READ_AHEAD
+        return max(READ_AHEAD_BYTES, 1024 * int((bdi / "read_ahead_kb").read_text()))
+    return READ_AHEAD_BYTES
 
 
 def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = None) -> InputFile:
@@ -153,13 +147,13 @@ def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = Non
 
 
 def share_ahead(nbytes: int) -> Ahead:
-    """A bound on what several files in a store read ahead, together."""
+    """Return a bound on what several files in a store read ahead, together."""
     from dare.stores.ahead import Ahead
 
     return Ahead(nbytes)
 
 
-def look_soon(files: Iterable[Path]) -> None:
+def prefetch_beginnings(files: Iterable[Path]) -> None:
     """Say that the beginnings of these files will be read, so that stores are asked at once."""
     stored = [file for file in files if isinstance(file, StorePath)]
     if stored:
@@ -189,14 +183,14 @@ class _Stream(io.RawIOBase):
 
 
 def as_stream(file: InputFile, *, closes: bool = True) -> BinaryIO:
-    """An input as a stream of bytes, which closes it unless told otherwise."""
+    """Return an input as a stream of bytes, which closes it unless told otherwise."""
     return io.BufferedReader(_Stream(file, closes=closes), 1 << 20)
 
 
 def open_ordinary(file: Path, where: Path | None = None) -> int:
     """Open a file for reading; `where` names it in errors, if it is what a link leads to.
 
-    Whatever is no ordinary file is refused at once: a pipe would wait for somebody who writes.
+    Anything but an ordinary file is refused at once: a pipe would wait for somebody who writes.
     """
     where = where or file
     try:
@@ -216,10 +210,15 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
 
 
 def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> bytes:
-    """The content of a file, or of what the link `where` leads to; refuses a huge one unread."""
+    """Read a file, or what the link `where` leads to; refuse a huge one unread."""
     where = where or file
     if isinstance(file, StorePath):
-        return _read_stored(file, most_bytes)
+        from dare.stores import reading
+
+        try:
+            return reading.read_small(file, most_bytes)
+        except FileNotFoundError:
+            raise InputError(f"{file}: no such file") from None
     try:
         with os.fdopen(open_ordinary(file, where), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -232,23 +231,37 @@ def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> byte
 
 
 def read_beginning(file: Path, nbytes: int) -> bytes:
-    """The first bytes of a file, or as many as there are."""
+    """Read the first bytes of a file, or as many as there are."""
     found = bytearray(nbytes)
     with closing(open_input(file)) as opened:
         return bytes(found[: opened.read_at(memoryview(found), 0)])
 
 
-def _read_stored(file: StorePath, most_bytes: int) -> bytes:
-    from dare.stores import reading
-
+def is_directory(path: Path) -> bool:
+    """Return whether a path is a directory; raise InputError if nobody can say."""
     try:
-        return reading.read_small(file, most_bytes)
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file") from None
+        return path.is_dir()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError:
+        return False  # no possible file name; opening it will say so
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is something of that name, be it a link that leads nowhere."""
+    return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
+
+
+def list_names(directory: Path) -> list[str]:
+    """List the names in a directory, in order."""
+    try:
+        return sorted(path.name for path in directory.iterdir())
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be listed: {error.strerror or error}") from None
 
 
 def aligned_bytes(size: int) -> NDArray[np.uint8]:
-    """Memory that begins on a page."""
+    """Return memory that begins on a page."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
@@ -256,18 +269,15 @@ def read_at(file_descriptor: int, into: memoryview, position: int) -> int:
     """Fill a buffer; return how many bytes there were before the end of the file."""
     filled = 0
     while rest := into[filled:]:
-        if not (count := _read_some(file_descriptor, rest, position + filled)):
+        if hasattr(os, "preadv"):
+            count = os.preadv(file_descriptor, [rest], position + filled)
+        else:
+            data = os.pread(file_descriptor, len(rest), position + filled)
+            rest[: len(data)], count = data, len(data)
+        if not count:
             break
         filled += count
     return filled
-
-
-def _read_some(file_descriptor: int, into: memoryview, position: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file_descriptor, [into], position)
-    data = os.pread(file_descriptor, len(into), position)
-    into[: len(data)] = data
-    return len(data)
 
 
 class OutputFile:
@@ -303,7 +313,7 @@ class OutputFile:
             self._memory = np.frombuffer(mmap.mmap(self._buffered, size), np.uint8)
 
     def place(self, position: int, nbytes: int) -> NDArray[np.uint8] | None:
-        """Some bytes of a file that lies in memory, to be written there; None of any other."""
+        """Return some bytes of a file in memory, to be written there; None of any other file."""
         return None if self._memory is None else self._memory[position : position + nbytes]
 
     def write(self, data: Bytes, position: int) -> None:
@@ -311,7 +321,8 @@ class OutputFile:
         view = memoryview(data) if isinstance(data, bytes) else data.data
         first = min(-position % ALIGNMENT, len(view))
         last = max(first, len(view) - (position + len(view)) % ALIGNMENT)
-        if self._direct < 0 or first == last or not _is_aligned(data, first):
+        address = data.ctypes.data if isinstance(data, np.ndarray) else 1  # bytes are never aligned
+        if self._direct < 0 or first == last or (address + first) % ALIGNMENT:
             first = last = 0
         written = first
         if first < last:
@@ -335,12 +346,12 @@ class OutputFile:
         return done
 
     def read(self, position: int, nbytes: int) -> bytes:
-        """Read back what was written, or as much as there is."""
+        """Read bytes back, or as many as there are."""
         found = bytearray(nbytes)
         return bytes(found[: read_at(self._buffered, memoryview(found), position)])
 
     def unwritten_bytes(self) -> int:
-        """About how much of the file has no place on the disk yet."""
+        """Return about how much of the file has no place on the disk yet."""
         status = os.fstat(self._buffered)
         return max(0, status.st_size - status.st_blocks * 512)
 
@@ -358,7 +369,7 @@ class OutputFile:
 
 
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
-"""How Linux calls tmpfs and ramfs."""
+"""The numbers of tmpfs and ramfs on Linux."""
 
 
 def _take_room(file_descriptor: int, size: int) -> bool:
@@ -375,12 +386,77 @@ def _is_in_memory(file_descriptor: int) -> bool:
     return found and status[0] in MEMORY_FILE_SYSTEMS
 
 
-def _is_aligned(data: Bytes, first: int) -> bool:
-    return isinstance(data, np.ndarray) and (data.ctypes.data + first) % ALIGNMENT == 0
-
-
 def _write_all(file_descriptor: int, rest: memoryview, position: int) -> None:
     while rest:
         count = os.pwrite(file_descriptor, rest, position)
         rest = rest[count:]
         position += count
+
+
+# ---------------------------------------------------------------- files of this user alone
+
+HAS_OWNERS = hasattr(os, "geteuid")
+"""True if files have owners and modes, which Windows' do not."""
+
+
+def is_safe(folder: Path) -> bool:
+    """Return whether only this user and root can write to a folder, or put another in its place.
+
+    Others can write to a sticky folder above it, such as the system's for temporary files, but
+    cannot rename or remove files that are not theirs.
+    """
+    if not HAS_OWNERS:
+        return True
+    above = {*folder.absolute().parents, *folder.resolve().parents}
+    return _is_private(folder.stat()) and all(
+        _is_private(each.stat(), or_sticky=True) for each in above
+    )
+
+
+def _is_private(status: os.stat_result, *, or_sticky: bool = False) -> bool:
+    is_sticky = or_sticky and bool(status.st_mode & stat.S_ISVTX)
+    is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not is_sticky
+    return status.st_uid in (0, os.geteuid()) and not is_open
+
+
+def read_private(file: Path) -> bytes:
+    """Read a file that nobody but this user and root can write to; PermissionError if it is not."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINKS)) as opened:
+        is_private = not HAS_OWNERS or _is_private(os.fstat(opened.fileno()))
+        if not (is_private and is_safe(file.parent)):
+            raise PermissionError(f"{file}: somebody else can write to it")
+        return opened.read()
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a file that only this user can read, as a whole or not at all."""
+    make_private(file.parent)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+        opened.write(content)
+    partial.replace(file)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it, for this user alone, whatever the umask is."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which this user's programs keep files that they can make again."""
+    variables = ["XDG_CACHE_HOME"] + ["LOCALAPPDATA"] * (sys.platform == "win32")
+    if home := next((os.environ[name] for name in variables if name in os.environ), None):
+        return Path(home) / "dare"
+    with suppress(RuntimeError):  # no HOME, and nobody is known by this number
+        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "dare"
+    return temporary_folder()
+
+
+def temporary_folder() -> Path:
+    """Return the folder of this user's files if there is no home."""
+    user = os.geteuid() if HAS_OWNERS else "user"
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"dare-{user}"  # noqa: S108 (if it is safe)

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dare.errors import HeaderError
@@ -21,24 +21,21 @@ from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
 from dare.tensors.files import InputFile
 
 MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The limit of the safetensors library."""
 MAX_DIMENSIONS = 64
-"""More than any library has."""
 MAX_TENSORS = 300_000
-"""In one file: more than any model has in all its files, and enough for hundreds of megabytes."""
+"""The limit for one file, more than any model has in all its files."""
 MAX_ENTRY = 2048
-"""Characters of what a header says of one tensor; 64 dimensions take 1500."""
+"""Characters of a tensor's entry; 64 dimensions take 1500."""
 MAX_METADATA = 8_000_000
 """Characters of a header's notes; some programs keep all they know of a training there."""
 _SPACE = re.compile(r"[ \t\n\r]+")
 _LENGTH_BYTES = 8
 _ALIGNMENT = 4096
-"""Our own headers end on a page, so that weights can be written past the page cache (and mapped
-into memory by whoever reads them)."""
-
+"""Our own headers end on a page, so that weights can be written past the page cache and mapped."""
 
 METADATA = "__metadata__"
-"""Where a header keeps its notes, so that no tensor can be called that."""
+"""The key of a header's notes, so that no tensor can be called that."""
 
 Described = tuple[str, StorageType, tuple[int, ...]]
 """Name, type and shape of a tensor."""
@@ -46,7 +43,7 @@ Described = tuple[str, StorageType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says about one tensor."""
+    """One tensor as a header describes it."""
 
     name: str
     dtype: StorageType
@@ -56,7 +53,7 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many elements are stored; 1 for a scalar. Bytes, if elements share them."""
+        """The number of stored elements; 1 for a scalar. Bytes, if elements share them."""
         return self.dtype.stored_elements(self.shape)
 
     @property
@@ -88,7 +85,7 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     name: object = info.name
     if not isinstance(name, str):
         raise HeaderError(f"{where}: the tensor name {_shown(name)} is not text; rename it")
-    if not is_text(name):
+    if re.search("[\ud800-\udfff]", name):  # JSON can spell halves of characters
         raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     if name == METADATA:
         raise HeaderError(f"{where}: a tensor is called {METADATA}; rename it")
@@ -133,7 +130,7 @@ def read_header(file: InputFile, where: str) -> Header:
 
 
 def _read(file: InputFile, nbytes: int, position: int) -> bytearray:
-    """Some bytes of a file, or as many as there are."""
+    """Read some bytes of a file, or as many as there are."""
     found = bytearray(nbytes)
     del found[file.read_at(memoryview(found), position) :]
     return found
@@ -142,7 +139,7 @@ def _read(file: InputFile, nbytes: int, position: int) -> bytearray:
 def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header:
     """Check a header's JSON against the number of data bytes that follow it.
 
-    Entries are taken one after the other, so that no more than one of them is there twice.
+    Entries are taken one after the other, so that only one of them is in memory twice.
     """
     data_start = _LENGTH_BYTES + len(text)
     metadata: object = {}
@@ -168,7 +165,7 @@ def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header
 
 
 def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
-    """The names in a JSON object with their values, one after the other."""
+    """Yield the names in a JSON object with their values, one after the other."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -209,7 +206,7 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
 def _decode_some(
     decode: Callable[[str], tuple[Any, int]], text: str, limit: int, name: str, where: str
 ) -> tuple[Any, int]:
-    """Decode what stands under a name, which is short: no more is looked at, whatever is there."""
+    """Decode a name's value, which must be short: no more is read, whatever follows."""
     try:
         return decode(text)
     except ValueError:
@@ -225,19 +222,10 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _expect(mark: str, text: str, place: int) -> int:
-    """The place after a mark that must be there, and after the space behind it."""
+    """Return the place after a mark that must be there, and after the space behind it."""
     if text[place : place + 1] != mark:
         raise json.JSONDecodeError(f"expected {mark!r}", text, place)
     return _after_space(text, place + 1)
-
-
-def is_text(name: str) -> bool:
-    """JSON can spell halves of characters, which no file can hold."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tuple[int, ...], int]:
@@ -277,7 +265,7 @@ def _shown(value: object) -> str:
 def _check_spans(
     tensors: Iterable[TensorInfo], data_start: int, data_bytes: int, where: str
 ) -> None:
-    """The tensors must tile the data: no overlap, no hole, nothing left over."""
+    """Check that the tensors tile the data: no overlap, no hole, nothing left over."""
     position, previous = 0, "the header"
     for info in sorted(tensors, key=lambda info: (info.start, info.nbytes, info.name)):
         begin, name = info.start - data_start, info.name
@@ -296,7 +284,7 @@ def _check_spans(
 
 
 def build_header(
-    tensors: Iterable[tuple[str, StorageType, tuple[int, ...]]], metadata: Mapping[str, str]
+    tensors: Iterable[Described], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Lay tensors out one after the other; return the file's first bytes and where each begins."""
     entries: dict[str, Any] = {METADATA: dict(metadata)}
@@ -314,7 +302,5 @@ def build_header(
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     data_start = _LENGTH_BYTES + len(text)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {
-        info.name: TensorInfo(info.name, info.dtype, info.shape, data_start + info.start)
-        for info in placed
-    }
+    beginning = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return beginning, {i.name: replace(i, start=data_start + i.start) for i in placed}

@@ -1,4 +1,4 @@
-"""What JSON lacks: one rule for every document that the package writes."""
+"""JSON that the package reads, which may be hostile, and JSON that it writes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import io
 import json
 import math
 import operator
+from pathlib import Path
 from typing import Any
 
-from dare.errors import ACTS
+from dare.errors import ACTS, InputError
+
+MAX_CONFIG_BYTES = 10_000_000
+"""The largest configuration that is read."""
 
 
 def json_ready(value: Any) -> Any:
-    """NaN and infinities as the strings that `float` takes: JSON has none.
+    """Return a value with NaN and infinities as the strings that `float` takes: JSON has none.
 
     >>> json_ready({"largest": float("inf"), "shares": (0.5, float("nan"))})
     {'largest': 'inf', 'shares': [0.5, 'nan']}
@@ -31,22 +35,34 @@ def json_ready(value: Any) -> Any:
 
 
 def printable_json(document: str) -> str:
-    r"""The same document, with all escaped that a terminal would act on.
+    r"""Return a document with all escaped that a terminal would act on.
 
     >>> print(printable_json('{"name": "\x9b2J"}'))
     {"name": "\u009b2J"}
     """
-    return ACTS.sub(lambda found: _escaped(found[0]), document)
-
-
-def _escaped(character: str) -> str:
-    return character if character == "\n" else json.dumps(character)[1:-1]
+    return ACTS.sub(lambda m: m[0] if m[0] == "\n" else json.dumps(m[0])[1:-1], document)
 
 
 def json_bytes(value: Any, indent: int) -> bytes:
-    """A document with a line's end, made piece by piece: `json.dumps` has all pieces at once."""
+    """Return a document with a line's end, made piece by piece to save memory."""
     written = io.BytesIO()
     for piece in json.JSONEncoder(indent=indent).iterencode(json_ready(value)):
         written.write(piece.encode())
     written.write(b"\n")
     return written.getvalue()
+
+
+def parse_json(text: bytes, where: Path) -> Any:
+    """Read JSON; raise InputError, which names its origin `where`, if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: is not valid JSON: {error}") from None
+
+
+def dump_json(document: object, where: Path, *, indent: int | None = 2) -> bytes:
+    """Write JSON as transformers does, in the order of the keys; errors name its origin `where`."""
+    try:
+        return json.dumps(document, indent=indent, ensure_ascii=False).encode() + b"\n"
+    except (ValueError, RecursionError) as error:  # half a character, or too deep
+        raise InputError(f"{where}: cannot be written again: {error}") from None

@@ -26,7 +26,7 @@ from dare.errors import RecipeError
 
 MASK_VERSION: Final = 1
 LATER_DRAWS_VERSION = 1
-"""Of the keys of a chain's later random stages: mask v1 has one draw."""
+"""Version of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7
 CALLS_PER_GROUP = 8
 GROUP = 128

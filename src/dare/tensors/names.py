@@ -1,4 +1,4 @@
-"""Which tensors are embeddings and which are heads, by their names: one list for every reader.
+"""Embeddings and heads, known by the names of tensors: one list for every reader.
 
 Three questions are asked, and each has its own answer. Which modules have a row for each token
 (`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`may_be_tied`, and
@@ -23,9 +23,10 @@ INPUT_EMBEDDINGS = (
 HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
 """Last part of the names of the modules that have a row for each token, the surest first."""
 
+_WITH_ROWS = (*INPUT_EMBEDDINGS, *HEADS)
 _TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
 _TIED_HEADS = ("lm_head",)
-"""Of those, the ones that are taken for one another where a configuration ties them."""
+"""The ones among those that are taken for one another where a configuration ties them."""
 
 EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
@@ -61,7 +62,7 @@ _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
 
 
 def without_projections(tensor: str) -> str:
-    """A name with a dash for all that only sounds like an embedding.
+    """Return a name with a dash for all that only sounds like an embedding.
 
     >>> without_projections("conditioner.embedders.1.model.token_embedding.weight")
     'conditioner.-.1.model.token_embedding.weight'
@@ -111,18 +112,38 @@ def may_be_tied(tensor: str) -> bool:
     >>> may_be_tied("cls.predictions.decoder.bias"), may_be_tied("model.norm.weight")
     (True, False)
     """
+    return row_rank(tensor) is not None
+
+
+def row_rank(tensor: str) -> int | None:
+    """Rank a tensor by how surely it has a row for each token; 0 is best, None is not at all.
+
+    >>> row_rank("model.embed_tokens.weight"), row_rank("model.norm.weight")
+    (0, None)
+    """
     *_, module, parameter = ("", *tensor.split("."))
-    return module in (*INPUT_EMBEDDINGS, *HEADS) and parameter in ("weight", "bias")
+    has_rows = module in _WITH_ROWS and parameter in ("weight", "bias")
+    return _WITH_ROWS.index(module) if has_rows else None
 
 
 def tying_rank(tensor: str) -> int:
-    """Where a tensor stands among those that are one: what stands for them all comes first."""
+    """Rank a tensor among those that are one: the one that stands for them all comes first."""
     *_, module, _ = ("", *tensor.split("."))
-    order = ("shared", *INPUT_EMBEDDINGS, *HEADS)
+    order = ("shared", *_WITH_ROWS)
     return order.index(module) if module in order else len(order)
 
 
 def module_of_weight(tensor: str) -> str:
-    """The last name of the module that a weight belongs to; empty for all but weights."""
+    """Return the last name of the module that a weight belongs to; empty for all but weights."""
     module, _, parameter = tensor.rpartition(".")
     return module.rpartition(".")[2] if parameter == "weight" else ""
+
+
+def some_of(names: Sequence[str], shown: int = 1) -> str:
+    """Return the first names as text, and how many more there are.
+
+    >>> some_of(["a", "b", "c"]), some_of(["a"])
+    ('a and 2 more', 'a')
+    """
+    plain = [name if name.isprintable() else ascii(name) for name in names[:shown]]
+    return ", ".join(plain) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -5,12 +5,12 @@
 Elements are taken as whole numbers, whatever they mean. A weight that training moved a little is a
 number near the base's: the difference, with its sign in the lowest bit, is small, so its upper
 bytes are nearly always 0. Byte k of every element goes into plane k, and each plane is packed by
-zstd. Of a plane with few bytes that are not 0, here and there, the places and these bytes are
-packed. An equal chunk is an empty blob, and no blob is longer than the chunk and one byte.
+zstd. If a plane has few bytes that are not 0, scattered, their places and values are packed. An
+equal chunk is an empty blob, and no blob is longer than the chunk and one byte.
 
 The first byte of a blob says how the chunk is coded (`RAW` to `DIFFERENCE`), and in front of each
-plane one says how it is stored (`ZEROS` to `SCATTERED`). What is chosen depends on the bytes and on
-the version of zstd alone. Any choice can be read: a reader needs no rule that the writer went by.
+plane one says how it is stored (`ZEROS` to `SCATTERED`). The choice depends on the bytes and on the
+version of zstd alone. Any choice can be read: a reader needs no rule that the writer went by.
 
 bench/lossless.py measures size and speed.
 """
@@ -26,10 +26,10 @@ from dare.documents.words import times
 from dare.errors import InputError
 
 RAW, ALONE, DIFFERENCE = range(3)
-"""How a chunk is coded: as it is, as its planes, or as those of its difference from the base."""
+"""Codes of a chunk: as it is, as its planes, or as those of its difference from the base."""
 
 ZEROS, PLAIN, ZSTD, SCATTERED = range(4)
-"""How a plane is stored: not at all, byte by byte, as a frame, or as gaps and what follows them."""
+"""Forms of a plane: not stored, byte by byte, as a frame, or as gaps and the bytes after them."""
 
 BLOCK = 1 << 15
 """Elements that are taken apart or put together at once: they stay in the cache."""
@@ -37,10 +37,10 @@ BLOCK = 1 << 15
 LENGTH = struct.Struct("<I")
 LEVEL = 1
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
-"""Of zstd: hardly a repetition is found but runs. In weights, others are chance, and cost more than
-they save: bfloat16 without a base is 2 % smaller than at plain level 1, and packed faster."""
+"""Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
+and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster."""
 LONG_GAP = 255
-"""In a list of gaps: so many zeros, and the gap goes on."""
+"""An entry of a list of gaps: so many zeros, and the gap goes on."""
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.unsignedinteger]
@@ -116,7 +116,7 @@ def _unfold(folded: Numbers) -> None:
 
 
 def _split(numbers: Numbers, base: Numbers | None) -> NDArray[np.uint8]:
-    """The planes of numbers, or of their differences from a base: [itemsize, elements]."""
+    """Return the planes of numbers, or of their differences from a base: [itemsize, elements]."""
     planes = np.empty((numbers.itemsize, numbers.size), np.uint8)
     for start in range(0, numbers.size, BLOCK):
         part = slice(start, start + BLOCK)
@@ -127,7 +127,7 @@ def _split(numbers: Numbers, base: Numbers | None) -> NDArray[np.uint8]:
 
 
 def _join(planes: list[Bytes], base: Numbers | None, into: Numbers) -> None:
-    """The inverse of `_split`."""
+    """Undo `_split`."""
     for start in range(0, into.size, BLOCK):
         part = slice(start, start + BLOCK)
         block = into[part]
@@ -153,7 +153,7 @@ def _pack_plane(plane: Bytes) -> bytes:
 
 
 def _are_scattered(used: NDArray[np.bool_]) -> bool:
-    """Whether there are some, few, and most of them apart: of whole rows zstd makes less."""
+    """Return whether there are some, few, and most of them apart: zstd packs whole rows better."""
     count = np.count_nonzero(used)
     if not 0 < 4 * count <= used.size:
         return False
@@ -161,7 +161,7 @@ def _are_scattered(used: NDArray[np.bool_]) -> bool:
 
 
 def _pack_gaps(places: NDArray[np.intp]) -> Bytes:
-    """How many zeros precede each place: 255 as often as it goes into them, then the rest."""
+    """Count the zeros before each place: 255 as often as it goes into them, then the rest."""
     gaps = (np.diff(places, prepend=-1) - 1).astype(np.uint32)
     long_gaps = gaps // LONG_GAP
     ends = np.cumsum(long_gaps + 1) - 1
@@ -201,7 +201,7 @@ class _Reader:
         return int.from_bytes(self.take(LENGTH.size), "little")
 
     def planes(self, numbers: Numbers) -> list[Bytes]:
-        """As many as these numbers have bytes, each with a byte for every number."""
+        """Read a plane for each byte of these numbers, with a byte for every number."""
         return [self.plane(numbers.size) for _ in range(numbers.itemsize)]
 
     def plane(self, size: int) -> Bytes:

@@ -23,7 +23,7 @@ from dare.documents.page import PACKAGE as SHELL
 from dare.documents.page import read_template, render_template
 from dare.errors import OutputError
 from dare.output.targets import write_file
-from dare.tensors.private import cache_folder, read_private, write_private
+from dare.tensors.files import cache_folder, read_private, write_private
 
 PACKAGE = "dare.web"
 INDEX = "index.html"

@@ -30,7 +30,7 @@ from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.notices import Notice, notice
 from dare.documents.words import amount
 from dare.errors import RecipeError
-from dare.inputs.formats import read_config
+from dare.inputs.directory import read_config
 from dare.stages import parse_method
 from dare.stores.locations import to_path
 from dare.tensors.json_values import json_ready

@@ -48,8 +48,8 @@ from dare.analysis.results import (
 )
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
-from dare.inputs.formats import read_config
-from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.directory import read_config
+from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.kept import announcing
 from dare.kernels.linalg import one_blas_thread

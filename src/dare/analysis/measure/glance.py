@@ -335,7 +335,7 @@ def _random_rates(
 
 def _predicted_error(changes: Sequence[tuple[Change, float]]) -> float:
     """What the error of a model's outputs is predicted to be, at the rates of its tensors."""
-    from dare.analysis.judge.prediction import Exposure, combined_error, row_width  # takes long
+    from dare.analysis.judge.prediction import Exposure, combined_error, row_width
 
     exposures = []
     for change, rate in changes:

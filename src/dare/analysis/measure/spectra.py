@@ -152,7 +152,7 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
     ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
-    from dare.analysis.results import Spectrum  # which merges can do without
+    from dare.analysis.results import Spectrum
 
     return Spectrum(
         rows=delta.shape[0],

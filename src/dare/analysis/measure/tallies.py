@@ -217,7 +217,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
-    from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics  # not for merges
+    from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics
 
     mean, deviation, kurtosis = _moments(sums)
     inside, left = sums.inside, sums.finite - sums.inside.outliers

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dare.documents.charts import Figure
-from dare.documents.document import Columns, listing
-from dare.documents.page import Section, check_installed, library_for, render_page
+from dare.documents.document import Columns
+from dare.documents.page import Section, check_installed, render_page
 from dare.documents.words import NOTHING
 from dare.errors import RecipeError
 from dare.output.targets import write_file

@@ -24,7 +24,7 @@ from dare.documents.charts import (
     tooltip_of,
     zoom,
 )
-from dare.documents.document import Columns, Row, Table, listing
+from dare.documents.document import Columns, Row, Table
 from dare.documents.words import NOTHING, listed, share, times
 from dare.studies.page import series
 from dare.studies.results import Conclusion, StudyData, value_text
