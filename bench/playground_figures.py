@@ -108,11 +108,8 @@ def find_broken() -> dict[str, Any]:
 def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     base, *models = (folder / name for name in names)
     readiness, _ = dare.judge(dare.analyze(base, models, verbose=False), method="dare+sum")
-    told = ("models", "seen", "matters", "remedy")
-    findings = [
-        {"severity": str(one.severity), **{name: getattr(one, name) for name in told}}
-        for one in readiness.findings
-    ]
+    shown = ("severity", "subjects", "text", "remedy")
+    findings = [{name: getattr(one, name) for name in shown} for one in readiness.findings]
     command = " ".join(["dare analyze", *(f"demo-models/{name}" for name in names)])
     return {"verdict": str(readiness.verdict), "command": command, "findings": findings}
 

@@ -67,7 +67,7 @@ def judged(analysis):
     readiness, advice = judge(analysis)
     return (
         readiness.verdict,
-        {f.rule for f in readiness.findings} - {"outliers"},
+        {f.code for f in readiness.findings} - {"outliers"},
         advice.recipe,
         [(model.origin, model.likely_rank) for model in analysis.models],
     )
@@ -97,8 +97,8 @@ def test_outliers_move_no_judgement_of_one_model(change, dtype, planted):
     is_full = change is full
     assert found.models[0].origin is (Origin.FULL if is_full else Origin.LORA)
     if PLANTED[planted][1] >= 5:
-        (finding,) = [f for f in judge(found)[0].findings if f.rule == "outliers"]
-        assert NAMES[0] in finding.seen
+        (finding,) = [f for f in judge(found)[0].findings if f.code == "outliers"]
+        assert NAMES[0] in finding.text
         assert found.models[0].total.largest == pytest.approx(PLANTED[planted][1], rel=0.01)
 
 
@@ -158,5 +158,5 @@ def test_a_merge_still_finds_a_lora_beside_outliers(tmp_path):
     base, (tuned,) = make(512, low_rank(8))
     tuned = {name: plant(values, "a thousandth of 5") for name, values in tuned.items()}
     (notice,) = glance(plan(write_recipe(tmp_path, base, [tuned]))).notices
-    assert notice.about is Concern.LOW_RANK
+    assert notice.code == "low_rank"
     assert "rank of about 8," in notice.text

@@ -275,8 +275,9 @@ def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) 
 
 
 def same_model(plan: Plan, one: int, other: int) -> Notice:
-    """What is said of two models that are one, by a glance or by their digests."""
-    return notice("same_model", plan.model_names[other], other=plan.model_names[one])
+    """Return the notice about two models that are one, by a sample or by their digests."""
+    names = plan.model_names
+    return notice("same_model", names[one], names[other], how="", twice="twice")
 
 
 def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:

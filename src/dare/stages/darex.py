@@ -40,6 +40,7 @@ ROUNDING = 1e-9
     check=lambda settings: find_divisor(**settings),
     is_lazy=always,
     is_random=drops,
+    drops_at_random=True,
     is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
     redrops=always,
 )

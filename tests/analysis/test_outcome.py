@@ -10,8 +10,8 @@ import sample
 from safetensors.numpy import save_file
 
 import dare
-from dare.analysis.page.series import outcome_of_manifest
-from dare.documents.notices import Notice
+from dare.analysis.results import Outcome
+from dare.documents.notices import notice
 from dare.errors import InputError
 
 
@@ -34,13 +34,13 @@ def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
 def test_tensors_that_were_not_analysed_do_not_count(subject):
     report = sample.make_report(subject.analysis)
     other = replace(report.tensors[0], name="another", survivors=((9**9, 9**9),) * 3)
-    warned = (Notice(Concern.OVERFLOW, "3 values"),)
+    warned = (notice("overflow", values="3 values are"),)
     more = replace(report, tensors=(*report.tensors, other), warnings=warned)
     found = sample.outcome_of(more, subject.analysis)
     assert found.models == subject.outcome.models
-    assert found.warnings == ("3 values",)
+    assert found.warnings == (warned[0].text,)
     with pytest.raises(InputError, match="has no whole report"):
-        outcome_of_manifest({"report": {}}, subject.analysis, output=Path("x"))
+        Outcome.of_manifest({"report": {}}, subject.analysis, output=Path("x"))
 
 
 def test_a_manifest_tells_what_the_report_told(tmp_path):
@@ -58,7 +58,7 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     report = dare.merge(recipe, backend="reference")
     document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
     analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
-    outcome = outcome_of_manifest(document, analysis, output=recipe.output)
+    outcome = Outcome.of_manifest(document, analysis, output=recipe.output)
     assert outcome == sample.outcome_of(report, analysis)
     (model,) = outcome.models
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}

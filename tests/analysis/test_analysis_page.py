@@ -9,21 +9,22 @@ from html import unescape
 
 import pytest
 import sample
-from dare.output.page import writing
 
+from dare.analysis.document import make_document
+from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Readiness, Verdict
-from dare.analysis.page import assembly, figures
-from dare.analysis.page.assembly import page_text, write_page
+from dare.documents import page as pages_of
 from dare.documents.words import number, share
 from dare.errors import InputError, OutputError
+from dare.output.targets import write_file
 from pages import Outline
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")
 
 
 def assemble(analysis, readiness, advice, outcome=None):
-    drawn = figures.draw_figures(analysis, advice, outcome)
-    return assembly.assemble_page(analysis, readiness, advice, outcome, drawn, "/* library */")
+    document = make_document(analysis, readiness, advice, outcome)
+    return pages_of.render_page(document, library="/* library */")
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +93,16 @@ def test_headings_do_not_skip_levels(outline):
     assert {head["scope"] for head in heads} == {"col", "row"}
     identities = {a["id"] for _, a in outline.elements if "id" in a}
     ends = {a["href"][1:] for tag, a in outline.elements if tag == "a"}
-    assert {"content", "findings", "models", "advice"} <= ends <= identities
+    assert {"content", "notices", "models", "advice"} <= ends <= identities
 
 
 def test_the_table_of_models_holds_the_analysis(outline, subject):
     (rows,) = (table for table in outline.tables if "verdict" in table[0])
-    assert rows[0] == ["model", "change", "verdict", "origin"]
+    assert rows[0] == ["model", "change", "origin", "verdict", "remarks"]
     for row, model in zip(rows[1:], subject.analysis.models, strict=True):
         assert row[:2] == [model.name, share(model.total.relative_norm)]
-    assert rows[3][2] == "needs changes"
-    assert rows[2][3] == "LoRA, rank 4 (adapter)"
+    assert rows[3][3:] == ["needs changes", "bears little dropping"]
+    assert rows[2][2] == "LoRA, rank 4 (adapter)"
     (numbers,) = (table for table in outline.tables if "excess kurtosis" in table[0])
     total = subject.analysis.models[0].total
     assert numbers[1] == [
@@ -115,13 +116,12 @@ def test_the_table_of_models_holds_the_analysis(outline, subject):
     ]
 
 
-def test_a_model_with_a_nan_and_copies_are_named(crowded_page):
-    outline = Outline(crowded_page.read_text("utf-8"))
+def test_a_model_with_a_nan_and_copies_are_named(crowd):
+    outline = Outline(assemble(crowd.analysis, *judge(crowd.analysis)))
     (rows,) = (table for table in outline.tables if "remarks" in table[0])
     remarks = {row[0]: row[-1] for row in rows[1:]}
-    assert remarks["model-4"] == "⚠ left out, the same as model-3"
-    assert remarks["model-5"] == "⚠ left out, 1 element NaN or infinite, the same as model-3"
-    assert remarks["model-1"] == ""
+    assert remarks["model-4"] == "left out: same model twice, with model-3 and model-5"
+    assert remarks["model-5"] == "left out: NaN or infinite values"
 
 
 def test_the_recipe_is_whole(text, subject):
@@ -130,14 +130,14 @@ def test_the_recipe_is_whole(text, subject):
     calm = Readiness(Verdict.NO_DEFECT, {"math": Verdict.NO_DEFECT}, ())
     nothing = replace(subject.advice, recipe={}, suggestions=(), doubts=())
     text = assemble(subject.analysis, calm, nothing)
-    assert "None of the models should be merged" in text
+    assert "none of the models should be merged" in text
     assert 'id="recipe"' not in text
     assert 'id="merge"' not in text
 
 
 def test_the_merge_is_told_to_three_digits(outline):
     (table,) = (table for table in outline.tables if "dropped" in table[0])
-    assert table[1] == ["math", "0.333", "42", "90.040%", "90.000%", "0.01", "layers.5.norm"]
+    assert table[1] == ["math", "0.3333", "42", "90.040%", "90.000%", "0.01", "layers.5.norm"]
 
 
 def test_no_path_of_a_machine_is_told(subject):
@@ -175,26 +175,27 @@ def test_a_model_of_80_layers_and_7_others_still_fits_in_a_page(subject):
     assert len(text.encode()) < 3_000_000  # and 0.9 MB of library
 
 
-def test_an_analysis_without_models_is_refused(subject, tmp_path):
+def test_an_analysis_without_models_is_refused(subject):
     empty = replace(subject.analysis, models=(), pairs=())
     with pytest.raises(InputError, match="has no models"):
-        write_page(tmp_path / "x.html", empty, subject.readiness, subject.advice)
+        assemble(empty, subject.readiness, subject.advice)
+    assert "0 models" in str(empty)
 
 
-def test_what_is_missing_is_named(subject, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "NEEDED", ("altair", "no_such_package"))
+def test_what_is_missing_is_named(subject, monkeypatch):
+    monkeypatch.setattr(pages_of, "NEEDED", ("altair", "no_such_package"))
     with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
-        page_text(subject.analysis, subject.readiness, subject.advice)
+        pages_of.render_page(subject.document())
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
-        writing.write_file(tmp_path / "file" / "page.html", b"", "page")
+        write_file(tmp_path / "file" / "page.html", b"", "page")
 
 
 def test_a_library_cannot_end_its_element(monkeypatch):
     import vl_convert
 
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda *_, **__: 'x = "</SCRIPT>"')
-    assert writing.drawing_bundle.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'
+    assert pages_of.drawing_bundle.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'

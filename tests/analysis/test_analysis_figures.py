@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import sample
 import vl_convert
-from dare.output.page import writing
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dare.analysis import figures
 from dare.analysis.judge.judgement import Evidence, Suggestion
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
-from dare.analysis.judge.readiness import find_copies
-from dare.analysis.page import figures, series
-from dare.analysis.page.words import cosine
-from dare.analysis.results import Histogram, Origin
+from dare.analysis.results import Histogram, Kind, Origin
 from dare.documents.charts import DASHES, SHAPES, THEMES, vega_config
+from dare.documents.page import _version
 from dare.documents.words import number, share
 
 
@@ -84,7 +84,7 @@ def test_every_figure_says_what_it_shows(drawn):
 def test_the_tables_hold_the_analysis(drawn, subject):
     analysis = subject.analysis
     (first, _, _) = analysis.pairs
-    figures_of_pair = (cosine(first.total.cosine), number(first.ratio))
+    figures_of_pair = (figures.cosine_text(first.total.cosine), number(first.ratio))
     assert drawn["cosines"].table.rows[0] == ("math · code", *figures_of_pair)
     conflict = (share(1 - first.total.agreeing), f"{first.total.both:,}")
     assert drawn["conflicts"].table.rows[0][1:3] == conflict
@@ -93,7 +93,7 @@ def test_the_tables_hold_the_analysis(drawn, subject):
     cancelled = ("all", share(analysis.together.cancelled), share(chance))
     assert drawn["cancelled"].table.rows[0] == cancelled
     code = drawn["change-2"].table
-    assert code.columns == ("layer", "attention", "mlp", "norm", "embedding")
+    assert code.columns == ("layer", "attention >", "mlp >", "norm >", "embedding >")
     assert code.rows[0] == ("outside", "–", "–", "–", "0%")
     spectrum = next(t for t in analysis.models[0].tensors if t.spectrum).spectrum
     assert drawn["spectra"].table.rows[0][3] == number(spectrum.effective_rank)
@@ -123,9 +123,9 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
 
 def test_noise_looks_like_noise(subject):
     even = [{"change": 0.0100}, {"change": 0.0101}, {"change": None}]
-    low, high = series.change_domain(even)
+    low, high = figures.change_domain(even)
     assert high / low == pytest.approx(2)
-    assert series.change_domain(series.change_rows(subject.analysis.models[0]))[0] > 0
+    assert figures.change_domain(figures.change_rows(subject.analysis.models[0]))[0] > 0
 
 
 def test_spectra_wait_unless_a_rank_is_low(subject, drawn):
@@ -140,8 +140,7 @@ def many(crowd):
     return {figure.name: figure for figure in found}
 
 
-def test_copies_are_one_model(many, crowd):
-    assert find_copies(crowd.analysis) == [("model-3", "model-4", "model-5")]
+def test_many_models_have_one_map_and_their_own_are_folded(many):
     assert not many["changes"].folded
     assert all(many[f"change-{number}"].folded for number in range(1, 13))
 
@@ -161,7 +160,7 @@ def test_twelve_models_look_different(name):
 def test_tooltips_are_of_rows_that_have_their_fields(which, request):
     for figure in request.getfixturevalue(which).values():
         spec = {**figure.spec, "width": 600}
-        compiled = vl_convert.vegalite_to_vega(spec, vl_version=writing._version(spec))
+        compiled = vl_convert.vegalite_to_vega(spec, vl_version=_version(spec))
         tables = {data["name"] for data in compiled["data"]} | set(parts_of(compiled["marks"]))
         shown = list(tooltips_of(compiled["marks"]))
         assert shown, figure.name
@@ -230,3 +229,81 @@ def test_amounts_get_steadily_darker_in_the_light_and_lighter_in_the_dark():
     dark = [luminance(colour) for colour in vega_config(THEMES["dark"])["range"]["heatmap"]]
     assert light == sorted(light, reverse=True)
     assert dark == sorted(dark)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_octaves_hold_the_shares_of_a_hand_made_histogram(subject):
+    total = replace(
+        subject.analysis.models[0].total,
+        elements=16,
+        zeros=8,
+        histogram=Histogram(-3, (0, 2, 0, 6, 0)),
+    )
+
+    def shares(total):
+        model = replace(subject.analysis.models[0], total=total, by_kind={})
+        rows = figures.magnitude_rows(replace(subject.analysis, models=(model,)))
+        return [(row["from"], row["to"], row["share"]) for row in rows]
+
+    assert shares(total) == [(0.25, 0.5, 0.125), (0.5, 1.0, 0.0), (1.0, 2.0, 0.375)]
+    assert shares(replace(total, histogram=Histogram(0, ()))) == []
+
+
+def test_all_octaves_and_the_unchanged_make_one(subject):
+    rows = figures.magnitude_rows(subject.analysis)
+    for model in subject.analysis.models:
+        for kind, statistics in model.by_kind.items():
+            shares = [
+                row["share"]
+                for row in rows
+                if row["model"] == model.name and row["kind"] == str(kind)
+            ]
+            assert sum(shares) + statistics.sparsity == pytest.approx(1, abs=1e-4)
+
+
+def test_changes_are_relative_norms_by_layer_and_kind(subject):
+    model = subject.analysis.models[2]
+    rows = figures.change_rows(model)
+    assert rows[0]["layer"] == "outside"
+    cell = next(cell for cell in model.cells if (cell.layer, cell.kind) == (3, Kind.MLP))
+    (row,) = (row for row in rows if (row["layer"], row["kind"]) == ("3", "mlp"))
+    assert row["change"] == pytest.approx(cell.statistics.relative_norm, 1e-4)
+    cell = replace(model.cells[0], statistics=replace(model.cells[0].statistics, base_norm=0.0))
+    (row,) = figures.change_rows(replace(model, cells=(cell,)))
+    assert row["change"] is None
+
+
+@given(st.integers(1, 40), st.integers(1, 30))
+def test_chosen_spectra_are_spread_and_not_too_many(available, models):
+    tensor = next(t for t in SAMPLE.models[0].tensors if t.spectrum)
+    tensors = tuple(replace(tensor, name=str(number)) for number in range(available))
+    model = replace(SAMPLE.models[0], tensors=tensors)
+    chosen = figures.chosen_spectra(replace(SAMPLE, models=(model,) * models))
+    numbers = [int(name) for _, name, _ in chosen[: len(chosen) // models]]
+    assert len(numbers) == min(available, 24, max(1, 96 // models))
+    assert numbers == sorted(set(numbers))
+
+
+SAMPLE = sample.make_analysis()
+
+
+def test_spectra_are_relative_to_the_largest_and_end_with_the_rank(subject):
+    rows = rows_of(figures.spectra(subject.analysis))
+    assert all(row["value"][0] == 1 for row in rows)
+    assert {len(row["rank"]) for row in rows if row["model"] == "code"} == {4}
+
+
+def test_predictions_follow_the_formula(subject):
+    model = subject.analysis.models[0]
+    (row,) = figures.prediction_rows(model, [0.8])
+    assert row["relative"] == 2.0  # √(0.8 / 0.2)
+    assert row["error"] == pytest.approx(mean_bounded_error(exposures_of(model), 0.8), 1e-4)
+
+
+def test_rows_go_to_json_whatever_the_numbers(subject):
+    broken = replace(subject.analysis.models[0].total, base_norm=0.0, largest=math.inf)
+    tensors = tuple(replace(t, statistics=broken) for t in subject.analysis.models[0].tensors)
+    model = replace(subject.analysis.models[0], total=broken, tensors=tensors)
+    json.dumps(figures.prediction_rows(model, figures.RATES), allow_nan=False)

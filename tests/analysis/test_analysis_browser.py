@@ -10,7 +10,8 @@ import pytest
 import sample
 
 import pages
-from dare.analysis.page.assembly import write_page
+from dare.analysis.document import make_document
+from dare.documents.page import render_page
 from helpers import eventually
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -200,9 +201,9 @@ def test_hostile_names_do_nothing(browser, hostile_page):
 
 def page_of(names: tuple[str, ...], folder: Path) -> Path:
     path = folder / "page.html"
-    write_page(
-        path, sample.make_analysis(names), sample.make_readiness(names), sample.make_advice(names)
-    )
+    readiness, advice = sample.make_readiness(names), sample.make_advice(names)
+    document = make_document(sample.make_analysis(names), readiness, advice)
+    path.write_text(render_page(document), "utf-8")
     return path
 
 
