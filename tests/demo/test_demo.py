@@ -11,17 +11,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from dare.demo import merges, story
 from dare.demo.llama import Llama
-from dare.demo.merges import (
-    TUNED,
-    Curve,
-    Figure,
-    Measurement,
-    Merge,
-    Row,
-    Score,
-    Writing,
-    measure,
-)
+from dare.demo.merges import TUNED, Curve, Figure, Measurement, Merge, Row, Score, Writing, measure
 from dare.demo.story import run_demo
 from dare.errors import OutputError
 

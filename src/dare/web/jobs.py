@@ -42,7 +42,7 @@ from dare.output import verification
 from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
 from dare.run.progress import Display, progress_shown_by
-from dare.studies.watched import describe_status
+from dare.studies.processes import describe_status
 from dare.tensors.json_values import json_ready
 
 Request = dict[str, Any]
