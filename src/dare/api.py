@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance, with_size_warnings
 from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.progress import COMPILING, Display, Meter, show_progress
 from dare.documents.words import times
 from dare.errors import (
     InputError,
@@ -67,7 +68,6 @@ from dare.recipe.settings import overlaid
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors
-from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.rates import keep_rate
 from dare.run.slices import Feedback, SharedCensuses
 from dare.stores.locations import to_path

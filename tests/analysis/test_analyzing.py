@@ -19,8 +19,8 @@ from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matr
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.measure.tallies import BIN_SHIFT
 from dare.analysis.results import Analysis, Kind, Origin
+from dare.documents.progress import Display
 from dare.errors import InputError, RecipeError
-from dare.run.progress import Display
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo

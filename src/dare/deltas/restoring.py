@@ -14,6 +14,7 @@ from typing import Any
 
 from dare import __version__
 from dare.deltas.reports import Restoration
+from dare.documents.progress import show_progress
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
@@ -28,7 +29,6 @@ from dare.planning.layout import Layout, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import show_progress
 from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header

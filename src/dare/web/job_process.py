@@ -27,8 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dare.documents.progress import Display, progress_shown_by
 from dare.errors import DareError, DareWarning, printable
-from dare.run.progress import Display, progress_shown_by
 from dare.tensors.json_values import json_ready
 
 if TYPE_CHECKING:

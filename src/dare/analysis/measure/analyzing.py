@@ -42,6 +42,7 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.formats import read_config
@@ -53,7 +54,6 @@ from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import Sample, check_inputs, portable_recipe, sample_inputs
 from dare.run.graph import Step
-from dare.run.progress import Display, show_progress
 from dare.run.ray import Do, connect
 from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
