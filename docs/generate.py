@@ -361,9 +361,9 @@ EFFECTS = {
 }
 MATTERS = {
     "": "",
-    "dare": ", where changes are dropped at random",
-    "ties": ", in a vote",
-    "sum": ", in a sum",
+    "drops_at_random": ", where changes are dropped at random",
+    "votes": ", in a vote",
+    "adds_up": ", in a sum",
 }
 
 

@@ -257,6 +257,7 @@ def analysis(
         "pairs": tuple(pairs),
         "together": Interference(cancelled(list(deltas.values())), 0.0, inside),
         "notes": (),
+        "vocabularies": {},
         "left_out": (),
         "tied": (),
         "bytes_read": 0,

@@ -20,7 +20,15 @@ from dare.analysis.judge.judgement import (
     Verdict,
 )
 from dare.analysis.page.series import Outcome, outcome_of_manifest
-from dare.analysis.results import OUTSIDE, Analysis, Origin, Overlap, PairAnalysis
+from dare.analysis.results import (
+    OUTSIDE,
+    Analysis,
+    LeftOut,
+    Misfit,
+    Origin,
+    Overlap,
+    PairAnalysis,
+)
 from dare.output.report import Digests, ModelReport, Report, TensorReport
 
 LAYERS = 6
@@ -94,7 +102,7 @@ def _analysed(base: Tensors, made: dict[str, tuple[str, int, float]]) -> Analysi
         base="models/base.safetensors",
         together=replace(analysis.together, conflicted=0.47),
         notes=("code: 12 matrices computed from an adapter",),
-        left_out=("rotary.inv_freq: is in the base alone",),
+        left_out=(LeftOut("extra.weight", Misfit.NOT_IN_BASE, ("code",)),),
         tied=("embed.weight",),
         bytes_read=123_456_789,
         seconds=1.25,

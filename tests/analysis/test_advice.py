@@ -12,7 +12,7 @@ from dare.analysis.judge.advice import METHODS, OUTCOMES, TEXTS, advise, find_gu
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import analyze, analyze_arrays
-from dare.analysis.results import Origin
+from dare.analysis.results import LeftOut, Misfit, Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
 from dare.recipe.document import read_toml, recipe_from_document
@@ -198,15 +198,16 @@ def test_nothing_left_is_no_recipe():
 
 
 @pytest.mark.parametrize(
-    ("line", "setting", "value"),
+    ("tensor", "reason", "setting", "value"),
     [
-        ("layers.0.w: base is 8×4 F32, m1 is 9×4 F32", "on_mismatch", "base"),
-        ("lm_head.weight: base is 8×4 F32, m1 is 9×4 F32", "vocabulary", "base"),
-        ("layers.9.w: in m1, not in the base", "on_extra", "drop"),
+        ("layers.0.w", Misfit.UNLIKE_BASE, "on_mismatch", "base"),
+        ("lm_head.weight", Misfit.UNLIKE_BASE, "vocabulary", "base"),
+        ("layers.9.w", Misfit.NOT_IN_BASE, "on_extra", "drop"),
     ],
 )
-def test_what_a_setting_can_mend_is_set(line, setting, value):
-    advice = advise(analysis(ROOT, many(2), left_out=(line,)))
+def test_what_a_setting_can_mend_is_set(tensor, reason, setting, value):
+    left_out = (LeftOut(tensor, reason, ("m1",)),)
+    advice = advise(analysis(ROOT, many(2), left_out=left_out))
     assert advice.recipe[setting] == value
     assert values(advice, setting) == {None: value}
     assert getattr(recipe_of(advice), setting) == value

@@ -13,7 +13,6 @@ from dare.analysis.judge.prediction import (
     Prediction,
     bounded_error,
     exposure_of,
-    make_exposure,
     mean_bounded_error,
     predict,
     relative_error,
@@ -101,16 +100,16 @@ def test_the_variance_of_a_few_merges_of_a_real_model(demo):
 )
 def test_a_row_is_what_makes_one_output(shape, width):
     delta = np.resize([1.0, -1.0], shape)
-    assert make_exposure(statistics(delta, delta), shape).carriers == pytest.approx(width)
+    assert exposure_of(statistics(delta, delta), shape).carriers == pytest.approx(width)
 
 
 def test_an_unchanged_tensor_has_no_carriers():
     zeros = np.zeros((4, 4))
-    assert make_exposure(statistics(zeros, np.ones((4, 4))), (4, 4)).carriers == 0
+    assert exposure_of(statistics(zeros, np.ones((4, 4))), (4, 4)).carriers == 0
 
 
 def test_a_scalar_is_one_row():
-    assert make_exposure(statistics(np.array(2.0), np.array(1.0)), ()).carriers == 1
+    assert exposure_of(statistics(np.array(2.0), np.array(1.0)), ()).carriers == 1
 
 
 # ---------------------------------------------------------------- the bound
@@ -143,7 +142,7 @@ def test_nineteen_of_twenty_rows_stay_within_the_bound(rate, kind):
     delta = delta.astype(np.float32)
     dropped = dare.dare_drop({"w": delta}, drop_rate=rate, seed=3)["w"]
     errors = np.linalg.norm(dropped - delta, axis=1)
-    bound = bounded_error(make_exposure(statistics(delta, delta), shape), rate)
+    bound = bounded_error(exposure_of(statistics(delta, delta), shape), rate)
     assert (errors <= bound).mean() >= 0.95
 
 
@@ -202,7 +201,9 @@ def test_larger_and_more_concentrated_changes_bear_no_more(size, count, larger, 
 def test_the_exposure_of_an_analysed_tensor():
     base = make_base()
     (model,) = analysis(base, {"m": tune(base, 0.04)}).models
-    found = {t.name: exposure_of(t) for t in model.tensors}["layers.0.mlp.up_proj.weight"]
+    found = {t.name: exposure_of(t.statistics, t.shape) for t in model.tensors}[
+        "layers.0.mlp.up_proj.weight"
+    ]
     assert found.elements == 192 * 128
     assert found.relative_norm == pytest.approx(0.04, rel=1e-3)
     assert found.carriers == pytest.approx(128 / 3, rel=0.05)

@@ -15,7 +15,6 @@ from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict, l
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
     BASE,
-    FAMILIES,
     RULES,
     assess,
     body_of,
@@ -23,7 +22,7 @@ from dare.analysis.judge.readiness import (
     rounding_norm,
 )
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.results import Analysis, Origin
+from dare.analysis.results import Analysis, LeftOut, Misfit, Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.stages import STAGES
@@ -112,7 +111,7 @@ def test_what_matters_in_a_vote_only(method, verdict):
     assert (readiness.verdict, readiness.method) == (verdict, method)
     assert readiness.by_model == {"a": Verdict.NO_DEFECT, "b": verdict}
     (only,) = readiness.findings
-    assert (only.rule, only.only_for) == ("outweighed", "ties")
+    assert (only.rule, only.only_for) == ("outweighed", "votes")
     assert only.severity.verdict is verdict
 
 
@@ -149,8 +148,18 @@ def test_the_verdict_is_for_the_method_that_is_advised():
     assert judge(analysis(ROOT, SMALL_AND_LARGE), method="ties")[0].method == "ties"
     nothing, none = judge(analysis(ROOT, {"m": make_base(seed=9)}))
     assert (nothing.method, nothing.verdict, none.recipe) == ("", Verdict.UNFIT, {})
-    assert {rule.only_for for rule in RULES} <= {"", *STAGES}
-    assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
+
+
+def test_stages_declare_what_matters_for_them():
+    declared = {
+        name: {stage.name for stage in STAGES.values() if getattr(stage, name)}
+        for name in {rule.only_for for rule in RULES} - {""}
+    }
+    assert declared == {
+        "drops_at_random": {"dare", "darex", "della"},
+        "votes": {"ties", "emr", "knots"},
+        "adds_up": {"sum"},
+    }
 
 
 OPPOSITE = mixed(ROOT, ONE, -1.0, ONE, 0.0)
@@ -446,22 +455,27 @@ def test_cancelling():
 @pytest.mark.parametrize(
     ("given", "rule", "models"),
     [
-        ("model.embed_tokens.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
-        ("lm_head.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
-        ("layers.0.w: base is 8×4 F32, a is 9×4 F32", "mismatched", ("a",)),
-        ("layers.9.w: in a, b, not in the base", "extra_tensors", ("a", "b")),
-        ("lm_head.weight: in b, not in the base", "extra_tensors", ("b",)),
-        ("position_ids: I64 is no type of weights", None, ()),
+        (("model.embed_tokens.weight", Misfit.UNLIKE_BASE, ("b",)), "vocabulary", ("b",)),
+        (("lm_head.weight", Misfit.UNLIKE_BASE, ("b",)), "vocabulary", ("b",)),
+        (("layers.0.w", Misfit.UNLIKE_BASE, ("a",)), "mismatched", ("a",)),
+        (("layers.9.w", Misfit.NOT_IN_BASE, ("a", "b")), "extra_tensors", ("a", "b")),
+        (("lm_head.weight", Misfit.NOT_IN_BASE, ("b",)), "extra_tensors", ("b",)),
+        (("position_ids", Misfit.NOT_WEIGHTS, ("a", "b")), None, ()),
     ],
 )
 def test_what_was_left_out(given, rule, models):
-    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(given,))
+    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(LeftOut(*given),))
     assert found(seen) == ({rule} if rule else set())
     if rule:
         assert finding(seen, rule).models == models
-    note = "b: 2 of its tokens are not in the base: '<x>' 8; rows are matched by token where both"
-    matched = analysis(ROOT, {"a": ONE, "b": TWO}, notes=(note,))
-    assert finding(matched, "vocabulary").models == ("b",)
+
+
+def test_rows_that_were_matched_by_token_are_of_another_vocabulary():
+    differences = {"b": "b: 2 of its tokens are not in the base: '<x>' 8"}
+    matched = finding(analysis(ROOT, {"a": ONE, "b": TWO}, vocabularies=differences), "vocabulary")
+    assert matched.models == ("b",)
+    assert matched.figures == {"tensors": 0, "models": 1}
+    assert differences["b"] in matched.seen
 
 
 def test_tied_weights_matter_where_they_change():

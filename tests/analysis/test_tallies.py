@@ -35,7 +35,7 @@ def tally(values, base_squares=0.0):
         values.size,
         finite.size - changed.size,
         values.size - finite.size,
-        tuple(float((finite**power).sum()) for power in (1, 2, 3, 4)),
+        *(float((finite**power).sum()) for power in (1, 2, 3, 4)),
         float(changed.sum()),
         float(changed.min(initial=math.inf)),
         float(changed.max(initial=0)),

@@ -123,7 +123,7 @@ WRONG = {
     "not JSON": (lambda _: "PK\x03\x04", "This file is not JSON."),
     "no analysis": (lambda _: '{"dare": 1}', "but not an analysis"),
     "null": (lambda _: "null", "but not an analysis"),
-    "another version": (lambda _: '{"schema": "dare-analysis/4"}', "dare-analysis/3"),
+    "another version": (lambda _: '{"schema": "dare-analysis/3"}', "dare-analysis/4"),
     "only measured": (lambda d: without(d, "readiness"), "readiness is missing"),
     "a hole": (
         lambda d: without(d, "models", 1, "total", "norm"),

@@ -442,5 +442,5 @@ def test_an_analysis(client, models):
     wait_until(is_finished)
     assert (found["state"], found["result"]["verdict"]) == ("done", "no defect found")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
-    assert document["schema"] == "dare-analysis/3"
+    assert document["schema"] == "dare-analysis/4"
     assert [model["name"] for model in document["models"]] == ["add", "say"]

@@ -49,7 +49,7 @@ from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured, Subject
 from dare.analysis.measure.tallies import NONE, Sums, share_below
-from dare.analysis.results import Analysis, Statistics, TensorAnalysis
+from dare.analysis.results import Analysis, LeftOut, Statistics, TensorAnalysis
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
@@ -228,14 +228,15 @@ class DARESparsityAnalyzer:
             }
         )
 
-    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[str]]:
-        """The tensors to look at, and why others are not."""
+    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[LeftOut]]:
+        """Return the tensors to look at, and those that cannot be compared."""
         subjects, left_out = find_subjects(base, {NAME: tuned})
         selects = self.configuration.selects
         subjects = [subject for subject in subjects if selects(subject.name)]
-        left_out = [line for line in left_out if selects(line.partition(":")[0])]
+        left_out = [each for each in left_out if selects(each.tensor)]
         if not subjects:
-            raise InputError(": ".join(["there are no weights to look at", *left_out[:1]]))
+            reasons = map(str, left_out[:1])
+            raise InputError(": ".join(["there are no weights to look at", *reasons]))
         return subjects, left_out
 
     def _summarise(self, study: Study, analysis: Analysis, *, has_base: bool) -> SparsityAnalysis:
@@ -272,7 +273,7 @@ class DARESparsityAnalyzer:
             recommended_drop_rate=rate,
             output_error=_output_error(exposures, rate),
             has_base=has_base,
-            left_out=analysis.left_out,
+            left_out=tuple(map(str, analysis.left_out)),
             readiness=assess(analysis, output_error=settings.output_error),
             computed_at=datetime.now(UTC),
             seconds=analysis.seconds,
@@ -291,7 +292,7 @@ class DARESparsityAnalyzer:
             essential_fraction=_essential_fraction(tensor.statistics),
             has_significant_updates=sparsity < SIGNIFICANT,
             relative_norm=tensor.statistics.relative_norm,
-            recommended_drop_rate=self._rate([exposure_of(tensor)]),
+            recommended_drop_rate=self._rate([exposure_of(tensor.statistics, tensor.shape)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:

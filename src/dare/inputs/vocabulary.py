@@ -46,6 +46,8 @@ class Aligned:
     """For each model the output's id of each of its own; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
+    differences: Mapping[str, str] = field(default_factory=dict)
+    """How each model whose vocabulary is not the base's differs from it."""
     notes: tuple[str, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
@@ -104,6 +106,7 @@ def align(
         tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
         token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
         tokens=tokens,
+        differences={other.name: _difference(vocabulary, other) for other in differing},
         notes=notes,
     )
 

@@ -47,6 +47,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
     is_lazy=lambda _settings: True,
     is_random=drops,
+    drops_at_random=True,
     is_identity=lambda settings: not drops(settings),
     redrops=lambda settings: settings["rescale"] != "l1",
 )

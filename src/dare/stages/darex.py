@@ -44,6 +44,7 @@ def _check_divisor(settings: Settings) -> None:
     check=_check_divisor,
     is_lazy=lambda _settings: True,
     is_random=drops,
+    drops_at_random=True,
     is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
     redrops=lambda _settings: True,
 )

@@ -127,7 +127,7 @@ def matrix_delta_stage(
 
 
 def matrix_combine_stage(
-    *, work_bytes: WorkBytes, paper: str = ""
+    *, work_bytes: WorkBytes, paper: str = "", votes: bool = False
 ) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
     """Register a function from all models' matrices and their weights to one as a combine stage.
 
@@ -148,6 +148,7 @@ def matrix_combine_stage(
         combine_stage(
             sees="matrix",
             paper=paper,
+            votes=votes,
             survey=survey,
             survey_bytes=_of_matrices(work_bytes),
             kept_bytes=_of_matrices(lambda rows, columns, _models: 4 * rows * columns),

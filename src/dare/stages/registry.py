@@ -212,6 +212,12 @@ class Stage:
     interpolates: Settings | None = None
     """The settings with which a combine stage interpolates between whole models, so that the base
     may be one of them; None: it combines changes to the base."""
+    drops_at_random: bool = False
+    """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
+    votes: bool = False
+    """Whether the models vote on each element, so that a small change loses to a large one."""
+    adds_up: bool = False
+    """Whether it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
     """Where it is from, if not from this package: a file's digest, or a package and its version."""
     file: str = ""

@@ -6,8 +6,8 @@
 
 `advice.toml` has the outcomes that were measured, each with its conditions and its record; the
 first that applies decides. Models that no setting can mend are left out first: those that come
-from elsewhere, copies of the base, the second of two that are the same. What others recommend is
-in two tables, `GUIDELINES` for drop rates and `METHODS`; it is named, and decides nothing.
+from elsewhere, copies of the base, the second of two that are the same. The file also has what
+others recommend; that is named, and decides nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dare.analysis.results import Analysis, ModelAnalysis, Origin
 from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
+from dare.stages import parse_method
 from dare.stores.locations import to_path
 from dare.tensors.json_values import json_ready
 
@@ -74,10 +75,6 @@ class Outcome:
         return is_many and cosine >= self.cosine and change <= self.change
 
 
-OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
-ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
-
-
 @dataclass(frozen=True)
 class Guideline:
     """A drop rate that is often recommended."""
@@ -92,18 +89,6 @@ class Guideline:
     is_lora: bool = False
 
 
-ABOUT_7B, ABOUT_13B = (5.6e9, 8.75e9), (10.4e9, 16.25e9)
-"""Sizes up to a quarter larger, or as much smaller."""
-GUIDELINES: tuple[Guideline, ...] = (
-    Guideline("7B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_7B, (500, 2_000)),
-    Guideline("7B after 2,000 to 10,000 steps", 0.90, 0.95, ABOUT_7B, (2_000, 10_000)),
-    Guideline("13B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_13B, (500, 2_000)),
-    Guideline("70B or more", 0.90, 0.95, (56e9, math.inf)),
-    Guideline("a LoRA", 0.70, 0.85, is_lora=True),
-)
-"""Of an article on DARE that is often followed; it gives no measurements for them."""
-
-
 @dataclass(frozen=True)
 class Habit:
     """A method that is often recommended."""
@@ -116,16 +101,10 @@ class Habit:
     """Of the models: diverse, alike or lora; or large, whatever else they are."""
 
 
-METHODS: tuple[Habit, ...] = (
-    Habit("one model", "dare+linear", (1, 1)),
-    Habit("2 models of one domain", "linear", (2, 2), "alike"),
-    Habit("2 diverse models", "dare+linear", (2, 2)),
-    Habit("3 to 5 models of mixed domains", "dare+ties", (3, 5)),
-    Habit("more than 5 models", "dare+ties", (6, math.inf)),
-    Habit("LoRAs", "dare+linear", (2, math.inf), "lora"),
-    Habit("70B or more", "dare", (1, math.inf), "large"),
-)
-"""Of the same article; the last names no way to combine."""
+OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
+GUIDELINES = TypeAdapter(list[Guideline]).validate_python(TEXTS["others"]["guidelines"])
+METHODS = TypeAdapter(list[Habit]).validate_python(TEXTS["others"]["habits"])
+ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
 def judge(
@@ -272,7 +251,9 @@ def _doubts(
     ]
     if outside:
         doubts.append(texts["extrapolates"].format(outside="; ".join(outside)))
-    return [*doubts, texts["slow"]] if outcome.method == "tsv" else doubts
+    if any(stage.sees == "matrix" for stage in parse_method(outcome.method)):
+        doubts.append(texts["slow"].format(method=outcome.method))
+    return doubts
 
 
 def _short(value: float) -> str:

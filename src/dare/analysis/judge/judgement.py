@@ -79,7 +79,7 @@ class Finding:
     figures: dict[str, float]
     """The numbers behind it, by name, and the thresholds that they were held against."""
     only_for: str = ""
-    """The stage without which it does not matter, such as `ties` or `dare`; empty: any merge."""
+    """What a stage of the method must do for it to matter, such as `votes`; empty: any merge."""
 
     def __str__(self) -> str:
         """One line, without the names of the models."""

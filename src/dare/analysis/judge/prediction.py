@@ -1,4 +1,4 @@
-"""What dropping will do to a delta, from its measured moments, before anything is dropped.
+"""The error that dropping will bring to a delta, from its measured moments.
 
 With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0:
 
@@ -32,20 +32,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.judge.judgement import limit
-from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
+from dare.analysis.results import Kind, ModelAnalysis, Statistics
 from dare.tensors.mask import check_drop_rate
 
-CONFIDENCE = 0.95
-"""Probability with which the error of one mask stays within its bound."""
-DEVIATIONS = math.sqrt(CONFIDENCE / (1 - CONFIDENCE))
-"""Standard deviations that are enough for that, whatever the distribution (Cantelli): √19."""
+DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))
+"""Standard deviations that hold with probability 0.95, whatever the distribution: √19."""
 STEPS = 100
 """Recommended drop rates are hundredths."""
+OUTER = (Kind.EMBEDDING, Kind.HEAD)
+"""Kinds of tensors whose rows are tokens."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of dropping at a rate."""
+    """The expected effect of dropping at a rate."""
 
     drop_rate: float
     relative_error: float
@@ -58,19 +58,15 @@ class Prediction:
 
 
 def predict(statistics: Statistics, drop_rate: float) -> Prediction:
-    """Say what dropping does to a delta with these statistics."""
+    """Predict the effect of dropping on a delta with these statistics."""
     p = check_drop_rate(drop_rate)
     error, size = relative_error(p), statistics.relative_norm
-    return Prediction(
-        drop_rate=p,
-        relative_error=error,
-        output_error=error * size if error and size else 0.0,
-        variance=p / (1 - p) * mean_square(statistics),
-    )
+    output_error = error * size if error and size else 0.0
+    return Prediction(p, error, output_error, p / (1 - p) * mean_square(statistics))
 
 
 def relative_error(drop_rate: float) -> float:
-    """√(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
+    """Return √(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
 
     >>> relative_error(0.5), round(relative_error(0.9), 9)
     (1.0, 3.0)
@@ -79,7 +75,7 @@ def relative_error(drop_rate: float) -> float:
 
 
 def mean_square(statistics: Statistics) -> float:
-    """The mean of δ²; elements that are not finite do not count."""
+    """Return the mean of δ²; elements that are not finite do not count."""
     counted = statistics.elements - statistics.not_finite
     return statistics.norm**2 / counted if counted else 0.0
 
@@ -89,7 +85,7 @@ def mean_square(statistics: Statistics) -> float:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What of a tensor decides how much dropping it bears."""
+    """The figures of a tensor that decide how much dropping it bears."""
 
     elements: int
     relative_norm: float
@@ -98,33 +94,21 @@ class Exposure:
     """How many elements carry the change of one output: the inputs of a row over the kurtosis."""
 
 
-OUTER = (Kind.EMBEDDING, Kind.HEAD)
-"""Kinds of tensors whose rows are tokens."""
-
-
 def exposures_of(model: ModelAnalysis) -> list[Exposure]:
-    """Of a model's tensors without embeddings and head; of these if there is nothing else."""
+    """Return those of a model's tensors without embeddings and head, if there are any others."""
     inner = [tensor for tensor in model.tensors if tensor.kind not in OUTER]
-    return [exposure_of(tensor) for tensor in inner or model.tensors]
+    return [exposure_of(tensor.statistics, tensor.shape) for tensor in inner or model.tensors]
 
 
-def exposure_of(tensor: TensorAnalysis) -> Exposure:
-    """What of an analysed tensor decides how much dropping it bears."""
-    return make_exposure(tensor.statistics, tensor.shape)
-
-
-def make_exposure(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
-    """The exposure of a tensor with these statistics and this shape.
-
-    Outliers are left out, and what is left counts as spread evenly over the rows.
-    """
-    inliers, elements = statistics.inliers, statistics.elements
-    carriers = row_width(elements, shape) / max(inliers.concentration, 1.0) if inliers.norm else 0.0
-    return Exposure(elements, statistics.relative_norm, carriers)
+def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
+    """Return a tensor's exposure; its inliers count as spread evenly over the rows."""
+    inliers, width = statistics.inliers, row_width(statistics.elements, shape)
+    carriers = width / max(inliers.concentration, 1.0) if inliers.norm else 0.0
+    return Exposure(statistics.elements, statistics.relative_norm, carriers)
 
 
 def row_width(elements: int, shape: tuple[int, ...]) -> int:
-    """How many elements make one output: all but the first dimension; all of a vector.
+    """Return how many elements make one output: all but the first dimension; all of a vector.
 
     >>> row_width(24, (2, 3, 4)), row_width(24, (24,))
     (12, 24)
@@ -133,7 +117,7 @@ def row_width(elements: int, shape: tuple[int, ...]) -> int:
 
 
 def bounded_error(exposure: Exposure, drop_rate: float) -> float:
-    """What the relative error of an output stays under with probability 0.95 at a drop rate.
+    """Return what an output's relative error stays under with probability 0.95 at a drop rate.
 
     >>> bounded_error(Exposure(10**6, 0.02, 1000.0), 0.8)
     0.0439...
@@ -147,12 +131,9 @@ def bounded_error(exposure: Exposure, drop_rate: float) -> float:
 
 
 def tolerated_drop_rate(
-    exposures: Iterable[Exposure],
-    *,
-    bound: float | None = None,
-    highest: float | None = None,
+    exposures: Iterable[Exposure], *, bound: float | None = None, highest: float | None = None
 ) -> float:
-    """The largest drop rate, in hundredths, that changed tensors bear together.
+    """Return the largest drop rate, in hundredths, that changed tensors bear together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
     most `bound`, 0.05 if not given, and it is at most `highest`, 0.95 if not given. Tensors whose
@@ -168,7 +149,10 @@ def tolerated_drop_rate(
     bound = limit("output_error") if bound is None else bound
     highest = limit("highest_rate") if highest is None else highest
     if not any(math.isfinite(exposure.relative_norm) for exposure in changed):
-        return min(surviving_drop_rate(changed), highest)
+        elements = sum(exposure.elements for exposure in changed)
+        carriers = elements / sum(exposure.elements / exposure.carriers for exposure in changed)
+        surviving = math.floor(STEPS * (1 - limit("survivors") / carriers) + 1e-9) / STEPS
+        return min(max(0.0, surviving), highest)
     for step in range(STEPS - 1, 0, -1):
         rate = step / STEPS
         if rate <= highest and mean_bounded_error(changed, rate) <= bound:
@@ -176,28 +160,8 @@ def tolerated_drop_rate(
     return 0.0
 
 
-def mean_carriers(exposures: Sequence[Exposure]) -> float:
-    """How many elements carry the change of one output, over the changed tensors; 0 if none is."""
-    changed = [exposure for exposure in exposures if exposure.carriers > 0]
-    if not changed:
-        return 0.0
-    total = sum(exposure.elements for exposure in changed)
-    return total / sum(exposure.elements / exposure.carriers for exposure in changed)
-
-
-def surviving_drop_rate(exposures: Sequence[Exposure]) -> float:
-    """The largest drop rate, in hundredths, at which enough carriers of an output's change survive.
-
-    >>> surviving_drop_rate([Exposure(10**6, 0.0001, 40.0)])
-    0.9
-    """
-    carriers = mean_carriers(exposures)
-    share = limit("survivors") / carriers if carriers else 1.0
-    return max(0.0, math.floor(STEPS * (1 - share) + 1e-9) / STEPS)
-
-
 def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:
-    """The bounded error of several tensors' outputs, as the root of the mean square.
+    """Return the bounded error of several tensors' outputs, as the root of the mean square.
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
@@ -205,7 +169,7 @@ def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float
 
 
 def combined_error(parts: Iterable[tuple[Exposure, float]]) -> float:
-    """The same of tensors that each have a drop rate."""
+    """Return the same of tensors that each have a drop rate."""
     total, squares = 0, 0.0
     for exposure, rate in parts:
         if math.isfinite(exposure.relative_norm):

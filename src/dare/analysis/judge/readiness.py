@@ -10,7 +10,6 @@ changes or cannot be merged; a note changes nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -36,7 +35,7 @@ from dare.analysis.judge.prediction import (
     mean_bounded_error,
     tolerated_drop_rate,
 )
-from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin
+from dare.analysis.results import Analysis, Kind, LeftOut, Misfit, ModelAnalysis, Origin
 from dare.documents.words import times
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -48,10 +47,6 @@ BASE = "base"
 MEANING: list[str] = RULES_FILE["configuration"]["keys"]
 """Keys of config.json that decide what weights do."""
 LIMIT = SimpleNamespace(**LIMITS)
-
-
-FAMILIES = {"dare": {"dare", "darex", "della"}, "ties": {"ties", "emr", "knots"}}
-"""What `only_for` stands for, where that is more than one stage: random dropping, and a vote."""
 
 
 def assess(
@@ -76,11 +71,11 @@ def assess(
 
 def readiness_for(readiness: Readiness, method: str) -> Readiness:
     """The verdict on a merge by a method: what does not matter for it becomes a note."""
-    stages = {stage.name for stage in parse_method(method)}
+    stages = parse_method(method)
     findings = [
-        finding
-        if not finding.only_for or stages & FAMILIES.get(finding.only_for, {finding.only_for})
-        else replace(finding, severity=Severity.NOTE)
+        replace(finding, severity=Severity.NOTE)
+        if finding.only_for and not any(getattr(stage, finding.only_for) for stage in stages)
+        else finding
         for finding in readiness.findings
     ]
     return replace(conclude(readiness.by_model, findings), method=method)
@@ -299,22 +294,24 @@ def _together(analysis: Analysis) -> Iterator[tuple[str, Values]]:
 
 def _unfit(analysis: Analysis) -> Iterator[tuple[str, Values]]:
     """Tensors that do not fit the base's, by what can be done about them."""
-    unfit = [line for line in analysis.left_out if ": base is " in line]
-    embeddings = [line for line in unfit if is_embedding(_tensor(line))]
-    notes = [note for note in analysis.notes if "rows are matched by token" in note]
-    for rule, lines in (
-        ("vocabulary", [*embeddings, *notes]),
-        ("mismatched", [line for line in unfit if not is_embedding(_tensor(line))]),
-        ("extra_tensors", [x for x in analysis.left_out if x.endswith(", not in the base")]),
-    ):
-        if lines:
+    unfit: dict[str, list[LeftOut]] = {"vocabulary": [], "mismatched": [], "extra_tensors": []}
+    for tensor in analysis.left_out:
+        if tensor.reason is Misfit.NOT_IN_BASE:
+            unfit["extra_tensors"].append(tensor)
+        elif tensor.reason is Misfit.UNLIKE_BASE:
+            is_vocabulary = is_embedding(tensor.tensor)
+            unfit["vocabulary" if is_vocabulary else "mismatched"].append(tensor)
+    for rule, tensors in unfit.items():
+        differing = analysis.vocabularies if rule == "vocabulary" else {}
+        owners = {*differing, *(name for tensor in tensors for name in tensor.models)}
+        if owners:
             values: Values = {
-                "concerns": tuple(name for name in analysis.names if _is_named(name, lines)),
-                "tensors": len(embeddings) if rule == "vocabulary" else len(lines),
-                "models": len(notes),
-                "count": times(len(lines), "tensor"),
-                "line": listed(lines, 1),
-                "names": listed(map(_tensor, lines)),
+                "concerns": tuple(name for name in analysis.names if name in owners),
+                "tensors": len(tensors),
+                "models": len(differing),
+                "count": times(len(tensors), "tensor"),
+                "line": listed([*map(str, tensors), *differing.values()], 1),
+                "names": listed(tensor.tensor for tensor in tensors),
             }
             yield rule, values
 
@@ -418,14 +415,3 @@ def rounding_norm(analysis: Analysis, model: ModelAnalysis) -> float:
 def _main_type(dtypes: Mapping[str, int]) -> str:
     """The storage type that most elements have."""
     return max(dtypes, key=lambda name: dtypes[name])
-
-
-def _tensor(line: str) -> str:
-    """The tensor that a line of `left_out` is about."""
-    return line.partition(":")[0].strip()
-
-
-def _is_named(model: str, lines: Iterable[str]) -> bool:
-    """Whether any of some lines about tensors is about a model."""
-    inside = re.compile(rf"(: in |, ){re.escape(model)}(,| is )")
-    return any(line.startswith(f"{model}: ") or inside.search(line) for line in lines)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,9 +113,28 @@ class Magnitudes:
 NONE = Magnitudes(0, np.zeros(0, np.int64))
 
 
+class Additive:
+    """A frozen dataclass of figures of a set; one added to another is of both sets together.
+
+    Numbers add up, mappings value by value, extremes stay extremes.
+    """
+
+    def __add__(self, other: Self) -> Self:
+        """Return the figures of both sets."""
+        theirs = vars(other)
+        return type(self)(*(_added(name, own, theirs[name]) for name, own in vars(self).items()))
+
+
+def _added(name: str, one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {key: value + other[key] for key, value in one.items()}
+    extreme = {"smallest": min, "largest": max}.get(name)
+    return extreme(one, other) if extreme else one + other
+
+
 @dataclass(frozen=True)
-class Inside:
-    """Of the elements of a set that are no outliers of their tensors."""
+class Inside(Additive):
+    """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
     """How many are left out."""
@@ -125,26 +144,19 @@ class Inside:
     largest: float = 0.0
     """What no magnitude exceeds."""
 
-    def __add__(self, other: Inside) -> Inside:
-        """Of both sets together."""
-        return Inside(
-            self.outliers + other.outliers,
-            self.magnitude + other.magnitude,
-            self.squares + other.squares,
-            self.fourths + other.fourths,
-            max(self.largest, other.largest),
-        )
-
 
 @dataclass(frozen=True)
-class Sums:
-    """Of a set of elements."""
+class Sums(Additive):
+    """Sums over a set of elements."""
 
     elements: int = 0
     zeros: int = 0
     not_finite: int = 0
-    powers: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Σδ, Σδ², Σδ³, Σδ⁴."""
+    total: float = 0.0
+    """Σδ; the next three are of its second, third and fourth powers."""
+    squares: float = 0.0
+    cubes: float = 0.0
+    fourths: float = 0.0
     magnitude: float = 0.0
     """Σ|δ|."""
     smallest: float = math.inf
@@ -158,21 +170,6 @@ class Sums:
     def finite(self) -> int:
         """How many elements are finite."""
         return self.elements - self.not_finite
-
-    def __add__(self, other: Sums) -> Sums:
-        """Of both sets together."""
-        one, two, three, four = (a + b for a, b in zip(self.powers, other.powers, strict=True))
-        return Sums(
-            self.elements + other.elements,
-            self.zeros + other.zeros,
-            self.not_finite + other.not_finite,
-            (one, two, three, four),
-            self.magnitude + other.magnitude,
-            min(self.smallest, other.smallest),
-            max(self.largest, other.largest),
-            self.base_squares + other.base_squares,
-            self.inside + other.inside,
-        )
 
 
 def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
@@ -210,7 +207,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
     counts, middles = magnitudes.counts, magnitudes.middles
     place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
     outliers = int(counts[place:].sum())
-    left, largest = (sums.magnitude, sums.powers[1], sums.powers[3]), sums.largest
+    left, largest = (sums.magnitude, sums.squares, sums.fourths), sums.largest
     if outliers:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
         left, (used,) = (one, two, four), np.nonzero(counts[:place])
@@ -222,7 +219,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
     from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics  # not for merges
 
-    mean, deviation, kurtosis = _moments(sums.powers, sums.finite)
+    mean, deviation, kurtosis = _moments(sums)
     inside, left = sums.inside, sums.finite - sums.inside.outliers
     return Statistics(
         elements=sums.elements,
@@ -235,7 +232,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         largest=sums.largest,
         quantiles=Quantiles(*_quantiles(sums, magnitudes)),
         negligible=share_below(NEGLIGIBLE * sums.largest, sums, magnitudes),
-        norm=math.sqrt(sums.powers[1]),
+        norm=math.sqrt(sums.squares),
         base_norm=math.sqrt(sums.base_squares),
         excess_kurtosis=kurtosis,
         histogram=Histogram(*_octaves(magnitudes)),
@@ -289,11 +286,12 @@ def bin_edge(place: int | NDArray[np.integer]) -> NDArray[np.float64]:
     return edge
 
 
-def _moments(powers: tuple[float, float, float, float], count: int) -> tuple[float, float, float]:
-    """Mean, standard deviation and excess kurtosis from power sums; 0 where there is none."""
-    if not count:
+def _moments(sums: Sums) -> tuple[float, float, float]:
+    """Return mean, standard deviation and excess kurtosis; 0 where there is none."""
+    if not sums.finite:
         return 0.0, 0.0, 0.0
-    mean, square, cube, fourth = (power / count for power in powers)
+    powers = (sums.total, sums.squares, sums.cubes, sums.fourths)
+    mean, square, cube, fourth = (power / sums.finite for power in powers)
     variance = square - mean * mean
     if variance <= ROUNDING * square:
         return mean, 0.0, 0.0

@@ -164,7 +164,16 @@ function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
   return make("div", {},
     paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
     ...(notes.length ? [folded("What was done so that they fit", notes)] : []),
-    ...(leftOut.length ? [folded("Left out", leftOut)] : []));
+    ...(leftOut.length ? [folded("Left out", leftOut.map(misfit))] : []));
+}
+
+const stored = ({ shape, dtype }) => `${shape.join("×") || "a scalar"} ${dtype}`;
+
+/** A tensor that could not be compared, and the reason. */
+function misfit({ tensor, reason, models, base, found }) {
+  if (reason === "not in base") return `${tensor}: in ${models.join(", ")}, not in the base`;
+  if (reason === "not weights") return `${tensor}: ${base?.dtype} is no type of weights`;
+  return `${tensor}: base is ${base && stored(base)}, ${models} is ${found && stored(found)}`;
 }
 
 // ---------------------------------------------------------------- what is drawn
