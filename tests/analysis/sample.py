@@ -23,12 +23,11 @@ from dare.analysis.page.series import Outcome, outcome_of_manifest
 from dare.analysis.results import (
     OUTSIDE,
     Analysis,
-    LeftOut,
-    Misfit,
     Origin,
     Overlap,
     PairAnalysis,
 )
+from dare.inputs.fit import LeftOut, Misfit
 from dare.output.report import Digests, ModelReport, Report, TensorReport
 
 LAYERS = 6

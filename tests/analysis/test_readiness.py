@@ -22,9 +22,10 @@ from dare.analysis.judge.readiness import (
     rounding_norm,
 )
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.results import Analysis, LeftOut, Misfit, Origin
+from dare.analysis.results import Analysis, Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
+from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()

@@ -49,10 +49,11 @@ from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured, Subject
 from dare.analysis.measure.tallies import NONE, Sums, share_below
-from dare.analysis.results import Analysis, LeftOut, Statistics, TensorAnalysis
+from dare.analysis.results import Analysis, Statistics, TensorAnalysis
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
+from dare.inputs.fit import LeftOut
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready

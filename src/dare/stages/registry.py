@@ -223,6 +223,11 @@ class Stage:
     file: str = ""
     """The file that registers it, if that lies outside of all packages."""
 
+    @property
+    def may_redrop(self) -> bool:
+        """Tell if there are parameters for which it only drops by its own mask."""
+        return self.redrops is not _never
+
     def surveys(self, settings: Settings) -> bool:
         """Whether it must see the whole tensor first, for these parameters."""
         return self.survey is not None and self.surveys_when(settings)

@@ -35,8 +35,9 @@ from dare.analysis.judge.prediction import (
     mean_bounded_error,
     tolerated_drop_rate,
 )
-from dare.analysis.results import Analysis, Kind, LeftOut, Misfit, ModelAnalysis, Origin
+from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin
 from dare.documents.words import times
+from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding

@@ -33,11 +33,8 @@ from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
 from dare.analysis.results import (
     Analysis,
     Cell,
-    Form,
     Interference,
     Kind,
-    LeftOut,
-    Misfit,
     ModelAnalysis,
     Origin,
     Overlap,
@@ -49,6 +46,7 @@ from dare.analysis.results import (
 from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
+from dare.inputs.fit import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.formats import read_config
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
@@ -290,31 +288,22 @@ def find_subjects(
     base: Source, models: Mapping[str, Source]
 ) -> tuple[list[Subject], list[LeftOut]]:
     """Return the tensors that can be compared, with their models, and those that cannot."""
-    subjects, left_out = [], []
+    subjects: list[Subject] = []
+    left_out: list[LeftOut] = []
+    partial = [number for number, source in enumerate(models.values()) if source.is_partial]
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
-        held = {label: source.tensors.get(name) for label, source in models.items()}
-        own = Form(info.shape, info.dtype.name)
+        fit = fit_tensor(info, models)
         if not info.dtype.is_weight:
-            if owners := tuple(label for label, other in held.items() if other):
-                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, own))
+            owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
+            if owners:
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
             continue
-        fitting, unchanged = [], []
-        for number, (label, other) in enumerate(held.items()):
-            if other is None:
-                unchanged += [number] * models[label].is_partial
-            elif other.shape == info.shape and other.dtype.is_weight:
-                fitting.append(number)
-            else:
-                found = Form(other.shape, other.dtype.name)
-                left_out.append(LeftOut(name, Misfit.UNLIKE_BASE, (label,), own, found))
-        if fitting or unchanged:
-            place = kind_of(name), layers[name]
-            subjects.append(Subject(info, *place, tuple(fitting), tuple(unchanged)))
-    for name in sorted({name for source in models.values() for name in source.tensors}):
-        if name not in base.tensors:
-            owners = tuple(label for label, source in models.items() if name in source.tensors)
-            left_out.append(LeftOut(name, Misfit.NOT_IN_BASE, owners))
+        left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
+        unchanged = tuple(number for number in fit.absent if number in partial)
+        if fit.fitting or unchanged:
+            subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
+    left_out += find_extras(base, models)
     if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
