@@ -7,6 +7,7 @@
     │   └── NotFiniteError … because it has elements that are NaN or infinite
     ├── MismatchError      the inputs do not fit together; lists every finding
     ├── OutputError        the output cannot be written, or would destroy something
+    │   └── ExistsError    … because it is there already, and nobody said that it may be replaced
     ├── ClusterError       a cluster cannot be reached, or a node of it cannot be used
     ├── VerificationError  an output has no manifest to compare it with
     └── EvaluationError    an evaluator gave no scores for a candidate; has what it printed
@@ -36,7 +37,7 @@ ACTS = re.compile(
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""A text in which a terminal finds nothing to act on, for all that is shown.
+    r"""Return a text in which a terminal finds nothing to act on, for all that is shown.
 
     >>> print(printable("a\x1b[2J\nb"), printable("two\nlines", keep="\n"), sep=", ")
     a\x1b[2J\nb, two
@@ -49,7 +50,7 @@ class DareError(Exception):
     """Anything `dare` refuses to do or fails to do; catch this one to catch them all."""
 
     def __str__(self) -> str:
-        """The message, on one line."""
+        """Return the message, on one line."""
         return printable(super().__str__())
 
 
@@ -73,12 +74,24 @@ class MismatchError(DareError):
     """Base and models do not fit together; its arguments are the findings, shown one to a line."""
 
     def __str__(self) -> str:
-        """Every finding on a line of its own."""
+        """Return every finding on a line of its own."""
         return "\n  ".join(printable(str(finding)) for finding in self.args)
 
 
 class OutputError(DareError):
     """The output cannot be written: it exists, it is an input, or the disk is full."""
+
+
+class ExistsError(OutputError):
+    """The output is there already; the remedy is said in Python's words or in a command's."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(path)
+        self.fault = f"{path}: exists already; choose another output"
+
+    def __str__(self) -> str:
+        """Return the fault, and what to pass."""
+        return printable(f"{self.fault}, or pass overwrite=True to replace it")
 
 
 class ClusterError(DareError):
@@ -101,7 +114,7 @@ class DareWarning(UserWarning):
     """Something that is allowed and usually a mistake."""
 
     def __str__(self) -> str:
-        """The text, on one line."""
+        """Return the text, on one line."""
         return printable(super().__str__())
 
 

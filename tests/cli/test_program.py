@@ -253,7 +253,7 @@ def test_the_advanced_configuration_is_silent_and_stricter(program, monkeypatch,
     assert drop_rates(output)[0] == 0.95
     assert recipe_of(output)["delta_threshold"] == 0.001
     warnings = json.loads(Path(f"{output}.manifest.json").read_bytes())["report"]["warnings"]
-    assert {notice["about"] for notice in warnings} == {"large deltas"}
+    assert {notice["code"] for notice in warnings} == {"large_deltas"}
 
 
 def test_import_dare_beside_dare_py_finds_the_package(program):

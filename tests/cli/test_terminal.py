@@ -94,7 +94,7 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Call the command in this process, as wide as a terminal would be; all lines must fit."""
 
     def call(columns: int, *arguments: str) -> str:
-        monkeypatch.setattr("dare.cli.show.PIPE_WIDTH", columns)
+        monkeypatch.setattr("dare.documents.terminal.PIPE_WIDTH", columns)
         monkeypatch.setenv("COLUMNS", str(columns))
         text = dare_succeeds(*arguments).out
         assert [line for line in text.splitlines() if cell_len(line) > columns] == []

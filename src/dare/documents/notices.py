@@ -88,8 +88,10 @@ class Entry:
     """The trait of stages that it matters for; for methods without one it is a note."""
     together: str = ""
     """What models are to each other, after their names: `are copies`."""
-    figures: tuple[str, ...] = ()
+    figures: str = ""
     """The names of the values that stand beside the text."""
+    details: str = ""
+    """What else the docs say of it, in Markdown."""
 
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from dare.documents.document import TONES, Document, Facts, Listing, Part, Table, Tone
 from dare.documents.notices import CATALOGUE, Notice, Severity
-from dare.documents.words import listed, times
+from dare.documents.words import listed
 from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -35,6 +35,8 @@ TEXT_WIDTH = 100
 """Columns of a document as text."""
 LEAST_NAME = 12
 """Columns that names have at least."""
+LEAST_FACT = 20
+"""Columns that the text of a fact has at least."""
 BETWEEN = 3
 """Columns from one column of a table to the next."""
 BAR_CELLS = 24
@@ -42,8 +44,8 @@ LABEL = 9
 """Columns before the text of a notice."""
 STEP = 10
 """Columns before a command."""
-MOST_KINDS = 5
-"""Kinds of notices that are shown, the gravest first; the others are counted."""
+MOST_NOTES = 3
+"""Kinds of mere notes that are shown; the others are counted."""
 MOST_ALIKE = 3
 """Notices of one kind that are shown in full."""
 WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
@@ -132,14 +134,16 @@ def _print_part(console: Console, part: Part, names: Names) -> None:
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]], names: Names) -> None:
-    if not facts:
-        return
-    grid = Grid.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+    longest = max((cell_len(label) for label, _ in facts), default=0)
     for label, text in facts:
-        grid.add_row(label, names(text))
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+        room = max(console.width - longest - 4, LEAST_FACT)
+        value = Text(names(text))
+        # A path or a digest stays whole, so that it can be copied.
+        lines = list(value.wrap(console, room)) if " " in text else [value]
+        for number, line in enumerate(lines or [Text()]):
+            line.rstrip()
+            head = f"  {'' if number else label:{longest}}  "
+            console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
 
 
 def render_table(table: Table, console: Console, names: Names | None = None) -> Grid:
@@ -184,23 +188,22 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
 
 
 def print_notices(console: Console, notices: Iterable[Notice], names: Names | None = None) -> None:
-    """Print the gravest kinds of notices with their remedies, and count the others."""
+    """Print notices with their remedies, the gravest first; of many notes only the kinds."""
     names = names or Names()
     kinds: dict[tuple[Severity, str], list[Notice]] = {}
     for notice in notices:
         kinds.setdefault((notice.severity, notice.code), []).append(notice)
     order = list(Severity)
     by_gravity = sorted(kinds.items(), key=lambda kind: -order.index(kind[0][0]))
-    for (severity, code), alike in by_gravity[:MOST_KINDS]:
+    shown_kinds = sum(severity is not Severity.NOTE for severity, _ in kinds) + MOST_NOTES
+    for (severity, code), alike in by_gravity[:shown_kinds]:
         style = f"bold {STYLES[TONES[severity]]}".strip()
         title = CATALOGUE[code].title
         console.print(Text.assemble((severity.capitalize(), style), f"  {title}"))
         for line in _said_once(alike):
             console.print(Padding(shown(names(line)), (0, 0, 0, 4), expand=False))
-    hidden = [alike for _, alike in by_gravity[MOST_KINDS:]]
-    if hidden:
-        kinds_hidden = listed(tuple(CATALOGUE[alike[0].code].title for alike in hidden))
-        console.print(shown(f"{times(sum(map(len, hidden)), 'more notice')}: {kinds_hidden}"))
+    if hidden := [CATALOGUE[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
+        console.print(shown(f"Also noted: {listed(hidden)}"))
 
 
 def _said_once(alike: Sequence[Notice]) -> list[str]:

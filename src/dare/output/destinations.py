@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.words import show_size
-from dare.errors import OutputError
+from dare.errors import ExistsError, OutputError
 from dare.output import publishing, targets
 from dare.output.journal import Found, Journal, Record
 from dare.output.manifest import METADATA_KEY, checked_metadata
@@ -150,7 +150,7 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
     if manifest not in found and not set(found) - set(known):
         return found
     if not overwrite:
-        raise targets.exists_already(layout.target)
+        raise ExistsError(layout.target)
     ours = {*known, *_written_names(layout)}
     for name in (name for name in found if name not in ours):
         seen = uploading.look_at(_place(layout, name))

@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dare.errors import InputError, OutputError
+from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
@@ -132,14 +132,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         _check_manifest(target)
         return
     if not overwrite:
-        raise exists_already(target)
+        raise ExistsError(target)
     check_replaceable(layout)
-
-
-def exists_already(target: Path) -> OutputError:
-    """What is said where an output would be replaced."""
-    remedy = "choose another output, or pass overwrite=True to replace it"
-    return OutputError(f"{target}: exists already; {remedy}")
 
 
 def check_replaceable(layout: Layout) -> None:

@@ -127,14 +127,8 @@ class Plan(PlanData, Shown):
                 ("memory", cost.memory_line),
             ]
             facts += [("left out", ", ".join(self.left_out))] if self.left_out else []
-        rows = zip(
-            self.model_names,
-            recipe.models,
-            recipe.weights(),
-            recipe.seeds(),
-            different,
-            strict=True,
-        )
+        figures = zip(recipe.weights(), recipe.seeds(), strict=True)
+        rows = zip(self.model_names, recipe.models, figures, different, strict=True)
         columns: dict[str, Callable[[Any], str]] = {
             "model": lambda row: row[0],
             "file": lambda row: str(row[1].file),

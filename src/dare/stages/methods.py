@@ -241,7 +241,7 @@ def _explain_all() -> Document:
     columns: Columns = {
         "stage": lambda stage: stage.name,
         "does": lambda stage: stage.summary,
-        "parameters": lambda stage: "\n".join(
+        "parameters": lambda stage: ", ".join(
             f"{p.name} = {exact_text(p.default)}" for p in stage.parameters.values()
         ),
         "paper": lambda stage: stage.paper,
