@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,15 @@ CHUNKS_AHEAD = 4
 
 PLACES, PLACE = 64, 4096
 """How many places of two tensors are compared first, and how many elements at each."""
+
+
+@contextmanager
+def hold_open(sources: Iterable[Source]) -> Iterator[None]:
+    """Hold sources open."""
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source)
+        yield
 
 
 def read_chunks(

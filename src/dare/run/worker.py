@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
+from dare.checks.finite import check_chunk, is_suspect
 from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
 from dare.inputs.sources import Source
@@ -16,7 +17,6 @@ from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
-from dare.run.finite import check_chunk, is_suspect
 from dare.run.graph import (
     Conclude,
     Copy,

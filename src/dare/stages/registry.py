@@ -216,6 +216,8 @@ class Stage:
     """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
     votes: bool = False
     """Whether the models vote on each element, so that a small change loses to a large one."""
+    keeps: Literal["random", "magnitude"] | None = None
+    """The scheme of delta files that keeps the same elements."""
     adds_up: bool = False
     """Whether it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
@@ -275,6 +277,19 @@ class Stage:
 
 STAGES: dict[str, Stage] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def find_stage(**declared: Any) -> Stage:
+    """Return the first stage that declares this.
+
+    >>> find_stage(keeps="magnitude").name, find_stage(adds_up=True).name
+    ('trim', 'sum')
+    """
+    return next(
+        stage
+        for stage in STAGES.values()
+        if all(getattr(stage, name) == value for name, value in declared.items())
+    )
 
 
 def delta_stage(**declared: Any) -> Callable[[Function], Function]:

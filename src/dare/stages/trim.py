@@ -248,6 +248,7 @@ def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
         rounds=(Round(look_high, conclude_high), Round(look_low, conclude_low)),
         look_bytes=HIGH_COUNTS * 6,
     ),
+    keeps="magnitude",
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
 )

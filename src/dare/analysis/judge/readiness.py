@@ -36,6 +36,7 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin
+from dare.checks.sample import is_far_from_base
 from dare.documents.words import times
 from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import parse_method
@@ -348,7 +349,7 @@ class Body:
     @property
     def is_foreign(self) -> bool:
         """Whether the model is too far from the base to count as a fine-tune of it."""
-        return self.ratio >= limit("foreign_ratio") or self.mean_magnitude >= limit("foreign_delta")
+        return is_far_from_base(self.mean_magnitude, self.ratio)
 
 
 def body_of(model: ModelAnalysis) -> Body:

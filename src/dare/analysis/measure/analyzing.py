@@ -29,7 +29,7 @@ from dare.analysis.measure.measuring import (
     number_layers,
     workspace_bytes,
 )
-from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
+from dare.analysis.measure.tallies import Sums, statistics_of
 from dare.analysis.results import (
     Analysis,
     Cell,
@@ -43,6 +43,8 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.checks.low_rank import SMALLEST, spread
+from dare.checks.outliers import NONE, Magnitudes
 from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
@@ -322,9 +324,7 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if subject.models
-        and len(subject.base.shape) == 2
-        and min(subject.base.shape) >= costs.SMALLEST
+        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= SMALLEST
     ]
     fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
@@ -339,7 +339,7 @@ def choose_matrices(
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
     most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
-    return {inner[place].name: False for place in costs.spread(len(inner), most)}
+    return {inner[place].name: False for place in spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass

@@ -13,8 +13,6 @@ from __future__ import annotations
 import numpy as np
 
 from dare.analysis.measure.tallies import (
-    BIN_SHIFT,
-    BINS,
     CHANGED,
     LEAST,
     LEAST_OF_NONE,
@@ -23,6 +21,7 @@ from dare.analysis.measure.tallies import (
     ROW,
     TILE,
 )
+from dare.checks.outliers import BIN_SHIFT, BINS
 from dare.kernels.cpu import (
     INFINITY,
     bits_of,
