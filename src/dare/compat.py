@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, share_below, with_inside
+from dare.analysis.measure.tallies import Sums, share_below, with_inside
 from dare.analysis.sparsity import (
     Configuration,
     DARESparsityAnalyzer,
@@ -27,6 +27,7 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
+from dare.checks.outliers import NONE, Magnitudes
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored

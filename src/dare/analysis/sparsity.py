@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.analysis.measure.tallies`);
+  outliers left out (`dare.checks.outliers`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -38,7 +38,6 @@ import numpy as np
 
 from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.analysis.judge.prediction import (
-    Exposure,
     exposure_of,
     exposures_of,
     mean_bounded_error,
@@ -48,12 +47,15 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured, Subject
-from dare.analysis.measure.tallies import NONE, Sums, share_below
-from dare.analysis.results import AnalysisData, LeftOut, Statistics, TensorAnalysis
+from dare.analysis.measure.tallies import Sums, share_below
+from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
+from dare.checks.large_deltas import Exposure
+from dare.checks.outliers import NONE
 from dare.documents.notices import CATALOGUE, LIMIT, notice
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
+from dare.inputs.fit import LeftOut
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.checks.same_model import check_inputs
 from dare.documents.document import Document
 from dare.documents.notices import notice
 from dare.documents.shown import Shown
@@ -30,8 +31,8 @@ from dare.inputs.sources import ArraySource
 from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
+from dare.output.manifest import inputs_of_output
 from dare.output.places import short_name, told
-from dare.output.repeated_inputs import check_inputs
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -195,7 +196,7 @@ def plan_adapters(
         raise RecipeError(f"method {method!r}: {combine} needs the base; use {usable}, {HOW_ELSE}")
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
-    check_inputs(recipe, ArraySource({}), opened)
+    check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
     modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
     plan = AdapterPlan(recipe, opened, modules, wanted, plain, weight_type(dtype))
     if wanted is None and not plan.is_additive:

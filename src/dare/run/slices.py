@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.progress import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
 from dare.output.publishing import sync_folder, write_synced
@@ -39,7 +40,6 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.execute import Conclusions, do_census_steps
 from dare.run.graph import Conclude, Observe, list_census_steps
-from dare.run.progress import COMPILING
 from dare.run.threads import Id
 from dare.run.worker import Progress
 from dare.tensors.digest import bytes_digest

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dare.errors import MismatchError, NotFiniteError
+from dare.checks.finite import check_chunk, is_suspect
+from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
 from dare.inputs.sources import Source
 from dare.output.journal import Record
@@ -40,7 +38,6 @@ from dare.run.graph import (
 )
 from dare.run.threads import Batch, Id, Step
 from dare.stages import Block, Deltas
-from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
@@ -315,100 +312,3 @@ class _Walk:
 
     def __call__(self) -> Iterator[Any]:
         return self.walk()
-
-
-# ---------------------------------------------------------------- elements that are not finite
-
-
-def is_suspect(models: Sequence[Sequence[int]], exceptions: tuple[int, int]) -> bool:
-    """Tell whether the figures of a chunk show a |δ| or a result that is not finite."""
-    return exceptions[1] > 0 or any(figures[0] >= INFINITY for figures in models)
-
-
-def check_chunk(
-    plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw], *, nans: int
-) -> None:
-    """Refuse a tensor if these stored elements of it are not finite; `nans` results are NaN.
-
-    A model without weight is left alone as long as nothing of it reaches the result. The inputs
-    must be open.
-    """
-    weights = dict(zip(tensor.models, tensor.weights, strict=True))
-    taking_part = [model for model in tuned if weights[model] or nans]
-    values = {model: tuned[model] for model in taking_part}
-    if any(_count_not_finite(plan, tensor, base, values).values()):
-        raise NotFiniteError(_refusal(plan, tensor, taking_part))
-
-
-def check_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> None:
-    """Refuse tensors that have elements which are not finite, unless the recipe allows them."""
-    if plan.recipe.allow_not_finite:
-        return
-    with hold_open((plan.base, *plan.models)):
-        for tensor in tensors:
-            for base, tuned in _stored(plan, tensor, tensor.models):
-                check_chunk(plan, tensor, base, tuned, nans=0)
-
-
-def check_records(plan: Plan, records: Iterable[Record]) -> None:
-    """Refuse the same in chunks that were made before; only those with such figures are read."""
-    tensors = {tensor.name: tensor for tensor in plan.merged()}
-    suspects = [r for r in records if r.tensor in tensors and is_suspect(r.models, r.exceptions)]
-    if plan.recipe.allow_not_finite or not suspects:
-        return
-    with hold_open((plan.base, *plan.models)):
-        for record in suspects:
-            tensor = tensors[record.tensor]
-            span = chunk_span(record.chunk, tensor.elements)
-            ((base, tuned),) = _stored(plan, tensor, tensor.models, *span)
-            check_chunk(plan, tensor, base, tuned, nans=record.exceptions[1])
-
-
-def _stored(
-    plan: Plan, tensor: TensorPlan, models: Sequence[int], start: int = 0, count: int | None = None
-) -> Iterator[tuple[Raw, dict[int, Raw]]]:
-    """Read stored elements of the base and of models, which are open."""
-    sources = sources_of(plan, tensor, models)
-    for _, (base, *tuned) in read_chunks(sources, tensor.name, start, count, base_first=True):
-        yield base, dict(zip(models, tuned, strict=True))
-
-
-def _count_not_finite(
-    plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw]
-) -> dict[int, int]:
-    """Count elements of the base and of each model that are not finite, where it is a change."""
-    origin = _values(base, tensor.base.dtype.numpy_type)
-    of_base = np.isnan(origin)
-    counts = {}
-    for model, raw in tuned.items():
-        source = plan.source_of(tensor, model)
-        values = _values(raw, source.tensors[tensor.name].dtype.numpy_type)
-        is_bad = ~np.isfinite(values)
-        if not source.holds_delta(tensor.name):
-            is_bad &= np.isfinite(origin)
-            of_base |= np.isinf(origin) & (values != origin)
-        counts[model] = int(np.count_nonzero(is_bad))
-    return {BASE: int(np.count_nonzero(of_base)), **counts}
-
-
-def _values(raw: Raw, kind: np.dtype[np.generic]) -> NDArray[np.float64]:
-    return raw.view(kind).astype(np.float64)
-
-
-def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
-    """Return how much of a tensor is not finite in which inputs, and what to do."""
-    totals = dict.fromkeys((BASE, *models), 0)
-    for base, tuned in _stored(plan, tensor, models):
-        for model, count in _count_not_finite(plan, tensor, base, tuned).items():
-            totals[model] += count
-    parts = [
-        f"{'base' if model == BASE else plan.model_names[model]}: {count:,} of {tensor.elements:,} "
-        f"elements of {tensor.name} {'is' if count == 1 else 'are'} NaN or infinite"
-        for model, count in totals.items()
-        if count
-    ]
-    return (
-        f"{', '.join(parts)}, which would spoil the output; `dare analyze` shows every such "
-        "tensor. Use a sound copy of the model, or set allow_not_finite = true "
-        "(--allow-not-finite) to merge it anyway"
-    )
