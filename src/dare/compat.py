@@ -190,7 +190,7 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
         kept = max(1, int(keep_ratio * changed))
         if kept < changed:
             cut = np.partition(sizes, -kept)[-kept]
-            reference.trim(values, cut, kept - np.count_nonzero(sizes > cut))
+            reference.trim(values, cut, kept - int(np.count_nonzero(sizes > cut)))
         return _as_original(delta, name, values)
 
     deltas = named_arrays(task_vector, "task_vector")
