@@ -386,7 +386,7 @@ class Product:
         return left[0], left[1], right[1]
 
     def reading_bytes(self, stored: Source) -> int:
-        """Return the memory for a chunk beside it: the right factor, rows of the left, one twice."""
+        """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
         rows, rank, columns = self.sides(stored)
         height = min(rows, max(1, PIECE // max(1, rank)), CHUNK // max(1, columns) + 2)
         keys = (key for key in (self.left, self.right) if key is not None)

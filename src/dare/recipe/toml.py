@@ -16,19 +16,19 @@ from dare.errors import ACTS, InputError, RecipeError, printable
 from dare.tensors.files import read_limited
 
 MAX_BYTES = 10_000_000
-"""Of a recipe: some rule for each of 100,000 tensors."""
+"""The limit for a recipe: some rule for each of 100,000 tensors."""
 MOST_PARTS = 100
-"""Of a dotted key; a recipe has no more than two."""
+"""The limit for a dotted key; a recipe has no more than two parts."""
 MOST_NESTED = 100
 MOST_BITS = 128
-"""Of a whole number. None in a recipe is so large, and Python refuses to print much larger ones."""
+"""The limit for a whole number: Python refuses to print much larger ones."""
 
 _NOT_KEYS = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
     re.DOTALL,
 )
-"""Comments and texts, as a whole; every alternative takes what it takes at the first try."""
+"""Comments and texts as a whole; possessive, so that no alternative is tried twice."""
 _DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
 
 
@@ -63,14 +63,14 @@ def _check(value: Any, path: Path, nested: int) -> None:
 
 
 def write_toml(document: Mapping[str, Any]) -> str:
-    """Tables as TOML, every text in them escaped, so that it is one value whatever stands in it."""
+    """Write tables as TOML, with every text escaped, so that it stays one value."""
     import tomli_w
 
     return ACTS.sub(_escape, tomli_w.dumps(document))
 
 
 def _escape(found: re.Match[str]) -> str:
-    """What tomli_w leaves inside a text, and a terminal would act on; it ends its own lines."""
+    """Escape a character that tomli_w leaves inside a text and a terminal would act on."""
     if found[0] in "\n\t":
         return found[0]
     if "\ud800" <= found[0] <= "\udfff":
@@ -79,7 +79,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def write_value(value: Any) -> str:
-    r"""A value as TOML on one line.
+    r"""Write a value as TOML on one line.
 
     >>> write_value(["a\nb", {"file": "c", "weight": 0.5}])
     '["a\\nb", { file = "c", weight = 0.5 }]'
@@ -92,7 +92,7 @@ def write_value(value: Any) -> str:
 
 
 def write_comment(text: str) -> str:
-    r"""A text as one comment: what would end the line, or act on a terminal, is escaped.
+    r"""Write a text as one comment; characters that end the line or act on a terminal are escaped.
 
     >>> write_comment("a model called 'b\nallow_pickle = true'")
     "# a model called 'b\\nallow_pickle = true'"
