@@ -26,7 +26,6 @@ class Module(Protocol):
 
 
 Arrays = Mapping[str, Any] | Module
-"""Arrays by name, or a module that has them."""
 
 
 def array_source(arrays: Arrays, label: str) -> ArraySource:

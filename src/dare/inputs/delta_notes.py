@@ -21,7 +21,6 @@ AS_IN_BASE = -1
 """A count that says: the chunk is the base's."""
 UNKNOWN = "0" * DIGEST_LENGTH
 MAX_FILE_BYTES = 256_000_000
-"""The limit for a configuration or a tokenizer."""
 MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES
 """The limit for all of them: a small file must not fill a disk."""
 MAX_REASON_CHARACTERS = 300
@@ -47,7 +46,6 @@ class StoredTensor(_Notes):
     base: Digest | None = None
     """The base's tensor that it is coded against; None: it stands for itself."""
     base_name: str | None = None
-    """The name of that one, if not the same."""
     drop_rate: Rate | None = None
     tied_to: str | None = None
     """The tensor that this is another name of: nothing is stored for it."""
@@ -71,7 +69,6 @@ class StoredFile(_Notes):
     size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
     coded: Digest | None = None
-    """The digest of its stored form."""
 
 
 class DeltaNotes(_Notes):

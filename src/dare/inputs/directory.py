@@ -64,7 +64,6 @@ class Sidecars:
     """The files that go beside the weights of an output."""
 
     directory: Path
-    """The folder they are from."""
     files: Mapping[str, bytes | Path]
     """The content, or the file to copy, by relative name with forward slashes."""
     changes: Mapping[str, str]
@@ -97,7 +96,6 @@ class Changes:
     """Changes to an output's configuration; quantised weights never stay so."""
 
     dtype: StorageType | None = None
-    """The type of most weights."""
     vocab_size: tuple[int, int] | None = None
     """Rows of the embedding in the directory's model and in the output, where they differ."""
     token_ids: Mapping[int, int | None] | None = None

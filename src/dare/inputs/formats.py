@@ -79,7 +79,6 @@ class Inputs:
     """Base and models, opened and in line with each other."""
 
     names: tuple[str, ...]
-    """The names of the models in messages."""
     folders: tuple[Path | None, ...]
     """The directories of the base and each model, if they are in some."""
     aligned: Aligned

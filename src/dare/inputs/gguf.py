@@ -46,7 +46,6 @@ PIECE_ELEMENTS = 1 << 16
 """Elements that are dequantised at once; they and all intermediate values fit a cache."""
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""Codes of `struct` for the types of metadata."""
 _TEXT, _ARRAY = 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -65,13 +64,11 @@ class Stored:
     shape: tuple[int, ...]
     """Outermost dimension first, as everywhere but in GGUF."""
     start: int
-    """Offset of the first byte, from the start of the file."""
     block_elements: int
     block_bytes: int
     head_rows: int = 0
     """Rows of one attention head, if the converter has interleaved the halves of each."""
     shift: float = 0.0
-    """A number that is added to every element."""
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +149,6 @@ class GgufSource(InputFiles):
         super().__init__()
         self.path = path
         self.metadata: Metadata = {}
-        """The metadata of the first part."""
         self._stored: dict[str, Stored] = {}
         tensors = self._read_parts()
         self.architecture = str(self.metadata.get("general.architecture", "unknown"))

@@ -76,7 +76,6 @@ class Resolved:
     commit: str | None = None
     inside: str = ""
     is_address: bool = False
-    """True if it was given as `hf://…`."""
 
     @property
     def pinned(self) -> Path:

@@ -48,7 +48,7 @@ MAMBA_LAYERS = {
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
     "jamba": ("dt_proj",),
 }
-"""By model type, the layers that are such; PEFT itself refuses some of them."""
+"""The layers that are such, by model type; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MOST_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
@@ -63,7 +63,6 @@ class LoadedTensor:
     name: str
     kind: Kind
     is_tied: bool = False
-    """True if other modules have the same parameter."""
     hindrance: str = ""
     """The reason that PEFT can have no LoRA for it, though it is of a layer."""
 

@@ -55,7 +55,6 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
 
 PIECE = 1 << 20
-"""Elements of a factor that are decoded at a time."""
 LONGEST_PATTERN = 1000
 MOST_STEPS = 10**8
 """The limit of ways to match a pattern with a name."""

@@ -62,7 +62,6 @@ class Source:
     files: tuple[Path, ...] = ()
     """The files behind the source; none for arrays."""
     remarks: tuple[str, ...] = ()
-    """Notes for the user about how it is read."""
     is_partial: bool = False
     """True if a tensor that it lacks is meant to be unchanged, as in an adapter."""
     was_dropped: bool = False
@@ -151,7 +150,6 @@ class InputFiles(Source):
         """The number of those who have entered: others may read rows through theirs."""
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
-        """The file that each tensor is in."""
 
     @contextmanager
     def open_header(self, file: Path) -> Iterator[InputFile]:
@@ -230,7 +228,7 @@ class FileSource(InputFiles):
         super().__init__()
         self.path = path
         self.headers: dict[Path, Header] = {}
-        files = _files_of(path)
+        files = find_files(path, INDEX_NAME, SINGLE_NAME)
         prefetch_beginnings(files)
         for file, promised in files.items():
             with self.open_header(file) as opened:
@@ -372,22 +370,22 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     return FileSource(to_path(path))
 
 
-def _files_of(path: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a model, each with the tensors that its index promises, if any."""
+def find_files(path: Path, index: str, single: str) -> dict[Path, set[str] | None]:
+    """Find the files of a model, each with the tensors that its index promises, if any.
+
+    In a directory, that is the index, or the usual single file, or the only one that ends alike.
+    """
     if not is_directory(path):
         return {path: None}
-    names = list_names(path)
-    if INDEX_NAME in names:
-        return dict(read_index(path / INDEX_NAME))
-    weights = [name for name in names if name.endswith(".safetensors")]
-    if SINGLE_NAME in weights:
-        return {path / SINGLE_NAME: None}
-    if len(weights) == 1:
-        return {path / weights[0]: None}
+    names, kind = list_names(path), single.rpartition(".")[2]
+    if index in names:
+        return dict(read_index(path / index))
+    weights = [name for name in names if name.endswith(f".{kind}")]
+    if single in weights or len(weights) == 1:
+        return {path / (single if single in weights else weights[0]): None}
     if weights:
-        found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
-        raise InputError(f"{path}: {found}; name one file")
-    raise InputError(f"{path}: has no safetensors file and no {INDEX_NAME}")
+        raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
+    raise InputError(f"{path}: has no {kind} file and no {index}")
 
 
 def read_index(index: Path) -> dict[Path, set[str]]:

@@ -32,7 +32,6 @@ _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
     "special": False,
 }
-"""Flags of an added token if nothing says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
+from dare.inputs.sources import InputFiles, Raw, check_against_index, find_files
 from dare.stores.locations import StorePath
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import LocalFile, is_directory
+from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training programs keep the weights."""
 MAX_PICKLE_BYTES = 64 << 20
 """The limit for the list of tensors; that of a model with 10,000 has some 2 MB."""
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
@@ -58,7 +57,7 @@ class TorchSource(InputFiles):
         """Entries of the files that are no tensor of the state dict."""
         self._strides: dict[str, tuple[int, ...]] = {}
         """Strides in elements of the tensors that are not contiguous."""
-        for file, promised in _files_of(path).items():
+        for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
             held = self._read_pickle(file)
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, held, promised)
@@ -137,15 +136,6 @@ def looks_like(path: Path) -> bool:
         return False
     has_safetensors = any(name.endswith(".safetensors") for name in names)
     return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
-
-
-def _files_of(path: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a model, each with the tensors that its index promises, if any."""
-    if not is_directory(path):
-        return {path: None}
-    if (path / INDEX_NAME).exists():
-        return dict(read_index(path / INDEX_NAME))
-    return {path / SINGLE_NAME: None}
 
 
 def _read_edges(file_descriptor: int, file: Path) -> list[int]:

@@ -60,7 +60,7 @@ class Aligned:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the base's tokenizer that have another content in the output."""
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    """For each model the output's id of each of its own; none at all where nothing differs."""
+    """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     notes: tuple[str, ...] = ()
@@ -260,13 +260,12 @@ def _tokenizer_files(
 
 
 PIECE = 1 << 16
-"""Elements that are converted or averaged at a time."""
 SMALLEST_PREFETCH_BYTES = 4096
 
 Rows = NDArray[np.int64]
-"""For each row of the output, a row of the input; -1 for one that the input does not have."""
+"""A row of the input for each row of the output; -1 for one that the input does not have."""
 Owners = Mapping[int, Sequence[tuple[int, int, float]]]
-"""For a new row, the models that have it: which one, its row there, its share."""
+"""The models that have a new row: which one, its row there, its share."""
 Fill = Callable[[int, Raw], None]
 """Fills an array with a tensor's elements from a position on."""
 

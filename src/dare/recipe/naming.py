@@ -29,14 +29,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 """Other names in a recipe and in Python by our name; first that of [models]."""
 
 OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
-"""Our name by any name."""
 
 FLAGS = {
     "base": ("--base", "-b"),
     "models": ("--models", "--merge", "-m"),
     "output": ("--output", "-o"),
 }
-"""Flags of the command line by our name."""
 
 
 def written_models(files: Sequence[Path]) -> str:

@@ -65,7 +65,6 @@ WeightType = Annotated[
 ]
 Policy = Literal["error", "base"]
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
-"""The stages of a method, each with its settings."""
 
 DEFAULT_MEMORY = 1 << 30
 """The limit for buffers where `max_memory` is not given, if a method can do with it."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
-from dare.stages.registry import STAGES, Parameter, Stage
+from dare.stages.registry import STAGES, Stage
 from dare.tensors.digest import bytes_digest
 
 ALIASES: dict[str, str] = {
@@ -202,15 +202,14 @@ def _stage(stage: Stage) -> dict[str, Any]:
     """
     facts = ("name", "kind", "summary", "documentation", "paper")
     shown = {fact: getattr(stage, fact) for fact in facts}
-    shown["parameters"] = [_parameter(parameter) for parameter in stage.parameters.values()]
+    shown["parameters"] = [
+        {fact: getattr(parameter, fact) for fact in ("name", "default", "range", "description")}
+        | parameter.control
+        for parameter in stage.parameters.values()
+    ]
     if stage.kind == "combine":
         weigh = stage.default_weight
         counts = range(1, MOST_MODELS + 1)
         shown["models"] = stage.models
         shown["default_weight"] = None if weigh is None else [weigh(count) for count in counts]
     return shown
-
-
-def _parameter(parameter: Parameter) -> dict[str, Any]:
-    facts = ("name", "default", "range", "description")
-    return {fact: getattr(parameter, fact) for fact in facts} | parameter.control

@@ -27,7 +27,6 @@ class Lines:
     """The two coefficients of each row or column of a matrix."""
 
     columns: int
-    """Columns of the matrix."""
     coefficients: NDArray[np.float64]
     """2 × rows, or 2 × columns."""
 

@@ -38,7 +38,6 @@ METADATA = "__metadata__"
 """The key of a header's notes, so that no tensor can be called that."""
 
 Described = tuple[str, StorageType, tuple[int, ...]]
-"""Name, type and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

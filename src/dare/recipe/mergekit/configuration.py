@@ -25,7 +25,6 @@ PARAMETERS = (
     *("nuslerp_flatten", "nuslerp_row_wise", "normalize_weights", "eps", "r", "alpha", "scale"),
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
-"""Parameters of any of mergekit's methods."""
 ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
 
 
@@ -40,7 +39,6 @@ class Config:
     shared: tuple[Table, ...]
     """The scopes of parameters that are no model's own, strongest first."""
     computes_in: str | None
-    """The type that mergekit is told to compute in."""
     keys: Mapping[str, str]
     """Keys of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
@@ -72,8 +70,11 @@ def read_config(
     base = _base(table)
     whole = _parameters(table, "the configuration")
     if "models" in table:
-        inputs = _of_models(table["models"], base, whole, notes)
         shared: tuple[Table, ...] = (whole,)
+        items = as_items(table["models"], "models")
+        inputs = tuple(_input(item, "a model", base, shared, notes) for item in items)
+        if base is not None and base not in [given.model for given in inputs]:
+            inputs = (*inputs, Input(base, table["models"], shared))
     else:
         inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
     for given in inputs:
@@ -143,13 +144,6 @@ def _input(
             "and rounds the sum"
         )
     return Input(lora or model, item, (_parameters(table, what), *scopes))
-
-
-def _of_models(node: Node, base: str | None, whole: Table, notes: list[str]) -> tuple[Input, ...]:
-    inputs = [_input(item, "a model", base, (whole,), notes) for item in as_items(node, "models")]
-    if base is not None and base not in [given.model for given in inputs]:
-        inputs.append(Input(base, node, (whole,)))
-    return tuple(inputs)
 
 
 # ---------------------------------------------------------------- slices

@@ -156,7 +156,11 @@ def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
     densities = [_densities(given, draft) for given in models]
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
     if stage in ("dare", "della"):
-        rates = [tuple(case.changed(_one_minus) for case in cases) for cases in densities]
+        # 1 - density in decimals, as people write both
+        rates = [
+            tuple(c.changed(lambda d: float(1 - Decimal(repr(d)))) for c in cases)
+            for cases in densities
+        ]
         draft.set_for_models(stage, "drop_rate", rates)
         draft.set_stage(stage, "rescale", "l1" if rescale else False)
         differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
@@ -222,11 +226,6 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
         f"epsilon = {epsilon:g} at density = {density:g}: densities from {low:.6g} to {high:.6g} "
         "are not all between 0 and 1, and mergekit refuses them too; lower epsilon",
     )
-
-
-def _one_minus(density: float) -> float:
-    """Return 1 - density in decimals, as people write both."""
-    return float(1 - Decimal(repr(density)))
 
 
 # ---------------------------------------------------------------- shares of a sum

@@ -135,7 +135,6 @@ def _check_keys(node: Any, file: Path) -> None:
 # ---------------------------------------------------------------- checked values
 
 Table = Mapping[str, Node]
-"""Keys and their values."""
 REFUSED = {
     "modules": "parts of a model cannot be configured apart; write models, and filters for the "
     "names of a part's tensors",
