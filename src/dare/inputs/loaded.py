@@ -50,7 +50,7 @@ MAMBA_LAYERS = {
 }
 """The layers that are such, by model type; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
@@ -252,8 +252,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
 
     for table in tables_of(dict(config)):
         for key, value in table.items():
-            if isinstance(value, int) and value > MOST_LAYERS and "layers" in key:
-                raise InputError(f"{where}: {key} is {value}; at most {MOST_LAYERS} can be built")
+            if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:
+                raise InputError(f"{where}: {key} is {value}; at most {MAX_LAYERS} can be built")
     build = _class_of(where, config, f"so its modules are not known; {remedy}")
     try:
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):

@@ -55,8 +55,8 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
 
 PIECE = 1 << 20
-LONGEST_PATTERN = 1000
-MOST_STEPS = 10**8
+MAX_PATTERN_CHARACTERS = 1000
+MAX_MATCHES = 10**8
 """The limit of ways to match a pattern with a name."""
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
@@ -81,8 +81,8 @@ class ModulePattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        if len(pattern) > LONGEST_PATTERN:
-            raise ValueError(f"longer than {LONGEST_PATTERN} characters; name the modules")
+        if len(pattern) > MAX_PATTERN_CHARACTERS:
+            raise ValueError(f"longer than {MAX_PATTERN_CHARACTERS} characters; name the modules")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
@@ -102,7 +102,7 @@ class ModulePattern:
 
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""
-        if self._ways * len(module) ** (1 + self._repeats) > MOST_STEPS:
+        if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
             raise ValueError(f"takes too long to match {module:.200}; name the modules")
         return self._whole.match(module) is not None
 

@@ -38,7 +38,7 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20
 """The limit for the list of tensors; that of a model with 10,000 has some 2 MB."""
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
-MOST_VALUES = 10_000_000
+MAX_VALUES = 10_000_000
 """The limit for one value of a pickle; repeated parts are counted each time."""
 PIECE_ELEMENTS = 1 << 18
 """Elements of a tensor that is not contiguous which are gathered at once."""
@@ -169,8 +169,8 @@ def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
             values = _count_values(pickled)
         except (ValueError, IndexError, struct.error, OverflowError):
             return  # damaged: torch says so
-        if values > MOST_VALUES:
-            raise InputError(f"{file}: its pickle has a value of more than {MOST_VALUES} values")
+        if values > MAX_VALUES:
+            raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
 
 
 def _count_values(pickled: bytes) -> int:
@@ -196,7 +196,7 @@ def _count_values(pickled: bytes) -> int:
             results = len(opcode.stack_after)
             stack += [1 + sum(taken)] * results if results else []
             largest = max(largest, _top(stack))
-            if largest > MOST_VALUES:
+            if largest > MAX_VALUES:
                 return largest
     return largest
 

@@ -17,10 +17,10 @@ from dare.tensors.files import read_limited
 
 MAX_BYTES = 10_000_000
 """The limit for a recipe: some rule for each of 100,000 tensors."""
-MOST_PARTS = 100
+MAX_PARTS = 100
 """The limit for a dotted key; a recipe has no more than two parts."""
-MOST_NESTED = 100
-MOST_BITS = 128
+MAX_NESTED = 100
+MAX_BITS = 128
 """The limit for a whole number: Python refuses to print much larger ones."""
 
 _NOT_KEYS = re.compile(
@@ -40,24 +40,24 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: must be text in UTF-8, and byte {error.start} is not") from None
     keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
-    if any(key[0].count(".") >= MOST_PARTS for key in _DOTTED.finditer(keys)):
-        raise RecipeError(f"{path}: not valid TOML: a key has more than {MOST_PARTS} parts")
+    if any(key[0].count(".") >= MAX_PARTS for key in _DOTTED.finditer(keys)):
+        raise RecipeError(f"{path}: not valid TOML: a key has more than {MAX_PARTS} parts")
     try:
         document = tomllib.loads(text.replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    _check(document, path, MOST_NESTED)
+    _check(document, path, MAX_NESTED)
     return document
 
 
 def _check(value: Any, path: Path, nested: int) -> None:
     """Refuse what no recipe holds, before anything tries to show it."""
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise RecipeError(f"{path}: holds a number of more than {MOST_BITS} bits")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise RecipeError(f"{path}: holds a number of more than {MAX_BITS} bits")
     if not isinstance(value, dict | list):
         return
     if not nested:
-        raise RecipeError(f"{path}: is nested more than {MOST_NESTED} deep")
+        raise RecipeError(f"{path}: is nested more than {MAX_NESTED} deep")
     for inner in value.values() if isinstance(value, dict) else value:
         _check(inner, path, nested - 1)
 

@@ -44,7 +44,7 @@ ALIASES: dict[str, str] = {
 IMPLIED = {("ties", "keep_ratio"): "trim"}
 """Parameters of combine stages that, when given, put a delta stage before them."""
 GROUP = "dare.stages"
-MOST_MODELS = 8
+MAX_MODELS = 8
 """The largest number of models whose default weights are listed."""
 
 
@@ -209,7 +209,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
     ]
     if stage.kind == "combine":
         weigh = stage.default_weight
-        counts = range(1, MOST_MODELS + 1)
+        counts = range(1, MAX_MODELS + 1)
         shown["models"] = stage.models
         shown["default_weight"] = None if weigh is None else [weigh(count) for count in counts]
     return shown

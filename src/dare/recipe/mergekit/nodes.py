@@ -23,10 +23,10 @@ from dare.tensors.files import read_limited
 
 MAX_BYTES = 1 << 18
 """A limit; the largest configurations, with a slice for every layer, have a tenth of this."""
-MOST_VALUES = 50_000
+MAX_VALUES = 50_000
 """A limit for all values, those of aliases counted wherever they stand."""
-MOST_BITS = 64
-MOST_DIGITS = 100
+MAX_BITS = 64
+MAX_DIGITS = 100
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def read_yaml(file: Path) -> Node:
         root = loader.get_single_node()
         if root is None:
             raise RecipeError(f"{file}: is empty")
-        if (values := _count(root, file, {})) > MOST_VALUES:
-            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MOST_VALUES}")
+        if (values := _count(root, file, {})) > MAX_VALUES:
+            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MAX_VALUES}")
         return _from_yaml(root, loader, file, {})
     except RecipeError:
         raise
@@ -110,11 +110,11 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Nod
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
         is_number = node.tag.endswith((":int", ":float"))
-        if is_number and len(node.value) > MOST_DIGITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_DIGITS} digits")
+        if is_number and len(node.value) > MAX_DIGITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_DIGITS} digits")
         value = loader.construct_object(node)
-        if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_BITS} bits")
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_BITS} bits")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
             raise RecipeError(f"{file}, line {line}: {value!a:.80} is not valid Unicode")
     ours = seen[id(node)] = Node(value, file, line)
