@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
+from dare.stages.angles import PARALLEL, Space, inner_products, sum_in
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
-from dare.stages.slerp import PARALLEL, Space, inner_products, sum_in
 
 MAX_STEPS = 1000
 SHORTEST_STEP = 1e-12
