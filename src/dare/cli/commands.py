@@ -302,9 +302,9 @@ def init(
 
 
 def _advice(path: Path) -> Advice:
+    from dare.analysis.document import Analysis
     from dare.analysis.judge.advice import advise
     from dare.analysis.judge.readiness import assess
-    from dare.analysis.results import Analysis
     from dare.cli.template import nothing_advised
 
     analysis = Analysis.load(path)

@@ -54,7 +54,7 @@ class Table:
     tones: Mapping[str, Tone] = field(default_factory=dict)
     """The tone of cells with these texts, such as verdicts."""
     optional: tuple[str, ...] = ()
-    """Columns that a narrow terminal leaves out, the first of them last."""
+    """Columns that a narrow terminal leaves out, the first of them last; `bars` are these."""
     bars: tuple[float, ...] = ()
     """For each row the length of a bar below its first number; see `bar_lengths`."""
     of_models: bool = False

@@ -13,6 +13,7 @@ from typing import Any
 from dare.documents.charts import THEMES, alt, vega_config
 from dare.documents.document import Code, Document, Facts, Folded, Listing, Part, Table
 from dare.documents.notices import Notice
+from dare.documents.page import check_installed
 from dare.errors import RecipeError, did_you_mean, printable
 
 MOST_ROWS = 20
@@ -41,6 +42,7 @@ def render_card(document: Document) -> str:
 
 def make_chart(document: Document, name: str | None = None) -> Any:
     """Return a figure of a document as an Altair chart; the first one if none is named."""
+    check_installed()
     figures = {figure.name: figure for figure in document.draw()}
     name = next(iter(figures), None) if name is None else name
     if name not in figures:

@@ -12,11 +12,10 @@ conditions stand in the code that asks. A notice is known by its code, in Python
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.resources import files
-from types import SimpleNamespace
 from typing import Any
 
 from dare.errors import printable
@@ -70,6 +69,16 @@ class Limit:
     source: str
 
 
+class Limits:
+    """The values of limits, as attributes."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> float:
+        raise AttributeError(name)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A kind of notice, as the table has it."""
@@ -96,7 +105,7 @@ class Entry:
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
 LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
-LIMIT = SimpleNamespace(**{name: limit.value for name, limit in LIMITS.items()})
+LIMIT = Limits({name: limit.value for name, limit in LIMITS.items()})
 CATALOGUE = {
     code: Entry(
         code,

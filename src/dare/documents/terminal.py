@@ -42,6 +42,8 @@ LEAST_FACT = 20
 BETWEEN = 3
 """Columns from one column of a table to the next."""
 BAR_CELLS = 24
+BARS = "bars"
+"""The name by which a table counts its bars among what is optional."""
 LABEL = 9
 """Columns before the text of a notice."""
 STEP = 10
@@ -161,15 +163,18 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
     widths = [max(map(cell_len, column)) for column in zip(headers, *cells, strict=True)]
-    places = list(range(len(headers)))
+    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
+    places, bars = list(range(len(headers))), table.bars
 
     def surplus(longest: int) -> int:
-        bars = BAR_CELLS + BETWEEN if table.bars else 0
-        used = sum(widths[place] + BETWEEN for place in places[1:]) + bars + BETWEEN
+        room = BAR_CELLS + BETWEEN if bars else 0
+        used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
         return used + min(widths[0], longest) - console.width
 
     for name in reversed(table.optional):
-        if surplus(MOST_NAME) > 0 and name in table.columns:
+        if surplus(MOST_NAME) > 0 and name == BARS:
+            bars = ()
+        elif surplus(MOST_NAME) > 0 and name in table.columns:
             places.remove(table.columns.index(name))
     first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0])))
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
@@ -182,14 +187,14 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
             no_wrap=is_number or not place,
             max_width=None if place else first,
         )
-    if table.bars:
+    if bars:
         grid.add_column("")
     solid = can_write(console, EIGHTHS)
     for number, row in enumerate(cells):
         tones = [STYLES[table.tones.get(cell, Tone.PLAIN)] for cell in table.rows[number]]
         bar = []
-        if table.bars:
-            bar = [Text(draw_bar(table.bars[number] / 100, BAR_CELLS, solid=solid), "blue")]
+        if bars:
+            bar = [Text(draw_bar(bars[number] / 100, BAR_CELLS, solid=solid), "blue")]
         grid.add_row(*(Text(row[place], tones[place]) for place in places), *bar)
     return grid
 

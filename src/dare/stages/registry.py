@@ -43,7 +43,6 @@ class Parameter:
     name: str
     default: Any
     hint: Any = field(repr=False, compare=False)
-    """Its type, as the function declares it."""
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
@@ -164,7 +163,6 @@ class Census:
     when: Callable[[Settings], bool]
     rounds: tuple[Round, ...]
     observation_bytes: int
-    """The most memory that the observation of one tensor takes."""
 
 
 Predicate = Callable[[Settings], bool]
@@ -200,7 +198,6 @@ class Stage:
     """The part of that memory which it leaves behind; None: all."""
     census: Census | None = None
     check: Check = lambda _settings: None
-    """Refuses parameters that do not go together."""
     is_random: Predicate = _never
     """True if it draws from the mask; it then has `block.key`."""
     redrops: Predicate = _never
@@ -216,10 +213,23 @@ class Stage:
     interpolates: Settings | None = None
     """The settings with which it interpolates between whole models, one of which may be the base;
     None: it combines changes to the base."""
+    drops_at_random: bool = False
+    """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
+    votes: bool = False
+    """Whether the models vote on each element, so that a small change loses to a large one."""
+    keeps: Literal["random", "magnitude"] | None = None
+    """The scheme of delta files that keeps the same elements."""
+    adds_up: bool = False
+    """Whether it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
     """Its origin outside this package: a file's digest, or a package and its version."""
     file: str = ""
     """The file that registers it, if that lies outside of all packages."""
+
+    @property
+    def may_redrop(self) -> bool:
+        """Tell if there are parameters for which it only drops by its own mask."""
+        return self.redrops is not _never
 
     def surveys(self, settings: Settings) -> bool:
         """Return whether it must see the whole tensor first, for these parameters."""
@@ -268,6 +278,19 @@ class Stage:
 
 STAGES: dict[str, Stage] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def find_stage(**declared: Any) -> Stage:
+    """Return the first stage that declares this.
+
+    >>> find_stage(keeps="magnitude").name, find_stage(adds_up=True).name
+    ('trim', 'sum')
+    """
+    return next(
+        stage
+        for stage in STAGES.values()
+        if all(getattr(stage, name) == value for name, value in declared.items())
+    )
 
 
 def delta_stage(**declared: Any) -> Callable[[Function], Function]:

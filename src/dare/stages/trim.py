@@ -39,9 +39,9 @@ class Cut:
 
     bits: int
     ties: NDArray[np.int64]
-    """For each chunk, the number of elements at the cut."""
+    """The number of elements at the cut, for each chunk."""
     ties_kept: NDArray[np.int64]
-    """For each chunk, the number of those that are kept."""
+    """The number of those that are kept, for each chunk."""
 
 
 class Magnitudes:
@@ -247,6 +247,7 @@ def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
         rounds=(Round(observe_high, conclude_high), Round(observe_low, conclude_low)),
         observation_bytes=HIGH_COUNTS * 6,
     ),
+    keeps="magnitude",
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
 )

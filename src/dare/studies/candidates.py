@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from dare import kernels
 from dare.api import AnyRecipe, check_digests, make_recipe, merge
+from dare.checks.same_model import check_inputs
 from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
@@ -31,7 +32,7 @@ from dare.inputs.formats import open_inputs
 from dare.inputs.reading import Held, HeldSource, hold
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
-from dare.output.repeated_inputs import check_inputs
+from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
@@ -78,7 +79,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
-        self.recipe = check_inputs(self.recipe, opened.base, opened.models)
+        self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
