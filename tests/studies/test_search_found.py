@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import study_sample as sample
-from dare.studies.terminal import show_study
 from rich.console import Console
 
 import dare

@@ -306,7 +306,7 @@ def strange(recipe, tmp_path, monkeypatch) -> Recipe:
     odd = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
     file = save(tmp_path / "odd.safetensors", {"layers.0.w": odd})
     models = [*(entry.file for entry in recipe.models), file]
-    advised = recipe, ("odd",), ""
+    advised = recipe, ("odd",), None
     monkeypatch.setattr("dare.studies.searching.advised_for", lambda _recipe: advised)
     return Recipe(base=recipe.base, models=models, method="linear", verbose=False)
 

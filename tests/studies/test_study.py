@@ -16,7 +16,7 @@ from dare.errors import InputError
 from dare.recipe.schema import Recipe
 from dare.studies.results import Scored, State
 from dare.studies.space import Space, parse_over
-from dare.studies.study import BASELINE, Study
+from dare.studies.study import BASELINE, Planned, Study  # noqa: F401 (by the processes)
 
 SPACE = Space(
     Recipe(base="base", models=["math", "code"]),
