@@ -61,7 +61,7 @@ class Candidate:
     arrays: Arrays
     """By the base's names, in the types that would be stored; BF16 and float8 are ml_dtypes'."""
     digest: str
-    """Of the weights, as `merge` reports it."""
+    """The digest of the weights, as `merge` reports it."""
     recipe: Recipe
 
     def __repr__(self) -> str:
@@ -225,9 +225,8 @@ class _Home(NamedTuple):
 
     memory: Memory
     kind: StorageType
-    """Of the memory."""
     merged: StorageType
-    """Of the merged tensor; the memory may be wider."""
+    """The type of the merged tensor; that of the memory, `kind`, may be wider."""
 
     def put(self, start: int, raw: Raw) -> None:
         """Write merged elements from one on."""

@@ -65,7 +65,7 @@ ALL_ITEMS = "all"
 QUOTED_LINE, QUOTED_VALUE = 200, 60
 """Characters of a last line and of a wrong value that a message quotes."""
 READY_SECONDS = 600.0
-"""Where there is a time limit for scoring: the least for importing an evaluator and its model."""
+"""The least time limit for importing an evaluator and its model, if scoring has a limit."""
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
 _FIRST_WORD = re.compile(r"\s*(?:\w+=[\w./:-]*\s+)*(?P<program>[\w./+-]+)(?=\s)")
@@ -259,7 +259,7 @@ class Scorer:
     """Makes candidates and scores them, one at a time."""
 
     takes_items = False
-    """Whether `score` may be given some of the items."""
+    """True if `score` may be given some of the items."""
     form: Form
     _is_made = False
 

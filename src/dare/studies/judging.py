@@ -129,7 +129,7 @@ class Guard:
 
     text: str
     name: str
-    """Of a score; `*` for each score of the objective."""
+    """The score's name; `*` for each score of the objective."""
     kind: str
     """`max`, `min`, or `keep`: a share of the best that a single model has."""
     bound: float
@@ -219,9 +219,9 @@ class Entry:
 
     trials: tuple[Trial, ...]
     name: str = ""
-    """Of a baseline."""
+    """The name of a baseline."""
     is_random: bool = True
-    """Whether another seed would give other weights; if not, one trial is all there is."""
+    """True if another seed would give other weights; if not, one trial is all there is."""
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -286,7 +286,7 @@ class Judge:
             return None
 
     def is_random(self, settings: Settings) -> bool:
-        """Tell if another seed gives other weights; assumed where it cannot be told."""
+        """Tell if another seed gives other weights; assumed if that is not known."""
         recipe = self.with_settings(settings)
         return recipe is None or is_random(recipe)
 

@@ -184,7 +184,7 @@ class Watched:
 
 
 def describe_status(status: int) -> str:
-    """How a process ended.
+    """Return how a process ended.
 
     >>> describe_status(3), describe_status(-11), describe_status(139)
     ('ended with status 3', 'was stopped by SIGSEGV', 'ended with status 139 (SIGSEGV)')

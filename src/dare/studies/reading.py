@@ -27,7 +27,7 @@ from dare.studies.study import BASELINE, HOLDOUT, Study
 
 OUTPUT = "merged.safetensors"
 SIGNED = ", found by `dare search`."
-"""How the first line of a recipe ends: a search writes over its own, and over no others."""
+"""The end of a recipe's first line: a search writes over its own, and over no others."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -37,7 +37,7 @@ class Role(StrEnum):
     BASE = "base"
     AVERAGE = "average"
     WITHOUT_STRANGERS = "average without strangers"
-    """Of the models that the advice does not leave out."""
+    """The average of the models that the advice does not leave out."""
     SUM = "sum"
     PART = "sum × 0.4"
     ADVICE = "advice"
@@ -175,7 +175,7 @@ class Trial:
     output: str = ""
     """The last lines that the evaluator printed before it failed."""
     name: str = ""
-    """Of a baseline: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
+    """A baseline's: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
 
     @property
     def role(self) -> Role:
@@ -187,7 +187,6 @@ class Trial:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was scored on all that it should be scored on."""
         return self.state is State.DONE
 
 
@@ -201,7 +200,7 @@ class StudyData:
     """The document of `[search.over]`."""
     sampler: str
     planned: int
-    """How many trials there will be; baselines, where nothing is searched over."""
+    """The number of trials; of baselines, where nothing is searched over."""
     seeds: tuple[int, ...]
     evaluator: str
     objective: dict[str, float]
@@ -209,12 +208,10 @@ class StudyData:
     guards: tuple[str, ...]
     baselines: tuple[Trial, ...]
     trials: tuple[Trial, ...]
-    """In the order of their numbers."""
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     """The winner, the runner-up and the baselines, scored by that evaluator."""
     notices: tuple[Notice, ...] = ()
-    """What a reader should know, such as why there is no advice."""
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
@@ -222,11 +219,11 @@ class StudyData:
     left_out: tuple[str, ...] = ()
     """The models that the advice leaves out."""
     output: str | None = None
-    """Where the merge of the best goes."""
+    """The path for the merge of the best."""
 
     @property
     def is_searched(self) -> bool:
-        """Whether settings are tried; else the baselines are all there is."""
+        """True if settings are tried; else the baselines are all there is."""
         return bool(self.space or self.trials)
 
     @property
@@ -338,7 +335,7 @@ class Holdout:
     usual_loss: float | None
     """The same of the baselines, on average, which were not chosen; None if none has both."""
     looks: int
-    """How many winners have been scored on it; after the first, it is no longer held out."""
+    """Winners that have been scored on it; after the first, it is no longer held out."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +354,7 @@ class Conclusion:
     better: tuple[Ranked, ...] = ()
     """Baselines that beat the best setting, beyond chance; those first that no other beats."""
     chosen: Ranked | None = None
-    """What to take, if anything: the best setting, or a baseline that beats it and is unbeaten."""
+    """The one to take, if any: the best setting, or an unbeaten baseline that beats it."""
     simplest: Ranked | None = None
     """The simplest of the best and its ties, if no baseline beats it; else what is chosen."""
     importance: dict[str, float] = field(default_factory=dict)
@@ -365,10 +362,10 @@ class Conclusion:
     front: tuple[int, ...] = ()
     """Places in the ranking of settings that no other beats in every score."""
     noise: float | None = None
-    """How far two scorings of the same weights differ in the objective; None: not measured."""
+    """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None
     notices: tuple[Notice, ...] = ()
-    """What limits all this."""
+    """The limits of all this."""
 
     @property
     def no_recipe(self) -> str:

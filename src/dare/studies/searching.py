@@ -123,7 +123,7 @@ class SearchRequest:
     judge: Judge
     seed: int
     output: Path | None
-    """Where the merge of the best will go; candidates are not written there."""
+    """The path for the merge of the best; candidates are not written there."""
 
     @property
     def recipe(self) -> Recipe:
@@ -251,7 +251,7 @@ class _Rules:
     reference: Scored | None = None
     """Scores with the names and items that all must have."""
     has_items: bool = True
-    """Whether items are the same each time, so that they can be compared."""
+    """True if items are the same each time, so that they can be compared."""
     rungs: Sequence[Sequence[str]] = ()
     """Growing parts of the items, of which each has what is new in it."""
 

@@ -70,7 +70,7 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched over, around a recipe."""
+    """The settings that are searched over, around a recipe."""
 
     recipe: Recipe
     over: Mapping[str, Choices | Range]
@@ -144,7 +144,7 @@ class Space:
 
     @property
     def is_listed(self) -> bool:
-        """Whether there is a finite number of settings."""
+        """True if the number of settings is finite."""
         return all(_listed(dimension) is not None for dimension in self.over.values())
 
     def grid(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How far chance goes: intervals over items and seeds, and fronts of scores.
+"""The reach of chance: intervals over items and seeds, parts for racing, fronts of scores.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
 random merge. Items are drawn anew with replacement, within each group and for all contenders
@@ -39,7 +39,7 @@ REDUCTION = 3
 """Each part makes three times as many items, and one in three candidates goes on."""
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
-"""How many numbers a step of the resampling may hold at once."""
+"""The most numbers that a step of the resampling holds at once."""
 _ROUNDING = 1e-12
 _BOTH_SIDES = math.log(0.05) / math.log(0.025)
 """Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one."""
@@ -58,9 +58,9 @@ class Resampled:
     seeds: tuple[int, ...]
     is_random: tuple[bool, ...]
     items: int
-    """How many items all have, in the groups that count; 0: chance in items is not known."""
+    """Items that all have, in the groups that count; 0: chance in items is not known."""
     left_out: int
-    """How many items some have and others lack."""
+    """Items that some have and others lack."""
     without_items: tuple[str, ...]
     """Scores of the objective that are not made of items, and held as they are."""
     bounds: tuple[float, float]
@@ -131,7 +131,7 @@ class Resampled:
 
 
 def verdict(difference: Estimate) -> str:
-    """What a difference shows: 0 in its interval shows nothing."""
+    """Return what a difference shows: 0 in its interval shows nothing."""
     if difference.low is None or difference.high is None:
         return NOT_KNOWN
     if difference.low > 0:
@@ -176,7 +176,7 @@ def resample(
 
 
 def _is_share(name: str, values: np.ndarray) -> bool:
-    """Whether a score, or its items, may be taken for shares of something."""
+    """Tell if a score, or its items, may be taken for shares of something."""
     return not sounds_like_an_error(name) and bool((values >= 0).all() and (values <= 1).all())
 
 
@@ -279,7 +279,7 @@ def _student(freedom: int, count: int) -> np.ndarray:
 
 
 def _student_factor(freedom: int) -> float:
-    """How much farther Student's t reaches than normal draws (Cornish and Fisher's expansion)."""
+    """Return how much farther Student's t reaches than normal draws (Cornish and Fisher)."""
     z, n = 1.96, freedom
     terms = ((z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96)
     third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384

@@ -337,7 +337,7 @@ class Claim:
     settings: Mapping[str, Any]
     shift: int
     name: str
-    """Of a baseline, or of what goes to the holdout."""
+    """The name of a baseline, or of what goes to the holdout."""
 
     @property
     def number(self) -> int:
@@ -443,7 +443,7 @@ class _LockFile:
     descriptor: int
     turn: threading.RLock = field(default_factory=threading.RLock)
     marks: set[int] = field(default_factory=set)
-    """Of those in this process that work on the study."""
+    """The marks of those in this process that work on the study."""
 
     def lock(self, byte: int, *, wait: bool) -> bool:
         """Lock one byte; return whether that was possible."""
