@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import RULES_FILE, Verdict
-from dare.analysis.judge.readiness import RULES
-from dare.documents.notices import CATALOGUE, Severity
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.readiness import RULES, STOPPING
+from dare.documents.notices import CATALOGUE, LIMITS, Entry, Severity
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
@@ -332,33 +332,32 @@ def analysis() -> str:
 
 def rules() -> str:
     """What readiness looks for, and the numbers that measurements are held against."""
+    entries = [CATALOGUE[code] for code in RULES]
     return "\n\n".join(
         [
             "## Rules",
             _table(
-                ("rule", "verdict", "looks for"),
-                (
-                    (f"`{r.name}`", EFFECTS[r.severity] + MATTERS[r.only_for], r.looks_for)
-                    for r in RULES
-                ),
+                ("code", "verdict", "looks for"),
+                ((f"`{e.code}`", _effect(e) + MATTERS[e.only_for], e.meaning) for e in entries),
             ),
             "## Limits",
             _table(
                 ("limit", "value", "meaning", "source"),
                 (
-                    (f"`{name}`", f"{value:g}", meaning, source)
-                    for name, (value, meaning, source) in RULES_FILE["limits"].items()
+                    (f"`{name}`", f"{limit.value:g}", limit.meaning, limit.source)
+                    for name, limit in LIMITS.items()
                 ),
             ),
         ]
     )
 
 
-EFFECTS = {
-    Severity.STOP: Verdict.UNFIT,
-    Severity.CHANGE: Verdict.WITH_CHANGES,
-    Severity.NOTE: "a note",
-}
+def _effect(entry: Entry) -> str:
+    if entry.severity is Severity.NOTE:
+        return "a note"
+    return Verdict.UNFIT if entry.code in STOPPING else Verdict.WITH_CHANGES
+
+
 MATTERS = {
     "": "",
     "drops_at_random": ", where changes are dropped at random",
