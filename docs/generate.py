@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import RULES_FILE, Severity, Verdict
+from dare.analysis.judge.judgement import RULES_FILE, Verdict
 from dare.analysis.judge.readiness import RULES
-from dare.documents.notices import CATALOGUE
+from dare.documents.notices import CATALOGUE, Severity
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule

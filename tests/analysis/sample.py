@@ -11,23 +11,10 @@ import made_up
 import numpy as np
 
 from dare.analysis.document import Analysis
-from dare.analysis.judge.judgement import (
-    Advice,
-    Evidence,
-    Readiness,
-    Suggestion,
-    Verdict,
-)
-from dare.analysis.results import (
-    OUTSIDE,
-    LeftOut,
-    Misfit,
-    Origin,
-    Outcome,
-    Overlap,
-    PairAnalysis,
-)
+from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Suggestion, Verdict
+from dare.analysis.results import OUTSIDE, Origin, Outcome, Overlap, PairAnalysis
 from dare.documents.notices import Notice, Severity, notice
+from dare.inputs.fit import LeftOut, Misfit
 from dare.output.report import Digests, ModelReport, Report, TensorReport
 
 LAYERS = 6

@@ -12,9 +12,10 @@ from dare.analysis.judge.advice import METHODS, OUTCOMES, advise, find_guideline
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import analyze, analyze_arrays
-from dare.analysis.results import LeftOut, Misfit, Origin
+from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
+from dare.inputs.fit import LeftOut, Misfit
 from dare.recipe.document import read_toml, recipe_from_document
 from helpers import save
 

@@ -18,10 +18,11 @@ from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
-from dare.analysis.measure.tallies import BIN_SHIFT
-from dare.analysis.results import Form, Kind, LeftOut, Misfit, Origin
+from dare.analysis.results import Kind, Origin
+from dare.checks.outliers import BIN_SHIFT
+from dare.documents.progress import Display
 from dare.errors import InputError, RecipeError
-from dare.run.progress import Display
+from dare.inputs.fit import Form, LeftOut, Misfit
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo

@@ -8,15 +8,14 @@ from made_up import analysis, make_base, statistics, tune
 
 import dare
 from dare.analysis.judge.prediction import (
-    Exposure,
     Prediction,
-    bounded_error,
     exposure_of,
     mean_bounded_error,
     predict,
     relative_error,
     tolerated_drop_rate,
 )
+from dare.checks.large_deltas import Exposure, bounded_error
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
 from dare.documents.notices import LIMIT

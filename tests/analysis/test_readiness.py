@@ -24,10 +24,11 @@ from dare.analysis.judge.readiness import (
     rounding_norm,
 )
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.results import LeftOut, Misfit, Origin
+from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity
+from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()

@@ -459,14 +459,14 @@ def test_what_is_not_given_is_filled_in(models, tmp_path, asked, expected):
 
 
 def test_a_file_that_lost_much_says_so(models, tmp_path):
-    concerns = [
-        {notice.about for notice in dare.compress(*models, path, **asked, **QUIET).warnings}
+    codes = [
+        {notice.code for notice in dare.compress(*models, path, **asked, **QUIET).warnings}
         for path, asked in (
             (tmp_path / NAME, {"bits": 4}),
             (tmp_path / f"2{NAME}", {"drop_rate": 0.99}),
         )
     ]
-    assert [Concern.LOSSY in found for found in concerns] == [False, True]
+    assert ["lossy" in found for found in codes] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from dare.output.verification import verify
 from dare.web import jobs as web_jobs
 from dare.web.guard import MOST_DEPTH, MOST_ITEMS
 from dare.web.jobs import Job, Jobs
-from dare.web.own import OwnModels
-from dare.web.roots import OutsideError, Roots
+from dare.web.own import OutsideError, OwnModels, Roots
 from helpers import save
 
 

@@ -26,6 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
+from dare.inputs.fit import LeftOut
 from dare.output.report import ModelReport
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
@@ -298,52 +299,6 @@ class Interference:
     """Share, of the elements that two models or more change, where not all signs agree."""
     by_layer: dict[Layer, Share]
     """The first figure for each layer."""
-
-
-class Misfit(StrEnum):
-    """Why a tensor could not be compared."""
-
-    NOT_WEIGHTS = "not weights"
-    """The base stores it in a type that is not one of weights."""
-    UNLIKE_BASE = "unlike base"
-    """A model has it in another shape than the base's, or in a type that is not one of weights."""
-    NOT_IN_BASE = "not in base"
-
-
-@dataclass(frozen=True)
-class Form:
-    """A tensor as it is stored."""
-
-    shape: tuple[Count, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        """The shape and the storage type: `8×4 F32`."""
-        return f"{'×'.join(map(str, self.shape)) or 'a scalar'} {self.dtype}"
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A tensor that could not be compared."""
-
-    tensor: str
-    reason: Misfit
-    models: tuple[str, ...]
-    """The models that have it; one, if it is unlike the base's."""
-    base: Form | None = None
-    """The base's copy, if it has one."""
-    found: Form | None = None
-    """The model's copy that is unlike the base's."""
-
-    def __str__(self) -> str:
-        """The tensor and the reason in a line."""
-        models = ", ".join(self.models)
-        reason = {
-            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is no type of weights",
-            Misfit.UNLIKE_BASE: f"base is {self.base}, {models} is {self.found}",
-            Misfit.NOT_IN_BASE: f"in {models}, not in the base",
-        }
-        return f"{self.tensor}: {reason[self.reason]}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,7 +34,6 @@ import numpy as np
 
 from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.analysis.judge.prediction import (
-    Exposure,
     exposure_of,
     exposures_of,
     mean_bounded_error,
@@ -44,8 +43,10 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured
-from dare.analysis.measure.tallies import NONE, Sums, share_below
+from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
+from dare.checks.large_deltas import Exposure
+from dare.checks.outliers import NONE
 from dare.documents.notices import CATALOGUE, LIMIT, notice
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError

@@ -64,9 +64,9 @@ def playground(
 
 
 def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
-    from dare.web.assets import others_in, write_folder
+    from dare.web.assets import list_others, write_folder
 
-    if not overwrite and (others := others_in(folder)):
+    if not overwrite and (others := list_others(folder)):
         remedy = "build into an empty folder, or add --overwrite"
         raise OutputError(f"{folder}: contains {others[0]}, which is not of the page; {remedy}")
     written = write_folder(folder)

@@ -18,6 +18,7 @@ from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.packing import Bits, Keep, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LIMIT, Notice, notice
+from dare.documents.progress import COMPILING, show_progress
 from dare.documents.words import show_size
 from dare.errors import MismatchError, OutputError, warn_caller
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
@@ -29,7 +30,6 @@ from dare.output.publishing import settle
 from dare.output.targets import check_target
 from dare.planning.layout import Layout, lay_out
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import COMPILING, show_progress
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest

@@ -145,6 +145,8 @@ class Section:
     """The names of its figures, or how they begin, in the order of the page."""
     is_brief: bool = False
     """Whether terminal and notebook show it too."""
+    on_page: bool = True
+    """Whether pages show it; they may have figures of the same."""
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,12 @@ def notice(
     )
 
 
+def notice_from_dict(values: dict[str, Any]) -> Notice:
+    """Return a notice from the values that `asdict` gave, also when JSON held them."""
+    known = {"severity": Severity(values["severity"]), "subjects": tuple(values["subjects"])}
+    return Notice(**{**values, **known})
+
+
 def gravest(notices: Iterable[Notice]) -> Severity | None:
     """Return the highest severity among notices, if there are any."""
     order = list(Severity)

@@ -64,7 +64,7 @@ def _sections(document: Document, figures: Sequence[Figure]) -> Iterator[Section
     sections = document.sections
     if document.notices and all(section.name != NOTICES for section in sections):
         sections = (Section(NOTICES, "Notices"), *sections)
-    for section in sections:
+    for section in (section for section in sections if section.on_page):
         notices = document.notices if section.name == NOTICES else ()
         drawn = [
             figure

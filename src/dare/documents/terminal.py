@@ -22,9 +22,9 @@ from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
-from dare.documents.document import TONES, Document, Facts, Listing, Part, Table, Tone
+from dare.documents.document import TONES, Code, Document, Facts, Listing, Part, Table, Tone
 from dare.documents.notices import CATALOGUE, Notice, Severity
-from dare.documents.words import listed
+from dare.documents.words import listed, times
 from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -35,6 +35,8 @@ TEXT_WIDTH = 100
 """Columns of a document as text."""
 LEAST_NAME = 12
 """Columns that names have at least."""
+MOST_NAME = 25
+"""Columns that names have before optional columns get any."""
 LEAST_FACT = 20
 """Columns that the text of a fact has at least."""
 BETWEEN = 3
@@ -122,9 +124,16 @@ def _print_part(console: Console, part: Part, names: Names) -> None:
         case str():
             console.print(shown(names(part)))
         case Table() if part.rows:
+            grid = render_table(part, console, names)
+            hidden = len(part.columns) + bool(part.bars) - len(grid.columns)
+            more = f" ({times(hidden, 'more column')})" if hidden else ""
             if part.title:
-                console.print(Text(names(part.title), "bold"))
-            console.print(render_table(part, console, names))
+                console.print(Text(names(part.title) + more, "bold"))
+            console.print(grid)
+        case Code():
+            console.print(Text(names(part.title), "bold"))
+            for line in part.text.splitlines():
+                console.print(Padding(shown(line, "dim"), (0, 0, 0, 2), expand=False))
         case Facts():
             _print_facts(console, part.items, names)
         case Listing():
@@ -157,16 +166,17 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
     places, bars = list(range(len(headers))), table.bars
 
-    def surplus() -> int:
+    def surplus(longest: int) -> int:
         room = BAR_CELLS + BETWEEN if bars else 0
-        return sum(widths[place] + BETWEEN for place in places) + room - console.width
+        used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
+        return used + min(widths[0], longest) - console.width
 
     for name in reversed(table.optional):
-        if surplus() > 0 and name == BARS:
+        if surplus(MOST_NAME) > 0 and name == BARS:
             bars = ()
-        elif surplus() > 0 and name in table.columns:
+        elif surplus(MOST_NAME) > 0 and name in table.columns:
             places.remove(table.columns.index(name))
-    first = max(LEAST_NAME, widths[0] - max(0, surplus()))
+    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0])))
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for place in places:
         is_number = table.columns[place].endswith(" >")

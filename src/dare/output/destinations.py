@@ -137,7 +137,7 @@ def _existing(layout: Layout) -> list[str]:
     if layout.is_directory:
         return below
     names = layout.target.name, manifest_path(layout.target).name
-    return [name for name in names if uploading.look_at(_place(layout, name)) is not None]
+    return [name for name in names if uploading.describe_object(_place(layout, name)) is not None]
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
@@ -153,7 +153,7 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
         raise ExistsError(layout.target)
     ours = {*known, *_written_names(layout)}
     for name in (name for name in found if name not in ours):
-        seen = uploading.look_at(_place(layout, name))
+        seen = uploading.describe_object(_place(layout, name))
         if seen is not None and not seen.is_ours:
             raise OutputError(
                 f"{layout.target}: contains {name}, which was not made by dare, so it is not "
@@ -239,7 +239,9 @@ class StoreOutput(PartialOutput):
     def _take_over(self, found: Found) -> None:
         self._ours = set(found.ours)
         for file, (size, version) in found.sent.items():
-            seen = uploading.look_at(self._place(file)) if file in self._files.built else None
+            seen = (
+                uploading.describe_object(self._place(file)) if file in self._files.built else None
+            )
             if seen is not None and (seen.size, seen.version) == (size, version):
                 self._sent[file] = seen
         super()._take_over(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shlex
@@ -15,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from dare.checks.large_deltas import MergedTensor, find_large_deltas
+from dare.checks.same_model import find_copies
+from dare.checks.sample import SampledModels
 from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import Notice, Severity, notice
 from dare.documents.shown import Shown
@@ -57,6 +59,10 @@ class TensorReport:
     over_threshold: tuple[int, ...]
     survivors: tuple[tuple[int, ...], ...]
     """Elements left after each delta stage."""
+
+
+ModelTensor = tuple[TensorPlan, int, TensorReport]
+"""A tensor, the place of a model among those that take part in it, and the tensor's figures."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,20 +154,27 @@ def _count_over(model: ModelReport) -> str:
 def make_report(
     plan: Plan,
     records: Sequence[Record],
-    *,
-    seconds: float,
-    bytes_read: int,
-    resumed_chunks: int,
+    sample: SampledModels | None = None,
     noticed: Sequence[Notice] = (),
+    seconds: float = 0.0,
+    bytes_read: int = 0,
+    resumed_chunks: int = 0,
 ) -> Report:
-    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
+    """Add up the figures of all chunks; `noticed` are further notices since the plan."""
     by_tensor = _by_tensor(records)
     tensors = tuple(_tensor_report(plan, t, by_tensor[t.name]) for t in plan.merged())
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
     digests = _digests(plan, by_tensor)
-    found = *_twin_warnings(plan, models, digests), *_number_warnings(overflowed, nans)
-    warnings = [*plan.warnings, *noticed, *found]
+    sample = sample or SampledModels()
+    warnings = [
+        *plan.warnings,
+        *sample.notices,
+        *noticed,
+        *find_copies(plan, _contents(models, digests)),
+        *_number_warnings(overflowed, nans),
+        *_large_deltas(plan, tensors, models, sample),
+    ]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -207,12 +220,17 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
     )
 
 
-def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    parts = [
+def _parts(plan: Plan, index: int, reports: Sequence[TensorReport]) -> list[ModelTensor]:
+    """Return the merged tensors that a model takes part in."""
+    return [
         (tensor, tensor.models.index(index), report)
         for tensor, report in zip(plan.merged(), reports, strict=True)
         if index in tensor.models
     ]
+
+
+def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
+    parts = _parts(plan, index, reports)
     largest, largest_in = 0.0, ""
     for tensor, place, report in parts:
         peak = report.largest_delta[place]
@@ -232,13 +250,8 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
     )
 
 
-def _drop_rates(
-    plan: Plan, parts: Sequence[tuple[TensorPlan, int, TensorReport]]
-) -> tuple[float | None, float | None]:
-    """What all dropping stages together were asked to drop of one model, and what they did.
-
-    A part is a tensor, the model's place among those that take part in it, and its figures.
-    """
+def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None, float | None]:
+    """What all dropping stages together were asked to drop of one model, and what they did."""
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
     for position, stage in enumerate(plan.stages):
@@ -259,25 +272,27 @@ def _drop_rates(
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
-def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) -> Iterator[Notice]:
-    """Models that are the base, and models that are another one."""
-    changed = []
-    for index, model in enumerate(models):
-        is_weighted = plan.recipe.models[index].weight is not None  # to pull towards the base
-        is_meant = is_weighted or plan.recipe.interpolates  # from the base on
-        if model.elements and model.largest_delta == 0 and not is_meant:
-            yield notice("equals_base", model.name)
-        elif model.largest_delta != 0:
-            changed.append(index)
-    for one, other in itertools.combinations(changed, 2):
-        if digests.models[one] == digests.models[other]:
-            yield same_model(plan, one, other)
+def _contents(models: Sequence[ModelReport], digests: Digests) -> list[str | None]:
+    """Return what tells models apart: empty for those that are the base, None if nothing does."""
+    return [
+        digest if model.largest_delta else "" if model.elements else None
+        for model, digest in zip(models, digests.models, strict=True)
+    ]
 
 
-def same_model(plan: Plan, one: int, other: int) -> Notice:
-    """Return the notice about two models that are one, by a sample or by their digests."""
-    names = plan.model_names
-    return notice("same_model", names[one], names[other], how="", twice="twice")
+def _large_deltas(
+    plan: Plan,
+    tensors: Sequence[TensorReport],
+    models: Sequence[ModelReport],
+    sample: SampledModels,
+) -> Iterator[Notice]:
+    for index, exposures in enumerate(sample.exposures):
+        merged = [
+            MergedTensor(plan, index, tensor, report.over_threshold[place], report.survivors[place])
+            for tensor, place, report in _parts(plan, index, tensors)
+        ]
+        largest = models[index].largest_delta, models[index].largest_delta_in
+        yield from find_large_deltas(plan, index, merged, exposures, largest)
 
 
 def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from dare.documents.document import Document, Tone
 from dare.documents.notices import notice
+from dare.documents.progress import show_progress
 from dare.documents.shown import Shown
 from dare.documents.words import show_size, times
 from dare.errors import InputError, VerificationError
@@ -34,7 +35,6 @@ from dare.output.targets import (
     read_sealed,
 )
 from dare.planning.machine import available_cores
-from dare.run.progress import show_progress
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest

@@ -10,19 +10,8 @@ An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no d
 outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
 error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
 
-That is the mean. How far one mask can be off it depends on how few elements carry the change.
-For DARE ‖δ̂ - δ‖² = Σ δᵢ²·ξᵢ, with ξ = (p/(1 - p))² for what is kept and 1 for what is dropped,
-so that E[ξ] = p/(1 - p) and Var[ξ] = p·(2p - 1)²/(1 - p)³. Relative to ‖δ‖² the standard deviation
-is √(Var[ξ]/c), where c = (Σδ²)²/Σδ⁴ is the number of elements that carry the change: all n of them
-if they have one magnitude, n/3 for a Gaussian, few for heavy tails or many zeros. By Cantelli's
-inequality the squared error is with probability 0.95 no more than
-
-    p/(1 - p) + √19·|2p - 1|·√(p/((1 - p)³·c)),
-
-whatever the distribution. `tolerated_drop_rate` looks for the largest p at which this, for the
-inputs of one output (a row of the matrix) and averaged over tensors, is within a bound. It
-averages squares, because errors of different layers are independent and their variances add up.
-Outliers are left out (`dare.analysis.measure.tallies`).
+That is the mean. How far one mask can be off it, `dare.checks.large_deltas` says. Errors of
+different layers are independent and their variances add up, so squares are averaged.
 """
 
 from __future__ import annotations
@@ -32,11 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.results import Kind, ModelAnalysis, Statistics
+from dare.checks.large_deltas import Exposure, combined_error
 from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
-DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))
-"""Standard deviations that hold with probability 0.95, whatever the distribution: √19."""
 STEPS = 100
 """Recommended drop rates are hundredths."""
 OUTER = (Kind.EMBEDDING, Kind.HEAD)
@@ -83,17 +71,6 @@ def mean_square(statistics: Statistics) -> float:
 # ---------------------------------------------------------------- how much dropping is borne
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """The figures of a tensor that decide how much dropping it bears."""
-
-    elements: int
-    relative_norm: float
-    """‖δ‖ / ‖base‖ without outliers; infinite if there is no base to compare with."""
-    carriers: float
-    """How many elements carry the change of one output: the inputs of a row over the kurtosis."""
-
-
 def exposures_of(model: ModelAnalysis) -> list[Exposure]:
     """Return those of a model's tensors without embeddings and head, if there are any others."""
     inner = [tensor for tensor in model.tensors if tensor.kind not in OUTER]
@@ -101,33 +78,9 @@ def exposures_of(model: ModelAnalysis) -> list[Exposure]:
 
 
 def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
-    """Return a tensor's exposure; its inliers count as spread evenly over the rows."""
-    inliers, width = statistics.inliers, row_width(statistics.elements, shape)
-    carriers = width / max(inliers.concentration, 1.0) if inliers.norm else 0.0
-    return Exposure(statistics.elements, statistics.relative_norm, carriers)
-
-
-def row_width(elements: int, shape: tuple[int, ...]) -> int:
-    """Return how many elements make one output: all but the first dimension; all of a vector.
-
-    >>> row_width(24, (2, 3, 4)), row_width(24, (24,))
-    (12, 24)
-    """
-    return elements // shape[0] if len(shape) > 1 and shape[0] else elements
-
-
-def bounded_error(exposure: Exposure, drop_rate: float) -> float:
-    """Return what an output's relative error stays under with probability 0.95 at a drop rate.
-
-    >>> bounded_error(Exposure(10**6, 0.02, 1000.0), 0.8)
-    0.0439...
-    """
-    p = drop_rate
-    if not p or not exposure.carriers:
-        return 0.0
-    kept = (1 / (1 - p) - 1) ** 2
-    spread = abs(kept - 1) * math.sqrt(p * (1 - p) / exposure.carriers)
-    return exposure.relative_norm * math.sqrt(p + (1 - p) * kept + DEVIATIONS * spread)
+    """Return a tensor's exposure, without outliers."""
+    concentration = statistics.inliers.concentration
+    return Exposure.of(statistics.elements, shape, statistics.relative_norm, concentration)
 
 
 def tolerated_drop_rate(
@@ -166,13 +119,3 @@ def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
     return combined_error((exposure, drop_rate) for exposure in exposures)
-
-
-def combined_error(parts: Iterable[tuple[Exposure, float]]) -> float:
-    """Return the same of tensors that each have a drop rate."""
-    total, squares = 0, 0.0
-    for exposure, rate in parts:
-        if math.isfinite(exposure.relative_norm):
-            total += exposure.elements
-            squares += exposure.elements * bounded_error(exposure, rate) ** 2
-    return math.sqrt(squares / total) if total else 0.0

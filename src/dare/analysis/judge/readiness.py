@@ -24,9 +24,11 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.judge.relations import Link, Span, Values, find_groups, first_few
-from dare.analysis.results import AnalysisData, Kind, LeftOut, Misfit, ModelAnalysis, Origin
+from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
+from dare.checks.sample import is_far_from_base
 from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity, notice
 from dare.documents.words import times
+from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
@@ -311,7 +313,7 @@ class Body:
     @property
     def is_foreign(self) -> bool:
         """Whether the model is too far from the base to count as a fine-tune of it."""
-        return self.ratio >= LIMIT.foreign_ratio or self.mean_magnitude >= LIMIT.foreign_delta
+        return is_far_from_base(self.mean_magnitude, self.ratio)
 
 
 def body_of(model: ModelAnalysis) -> Body:

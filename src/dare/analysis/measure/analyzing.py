@@ -30,14 +30,11 @@ from dare.analysis.measure.measuring import (
     number_layers,
     workspace_bytes,
 )
-from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
+from dare.analysis.measure.tallies import Sums, statistics_of
 from dare.analysis.results import (
     Cell,
-    Form,
     Interference,
     Kind,
-    LeftOut,
-    Misfit,
     ModelAnalysis,
     Origin,
     Overlap,
@@ -46,20 +43,21 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.checks.low_rank import SMALLEST, spread
+from dare.checks.outliers import NONE, Magnitudes
+from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.directory import read_config
+from dare.inputs.fit import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
-from dare.kernels.kept import announcing
 from dare.kernels.linalg import one_blas_thread
+from dare.kernels.native import announcing
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.cluster import Sample, check_inputs, portable_recipe, sample_inputs
-from dare.run.graph import Step
-from dare.run.progress import Display, show_progress
-from dare.run.ray import Do, connect
-from dare.run.threads import run_steps
+from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
+from dare.run.threads import Step, run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
@@ -296,31 +294,22 @@ def find_subjects(
     base: Source, models: Mapping[str, Source]
 ) -> tuple[list[Subject], list[LeftOut]]:
     """Return the tensors that can be compared, with their models, and those that cannot."""
-    subjects, left_out = [], []
+    subjects: list[Subject] = []
+    left_out: list[LeftOut] = []
+    partial = [number for number, source in enumerate(models.values()) if source.is_partial]
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
-        held = {label: source.tensors.get(name) for label, source in models.items()}
-        own = Form(info.shape, info.dtype.name)
+        fit = fit_tensor(info, models)
         if not info.dtype.is_weight:
-            if owners := tuple(label for label, other in held.items() if other):
-                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, own))
+            owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
+            if owners:
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
             continue
-        fitting, unchanged = [], []
-        for number, (label, other) in enumerate(held.items()):
-            if other is None:
-                unchanged += [number] * models[label].is_partial
-            elif other.shape == info.shape and other.dtype.is_weight:
-                fitting.append(number)
-            else:
-                found = Form(other.shape, other.dtype.name)
-                left_out.append(LeftOut(name, Misfit.UNLIKE_BASE, (label,), own, found))
-        if fitting or unchanged:
-            place = kind_of(name), layers[name]
-            subjects.append(Subject(info, *place, tuple(fitting), tuple(unchanged)))
-    for name in sorted({name for source in models.values() for name in source.tensors}):
-        if name not in base.tensors:
-            owners = tuple(label for label, source in models.items() if name in source.tensors)
-            left_out.append(LeftOut(name, Misfit.NOT_IN_BASE, owners))
+        left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
+        unchanged = tuple(number for number in fit.absent if number in partial)
+        if fit.fitting or unchanged:
+            subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
+    left_out += find_extras(base, models)
     if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
@@ -339,9 +328,7 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if subject.models
-        and len(subject.base.shape) == 2
-        and min(subject.base.shape) >= costs.SMALLEST
+        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= SMALLEST
     ]
     fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
@@ -356,7 +343,7 @@ def choose_matrices(
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
     most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
-    return {inner[place].name: False for place in costs.spread(len(inner), most)}
+    return {inner[place].name: False for place in spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass
@@ -484,7 +471,7 @@ class AnalysisJob:
     recipe: Recipe
     inputs: tuple[Sample, ...]
 
-    def open(self, stack: ExitStack) -> Do:
+    def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs; refuse others than the driver has."""
         _, inputs = open_inputs(self.recipe)
         sources = (inputs.base, *inputs.models)

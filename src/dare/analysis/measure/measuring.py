@@ -26,23 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.measure import spectra, tallies
-from dare.analysis.measure.tallies import (
-    BIN_SHIFT,
-    BINS,
-    NONE,
-    Additive,
-    Magnitudes,
-    Sums,
-    top_bin,
-    with_inside,
-)
+from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
+from dare.checks import low_rank
+from dare.checks.outliers import BIN_SHIFT, BINS, NONE, Magnitudes, top_bin
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
-from dare.kernels.kept import SOURCES, Kernels
+from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
-from dare.run.graph import Step
-from dare.run.threads import Batch
+from dare.run.threads import Batch, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
@@ -71,7 +63,7 @@ def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -
 
 KERNELS = Kernels(
     "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py"),
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/outliers.py"),
     {"measure": _room},
 )
 
@@ -443,7 +435,7 @@ class Worker:
         if not source.holds_delta(name):
             base = self._read_window(self._base, step)
             delta -= base
-            rounding = spectra.rounding_energy(base, source.tensors[name].dtype.name)
+            rounding = low_rank.rounding_energy(base, source.tensors[name].dtype.name)
         delta[~np.isfinite(delta)] = 0
         return spectra.spectrum_of(delta, rounding)
 

@@ -1,6 +1,6 @@
-"""The progress bar: bytes read, on stderr, and only where somebody is looking.
+"""The progress bar: bytes read, on stderr, and only on a terminal.
 
-Whoever calls the package from a program of their own can show it elsewhere: `progress_shown_by`.
+A program that calls the package can show progress elsewhere: `progress_shown_by`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 COMPILING = "compiling kernels (once; a few seconds)"
-"""What is announced when that is so."""
+"""The announcement for kernels that are not compiled yet."""
 
 
 @dataclass(frozen=True)
 class Display:
-    """Where progress goes."""
+    """The receiver of progress."""
 
     advance: Callable[[int], None]
     announce: Callable[[str], None]
 
 
 Show = Callable[[int, str], AbstractContextManager[Display]]
-"""Opens a display for so many bytes and a verb."""
+"""A function that opens a display for a number of bytes and a verb."""
 _elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
 
 
@@ -51,7 +51,7 @@ class Meter:
         self._counting = threading.Lock()
 
     def advance(self, nbytes: int) -> None:
-        """So many more."""
+        """Count bytes that were just read."""
         with self._counting:
             self.bytes_read += nbytes
         self._display.advance(nbytes)

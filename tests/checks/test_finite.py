@@ -77,7 +77,7 @@ def test_what_is_allowed_is_merged_and_warned_of(tmp_path):
     recipe = write_recipe(tmp_path, base, [tuned], method="sum", allow_not_finite=True)
     report = dare.merge(recipe)
     assert np.flatnonzero(np.isnan(load_file(recipe.output)["v"])).tolist() == [5]
-    assert [(n.about, n.strength) for n in report.warnings] == [("not a number", "strong warning")]
+    assert [(n.code, n.severity) for n in report.warnings] == [("not_a_number", "severe")]
 
 
 def test_the_setting_changes_no_byte_of_what_would_be_merged_without_it(tmp_path):
@@ -98,7 +98,7 @@ def test_infinities_that_are_shared_and_overflow_on_the_way_are_not_refused():
     tuned = {"v": np.array([-np.inf, 3e38, 1.0], np.float32)}  # the change is above float32
     merged, report = dare.merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)
     assert merged["v"][0] == -np.inf
-    assert (report.overflowed, [n.about for n in report.warnings]) == (1, ["overflow"])
+    assert (report.overflowed, [n.code for n in report.warnings]) == (1, ["overflow"])
 
 
 def test_a_model_without_weight_in_a_tensor_may_be_broken_there():

@@ -44,7 +44,7 @@ def test_the_base_among_the_models_is_refused(folder):
 @pytest.mark.parametrize("method", ["slerp", "karcher", "nuslerp", "dare+slerp"])
 def test_an_interpolation_may_begin_at_the_base(folder, method):
     report = merge(folder, "base", "math", method=method)
-    assert "equal to the base" not in [notice.about for notice in report.warnings]
+    assert "equals_base" not in [notice.code for notice in report.warnings]
     os.link(folder / "base.safetensors", folder / "copy.safetensors")
     linked = merge(folder, "copy", "math", method=method, output=folder / "linked.safetensors")
     assert linked.digests.output == report.digests.output
@@ -115,13 +115,13 @@ def test_outputs_are_merged_on_purpose(folder):
 
 def notices(base, *models, **settings):
     _, report = dare.merge_arrays(base, list(models), method="linear", verbose=False, **settings)
-    return [(notice.about, notice.strength) for notice in report.warnings], report
+    return [(notice.code, notice.severity) for notice in report.warnings], report
 
 
 def test_a_copy_of_the_base_is_warned_of():
     found, report = notices(BASE, changed(1), {name: a.copy() for name, a in BASE.items()})
-    assert found == [("equal to the base", "strong warning")]
-    assert str(report.warnings[0]).startswith("model 1: equals the base in every element")
+    assert found == [("equals_base", "severe")]
+    assert report.warnings[0].subjects == ("model 1",)
     assert notices(BASE, changed(1), BASE, weights=[0.5, 0.5])[0] == []
 
 
@@ -129,8 +129,9 @@ def test_a_copy_of_a_model_is_warned_of_once_before_and_after_the_work():
     generator = np.random.default_rng(0)
     base = {"layers.0.weight": generator.standard_normal((128, 128), np.float32)}
     tuned = {"layers.0.weight": base["layers.0.weight"] + np.float32(0.001)}
-    found, report = notices(base, tuned, dict(tuned))  # seen by the glance, and by the digests
-    assert found == [("same model twice", "strong warning")]
-    assert "model 1: has the same weights as model 0" in str(report.warnings[0])
+    found, report = notices(base, tuned, dict(tuned))  # seen in the sample, and by the digests
+    assert found == [("same_model", "severe")]
+    assert report.warnings[0].subjects == ("model 1",)
+    assert "model 0" in report.warnings[0].text
     found, _ = notices(BASE, changed(1), changed(1), changed(2))  # by the digests alone
-    assert found == [("same model twice", "strong warning")]
+    assert found == [("same_model", "severe")]

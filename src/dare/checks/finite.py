@@ -1,23 +1,21 @@
 """Inputs with elements that are not finite: a merge refuses them unless the recipe allows it.
 
-They are found for nothing. The figures of every chunk have its largest |δ| and how many results are
-NaN; only where these say so, the stored elements are looked at again. An infinity that a model and
-the base share is no change, as in a stored causal mask, and is never refused. What overflows on the
-way from finite inputs is warned of in the report.
+Finding them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN
+results, and only where these say so are the stored elements read again. An infinity that a model
+and the base share, as in a stored causal mask, is no change and never refused. Overflow of finite
+inputs is a notice in the report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import NotFiniteError
-from dare.inputs.reading import read_chunks
-from dare.output.journal import Record
+from dare.inputs.reading import hold_open, read_chunks
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages.blocks import INFINITY
@@ -25,11 +23,11 @@ from dare.tensors.chunks import chunk_span
 
 Raw = NDArray[Any]
 BASE = -1
-"""Stands for the base where models are counted by their places in the recipe."""
+"""The base's number where models are counted by their places in the recipe."""
 
 
 def is_suspect(models: Sequence[Sequence[int]], exceptions: tuple[int, int]) -> bool:
-    """Whether the figures of a chunk show a |δ| or a result that is not finite."""
+    """Tell if the figures of a chunk show a |δ| or a result that is not finite."""
     return exceptions[1] > 0 or any(figures[0] >= INFINITY for figures in models)
 
 
@@ -44,7 +42,7 @@ def check_chunk(
     weights = dict(zip(tensor.models, tensor.weights, strict=True))
     taking_part = [model for model in tuned if weights[model] or nans]
     values = {model: tuned[model] for model in taking_part}
-    if any(_count(plan, tensor, base, values).values()):
+    if any(_count_not_finite(plan, tensor, base, values).values()):
         raise NotFiniteError(_refusal(plan, tensor, taking_part))
 
 
@@ -52,54 +50,44 @@ def check_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> None:
     """Refuse tensors that have elements which are not finite, unless the recipe allows them."""
     if plan.recipe.allow_not_finite:
         return
-    with _opened(plan):
+    with hold_open((plan.base, *plan.models)):
         for tensor in tensors:
-            for base, tuned in _chunks(plan, tensor, tensor.models):
+            for base, tuned in _stored(plan, tensor, tensor.models):
                 check_chunk(plan, tensor, base, tuned, nans=0)
 
 
-def check_records(plan: Plan, records: Iterable[Record]) -> None:
-    """The same for chunks that were made before: those whose figures say so are read again."""
-    if plan.recipe.allow_not_finite:
+def check_chunks(plan: Plan, suspects: Sequence[tuple[str, int, int]]) -> None:
+    """Refuse the same in chunks that were made before: tensor, number and how many NaN results."""
+    if plan.recipe.allow_not_finite or not suspects:
         return
     tensors = {tensor.name: tensor for tensor in plan.merged()}
-    merged = (record for record in records if record.tensor in tensors)
-    suspects = [record for record in merged if is_suspect(record.models, record.exceptions)]
-    if not suspects:
-        return
-    with _opened(plan):
-        for record in suspects:
-            tensor = tensors[record.tensor]
-            span = chunk_span(record.chunk, tensor.elements)
-            ((base, tuned),) = _chunks(plan, tensor, tensor.models, *span)
-            check_chunk(plan, tensor, base, tuned, nans=record.exceptions[1])
+    with hold_open((plan.base, *plan.models)):
+        for name, number, nans in suspects:
+            tensor = tensors[name]
+            span = chunk_span(number, tensor.elements)
+            ((base, tuned),) = _stored(plan, tensor, tensor.models, *span)
+            check_chunk(plan, tensor, base, tuned, nans=nans)
 
 
-@contextmanager
-def _opened(plan: Plan) -> Iterator[None]:
-    with ExitStack() as stack:
-        for source in (plan.base, *plan.models):
-            stack.enter_context(source)
-        yield
-
-
-def _chunks(
+def _stored(
     plan: Plan, tensor: TensorPlan, models: Sequence[int], start: int = 0, count: int | None = None
 ) -> Iterator[tuple[Raw, dict[int, Raw]]]:
-    """Stored elements of the base and of models, which are open."""
+    """Read stored elements of the base and of models, which are open."""
     sources = [plan.base, *(plan.source_of(tensor, model) for model in models)]
     for _, (base, *tuned) in read_chunks(sources, tensor.name, start, count, base_first=True):
         yield base, dict(zip(models, tuned, strict=True))
 
 
-def _count(plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw]) -> dict[int, int]:
-    """How many elements of the base and of each model are not finite, where that is a change."""
-    origin = _values(base, tensor.base.dtype.numpy_type)
+def _count_not_finite(
+    plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw]
+) -> dict[int, int]:
+    """Count elements of the base and of each model that are not finite, where it is a change."""
+    origin = base.view(tensor.base.dtype.numpy_type).astype(np.float64)
     of_base = np.isnan(origin)
     counts = {}
     for model, raw in tuned.items():
         source = plan.source_of(tensor, model)
-        values = _values(raw, source.tensors[tensor.name].dtype.numpy_type)
+        values = raw.view(source.tensors[tensor.name].dtype.numpy_type).astype(np.float64)
         is_bad = ~np.isfinite(values)
         if not source.holds_delta(tensor.name):
             is_bad &= np.isfinite(origin)
@@ -108,24 +96,20 @@ def _count(plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw]) 
     return {BASE: int(np.count_nonzero(of_base)), **counts}
 
 
-def _values(raw: Raw, kind: np.dtype[np.generic]) -> NDArray[np.float64]:
-    return raw.view(kind).astype(np.float64)
-
-
 def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
-    """What is not finite in all of a tensor, and what to do."""
+    """Return how much of a tensor is not finite in which inputs, and what to do."""
     totals = dict.fromkeys((BASE, *models), 0)
-    for base, tuned in _chunks(plan, tensor, models):
-        for model, count in _count(plan, tensor, base, tuned).items():
+    for base, tuned in _stored(plan, tensor, models):
+        for model, count in _count_not_finite(plan, tensor, base, tuned).items():
             totals[model] += count
-    parts = [
+    found = [
         f"{'base' if model == BASE else plan.model_names[model]}: {count:,} of {tensor.elements:,} "
         f"elements of {tensor.name} {'is' if count == 1 else 'are'} NaN or infinite"
         for model, count in totals.items()
         if count
     ]
     return (
-        f"{', '.join(parts)}, which would spoil the output; `dare analyze` shows every such "
+        f"{', '.join(found)}, which would spoil the output; `dare analyze` shows every such "
         "tensor. Use a sound copy of the model, or set allow_not_finite = true "
         "(--allow-not-finite) to merge it anyway"
     )

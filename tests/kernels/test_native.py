@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dare.kernels import cpu, kept, native, reference
+from dare.kernels import cpu, native, reference
 from dare.tensors import files
 
 RAW = np.arange(16256, 16256 + 1000, dtype=np.uint16)
@@ -40,7 +40,7 @@ def compiled(monkeypatch):
 
 def decoder():
     """The kernel, with no machine code in memory."""
-    return kept.Kernel("decode", "dare.kernels.cpu", kept.SOURCES)
+    return native.Kernel("decode", "dare.kernels.cpu", native.SOURCES)
 
 
 def decoded(raw=RAW):
@@ -89,7 +89,7 @@ def test_what_is_spoilt_is_compiled_again(folder, compiled):
 
 def test_another_text_of_the_kernels_is_compiled_again(folder, compiled, monkeypatch):
     decoded()
-    monkeypatch.setattr(kept, "_digest_of", lambda _sources: "another")
+    monkeypatch.setattr(native, "_digest_of", lambda _sources: "another")
     decoded()
     assert compiled == ["decode", "decode"]
 
@@ -127,7 +127,7 @@ def test_threads_compile_once(folder, compiled):
 
 def test_where_nothing_can_be_kept_kernels_are_compiled_in_memory(tmp_path, monkeypatch, compiled):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kept, "_places", lambda: [tmp_path / "file" / "below"])
+    monkeypatch.setattr(native, "_folders", lambda: [tmp_path / "file" / "below"])
     for _ in range(2):
         assert (decoded() == expected()).all()
     assert compiled == ["decode", "decode"]

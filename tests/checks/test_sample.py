@@ -1,10 +1,10 @@
-"""What a glance at the weights tells before a merge, and what it must not cry wolf about."""
+"""A sample of the weights before a merge: what it finds, and what it must not cry wolf about."""
 
 import numpy as np
 import pytest
 
 from dare import merge, plan
-from dare.analysis.measure.glance import MATRICES, _read_rows, glance
+from dare.checks.sample import MATRICES, _read_rows, sample_models
 from dare.errors import DareWarning
 from helpers import write_recipe
 
@@ -36,10 +36,10 @@ def low_rank(size, rank):
 
 
 def notices(folder, base, tuned, **settings):
-    return list(glance(plan(write_recipe(folder, base, [tuned], **settings))).notices)
+    return list(sample_models(plan(write_recipe(folder, base, [tuned], **settings))).notices)
 
 
-def test_an_ordinary_fine_tune_raises_no_concern(tmp_path):
+def test_an_ordinary_fine_tune_gives_no_notice(tmp_path):
     base, zeros = model(), model(size=0.0)
     small = {"w": np.zeros((8, 8), np.float32), "v": np.zeros(100, np.float32)}
     assert notices(tmp_path, base, changed(base, full(0.001))) == []
@@ -51,8 +51,8 @@ def test_an_ordinary_fine_tune_raises_no_concern(tmp_path):
 
 def test_another_model_altogether_is_not_homologous(tmp_path):
     (notice,) = notices(tmp_path, model(), model(seed=9))
-    assert notice.about is Concern.NOT_HOMOLOGOUS
-    assert notice.text.startswith("model0: ")
+    assert notice.code == "far_from_base"
+    assert notice.subjects == ("model0",)
     assert "141%" in notice.text
 
 
@@ -67,7 +67,7 @@ def test_a_low_rank_delta_is_noticed_at_a_high_drop_rate(tmp_path, rate, found):
     base = model()
     tuned = changed(base, low_rank(0.0003, rank=8))
     seen = notices(tmp_path, base, tuned, stages={"dare": {"drop_rate": rate}})
-    assert [notice.about for notice in seen] == [Concern.LOW_RANK] * found
+    assert [notice.code for notice in seen] == ["low_rank"] * found
     if found:
         assert "rank of about 8" in seen[0].text
         assert "drop_rate is 0.9" in seen[0].text
@@ -77,7 +77,7 @@ def test_nan_is_no_rank(tmp_path):
     tuned = changed(model(), low_rank(0.0003, rank=8))
     for values in tuned.values():
         values[100, 0] = np.nan
-    assert Concern.LOW_RANK not in {n.about for n in notices(tmp_path, model(), tuned)}
+    assert "low_rank" not in {n.code for n in notices(tmp_path, model(), tuned)}
 
 
 def test_it_reads_a_matrix_at_once_and_stops_at_the_first_full_rank(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_it_reads_a_matrix_at_once_and_stops_at_the_first_full_rank(tmp_path, mo
         monkeypatch.setattr(source, "read", lambda *a, read=read: (reads.append(a), read(*a)))
     eigvalsh = np.linalg.eigvalsh
     monkeypatch.setattr(np.linalg, "eigvalsh", lambda gram: (ranks.append(gram), eigvalsh(gram))[1])
-    assert glance(planned).notices == ()
+    assert sample_models(planned).notices == ()
     assert len(reads) == 2 * MATRICES
     assert len(ranks) == 1
 
@@ -99,7 +99,7 @@ def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path,
     tensor = next(planned.merged())
     with planned.base as source:
         whole = _read_rows(source, tensor)
-        monkeypatch.setattr("dare.analysis.measure.glance.READ_WHOLE", 0)
+        monkeypatch.setattr("dare.checks.sample.WIDEST_READ_WHOLE", 0)
         assert _read_rows(source, tensor).tolist() == whole.tolist()
     assert whole.tolist() == model()[tensor.name][36:164].tolist()
 
@@ -108,4 +108,4 @@ def test_a_merge_warns_and_reports(tmp_path):
     recipe = write_recipe(tmp_path, model(), [model(seed=9)], delta_threshold=100.0)
     with pytest.warns(DareWarning, match="model0"):
         report = merge(recipe.model_copy(update={"verbose": True}))
-    assert [notice.about for notice in report.warnings] == [Concern.NOT_HOMOLOGOUS]
+    assert [notice.code for notice in report.warnings] == ["far_from_base"]

@@ -1,33 +1,39 @@
-"""Models that are in a merge by mistake: the base, the same file again, an earlier output of it.
+"""Models that are in a merge by mistake: the base, the same model again, an earlier output of it.
 
 A pattern such as `*.safetensors` catches them all. Files are known by device and inode, so that a
 link is known for what it leads to. Whoever means it says so: a model with a weight, a seed or
-parameters of its own is taken as it is. The base belongs there only in an interpolation.
+parameters of its own is taken as it is. The base belongs there only in an interpolation. Copies
+under other names are found by their weights.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from dare.errors import DareError, RecipeError
+from dare.documents.notices import Notice, notice
+from dare.errors import RecipeError
 from dare.inputs.sources import Source
-from dare.output.manifest import output_of, read_manifest
-from dare.output.places import found
-from dare.output.targets import MANIFEST_NAME, manifest_path
-from dare.recipe.document import recipe_from_document
+from dare.planning.plan import Plan
 from dare.recipe.naming import written_models
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.toml import write_value
 from dare.stores.locations import StorePath
 
 Identity = tuple[int, int] | str
+EarlierInput = tuple[Path, Path]
+"""An input of an earlier merge: as its manifest names it, and where that leads."""
+FindInputs = Callable[[Path], Iterable[Sequence[EarlierInput]]]
+"""A function that reads the inputs, base first, from the manifests of an output."""
 SHORT_LIST = 6
 """Up to so many models are written out in a message."""
 
 
-def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Recipe:
+def check_inputs(
+    recipe: Recipe, base: Source, models: Sequence[Source], find_inputs: FindInputs
+) -> Recipe:
     """Refuse a model that is the base, another model of the recipe, or a merge of these.
 
     Where models are interpolated the base may be one of them. Return the recipe with the settings
@@ -35,15 +41,13 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Reci
     """
     if recipe.input_digests is not None:  # these very inputs were merged before
         return recipe
-    known_base, *known = (_files_of(source) for source in (base, *models))
-    entries = zip(recipe.models, known, strict=True)
+    known_base, *known = (frozenset(map(_identity, source.files)) for source in (base, *models))
+    entries = list(zip(recipe.models, known, strict=True))
     bases = [entry for entry, files in entries if files and files == known_base]
     recipe = with_base_among_models(recipe) if bases else recipe
     if not recipe.interpolates and not all(map(_is_meant, bases)):
         raise _base_among_models(recipe, bases)
-    for (one, files), (other, others) in itertools.combinations(
-        zip(recipe.models, known, strict=True), 2
-    ):
+    for (one, files), (other, others) in itertools.combinations(entries, 2):
         if files and files == others and not _is_meant(one) and not _is_meant(other):
             again = "is among the models twice"
             if one.file != other.file:
@@ -52,7 +56,8 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Reci
             raise RecipeError(f"{other.file}: {again}; {remedy}")
     for entry in recipe.models:
         rest = [other for other in recipe.models if other is not entry and other not in bases]
-        if not _is_meant(entry) and (merged := _merged_here(recipe, entry, rest)):
+        earlier = [] if _is_meant(entry) else find_inputs(entry.file)
+        if merged := _merged_before(recipe.base, rest, earlier):
             meant = "weight" if recipe.chain[-1][0].default_weight else "seed"
             raise RecipeError(
                 f"{entry.file}: was made by dare from this base and {' and '.join(merged)}; take "
@@ -62,15 +67,30 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Reci
 
 
 def with_base_among_models(recipe: Recipe) -> Recipe:
-    """The recipe for models of which one is the base: they are interpolated themselves.
+    """Return the recipe for models of which one is the base: they are interpolated themselves.
 
-    The delta of the base is zero, and has no direction. What the recipe says of it stays.
+    The delta of the base is zero, and has no direction. Settings that the recipe has stay.
     """
     stage, _ = recipe.chain[-1]
     if stage.interpolates is None or recipe.interpolates:
         return recipe
     table = {**stage.interpolates, **recipe.stages.get(stage.name, {})}
     return recipe.model_copy(update={"stages": {**recipe.stages, stage.name: table}})
+
+
+def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
+    """Yield a notice for each model with the weights of the base, or of a model before it.
+
+    Models with equal `contents` have equal weights; an empty one is the base's, None is unknown.
+    """
+    for entry, name, content in zip(plan.recipe.models, plan.model_names, contents, strict=True):
+        is_meant = entry.weight is not None or plan.recipe.interpolates  # to stay near the base
+        if content is not None and not content and not is_meant:
+            yield notice("equals_base", name)
+    changed = [pair for pair in zip(plan.model_names, contents, strict=True) if pair[1]]
+    for (one, content), (other, same) in itertools.combinations(changed, 2):
+        if content == same:
+            yield notice("same_model", one, other, how="", twice="twice")
 
 
 def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
@@ -92,10 +112,6 @@ def _is_meant(entry: ModelEntry) -> bool:
     return entry.weight is not None or entry.seed is not None or bool(entry.settings)
 
 
-def _files_of(source: Source) -> frozenset[Identity]:
-    return frozenset(map(_identity, source.files))
-
-
 def _identity(path: Path) -> Identity:
     if isinstance(path, StorePath):
         return str(path)
@@ -106,37 +122,25 @@ def _identity(path: Path) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def _merged_here(recipe: Recipe, entry: ModelEntry, others: Sequence[ModelEntry]) -> list[str]:
-    """Those of the others that a model is a merge of, by its manifest, on the same base."""
-    for manifest in _manifests_of(entry.file):
-        output = output_of(manifest)
-        try:
-            earlier = recipe_from_document(read_manifest(manifest)["recipe"], str(manifest))
-        except (DareError, TypeError, ValueError, AttributeError, RecursionError):
-            continue  # what is no manifest says nothing
-        if not _is_same(earlier.base, recipe.base, output):
-            continue
-        return [
-            other.name
-            for other in others
-            if any(_is_same(model.file, other.file, output) for model in earlier.models)
-        ]
+def _merged_before(
+    base: Path, models: Sequence[ModelEntry], earlier: Iterable[Sequence[EarlierInput]]
+) -> list[str]:
+    """Return those of the models that an earlier merge on the same base was made of."""
+    for earlier_base, *earlier_models in earlier:
+        if _is_same(earlier_base, base):
+            return [
+                model.name
+                for model in models
+                if any(_is_same(each, model.file) for each in earlier_models)
+            ]
     return []
 
 
-def _manifests_of(path: Path) -> Iterator[Path]:
-    """Where the manifest of an output lies, if a path is one, or is the weights of one."""
-    if isinstance(path, StorePath):
-        return
-    for manifest in (manifest_path(path), path.parent / MANIFEST_NAME):
-        if manifest.is_file():
-            yield manifest
-
-
-def _is_same(told: Path, given: Path, output: Path) -> bool:
-    """Whether what a manifest tells of an input is a file of the recipe; it may tell the name."""
-    if isinstance(given, StorePath) or isinstance(told, StorePath):
-        return str(told) == str(given)
-    if len(told.parts) == 1 and told.name == given.name:
+def _is_same(earlier: EarlierInput, given: Path) -> bool:
+    """Tell if an input of an earlier merge is a file of the recipe; its name alone may do."""
+    name, place = earlier
+    if isinstance(given, StorePath) or isinstance(name, StorePath):
+        return str(name) == str(given)
+    if len(name.parts) == 1 and name.name == given.name:
         return True
-    return _identity(found(str(told), output)) == _identity(given)
+    return _identity(place) == _identity(given)
