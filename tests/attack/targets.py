@@ -32,7 +32,7 @@ from dare.inputs import directory, vocabulary
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.delta_notes import INDEX
 from dare.inputs.formats import convert_yaml
-from dare.inputs.gguf import MAGIC, open_gguf
+from dare.inputs.gguf import MAGIC, GgufSource
 from dare.inputs.lora import open_adapter
 from dare.inputs.sources import Source, open_source
 from dare.output.targets import seal
@@ -255,7 +255,7 @@ class Gguf(OneFile):
         return gguf_bytes(change_values(random, tree))
 
     def open(self) -> None:
-        read_some(open_gguf(self.file))
+        read_some(GgufSource(self.file))
         plan_with(self.file)
 
 
@@ -289,9 +289,9 @@ class Torch(OneFile):
         return seed[:begin] + changed[: end - begin].ljust(end - begin, b".") + seed[end:]
 
     def open(self) -> None:
-        from dare.inputs.torch_bin import open_torch
+        from dare.inputs.torch_bin import TorchSource
 
-        read_some(open_torch(self.file))
+        read_some(TorchSource(self.file))
         plan_with(self.file)
 
 

@@ -7,9 +7,9 @@ from safetensors.numpy import save_file
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
-from dare.inputs.gguf import open_gguf
+from dare.inputs.gguf import GgufSource
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
-from dare.inputs.torch_bin import open_torch
+from dare.inputs.torch_bin import TorchSource
 
 ONES = np.ones((2, 2), np.float32)
 
@@ -27,7 +27,7 @@ def of_arrays(_folder, name):
 def of_torch(folder, name):
     torch = pytest.importorskip("torch")
     torch.save({name: torch.ones(2), "w": torch.ones(2)}, folder / "m.pt")
-    return open_torch(folder / "m.pt")
+    return TorchSource(folder / "m.pt")
 
 
 def of_gguf(folder, name):
@@ -38,7 +38,7 @@ def of_gguf(folder, name):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return open_gguf(folder / "m.gguf")
+    return GgufSource(folder / "m.gguf")
 
 
 def of_lora(folder, name):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.gguf import FAMILIES, looks_like, open_gguf
+from dare.inputs.gguf import FAMILIES, GgufSource, looks_like
 from helpers import read_elements, read_tensor
 
 gguf = pytest.importorskip("gguf")
@@ -71,7 +71,7 @@ def to_gguf_rows(array, heads) -> np.ndarray:
 
 
 def contents(path) -> dict[str, bytes]:
-    with open_gguf(path) as source:
+    with GgufSource(path) as source:
         return {name: read_tensor(source, name) for name in source.tensors}
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_quantised_is_presented_as_it_is_stored(tmp_path, kind):
     raw = array.reshape(4, 6).view(np.uint8) if kind == Kind.BF16 else array.reshape(4, 6)
     tensor = (raw, kind) if kind == Kind.BF16 else raw
     path = write(tmp_path / "m.gguf", {"t": tensor})
-    info = open_gguf(path).tensors["t"]
+    info = GgufSource(path).tensors["t"]
     assert (info.dtype.name, info.shape) == (name, (4, 6))
     assert contents(path) == {"t": array.tobytes()}
 
@@ -94,7 +94,7 @@ def test_what_is_not_quantised_is_presented_as_it_is_stored(tmp_path, kind):
 def test_every_quantised_type_is_what_the_gguf_package_makes_of_it(tmp_path, kind):
     raw = random_blocks(kind)
     path = write(tmp_path / "m.gguf", {"t": (raw, kind)})
-    info = open_gguf(path).tensors["t"]
+    info = GgufSource(path).tensors["t"]
     assert (info.dtype.name, info.shape) == ("F32", (3, 2 * gguf.GGML_QUANT_SIZES[kind][0]))
     assert contents(path) == {"t": dequantised(raw, kind).tobytes()}
 
@@ -119,7 +119,7 @@ def test_values_computed_by_hand(tmp_path):
 def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, kind):
     path = write(tmp_path / "m.gguf", {"t": (random_blocks(kind), kind)})
     with pytest.raises(InputError, match=rf"m.gguf: t is of type {kind.name}, which the gguf pack"):
-        open_gguf(path)
+        GgufSource(path)
 
 
 # ---------------------------------------------------------------- ranges
@@ -140,7 +140,7 @@ def ranged(tmp_path_factory):
         for name, (kind, rows, blocks) in SHAPES.items()
     }
     path = tmp_path_factory.mktemp("ranged") / "m.gguf"
-    with open_gguf(write(path, tensors, "llama", HEADS)) as source:
+    with GgufSource(write(path, tensors, "llama", HEADS)) as source:
         yield Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
 
 
@@ -154,7 +154,7 @@ def test_a_tensor_of_many_pieces_is_the_same_in_chunks_and_from_many_threads(tmp
     path = write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)})
     expected = dequantised(raw, Kind.Q8_0).tobytes()
     elements = 64 * 96 * 32
-    with open_gguf(path) as source, ThreadPoolExecutor(4) as pool:
+    with GgufSource(path) as source, ThreadPoolExecutor(4) as pool:
 
         def read(begin):
             return read_elements(source, "t", begin, min(30_011, elements - begin)).tobytes()
@@ -232,7 +232,7 @@ def test_a_converted_model_has_its_names_shapes_and_rows_again(tmp_path, model_t
     }
     metadata = dimensions(architecture)
     path = write(tmp_path / "m.gguf", converted(weights, architecture), architecture, metadata)
-    source = open_gguf(path)
+    source = GgufSource(path)
     assert {name: info.shape for name, info in source.tensors.items()} == {
         name: array.shape for name, array in weights.items()
     }
@@ -254,7 +254,7 @@ def test_interleaved_rows_by_hand(tmp_path):
 
 
 def test_an_unknown_architecture_keeps_its_names_and_says_so(tmp_path):
-    source = open_gguf(write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.zeros(4)}, "rwkv9"))
+    source = GgufSource(write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.zeros(4)}, "rwkv9"))
     assert list(source.tensors) == ["blk.0.attn_q.weight"]
     (remark,) = source.remarks
     assert "the tensor names of architecture 'rwkv9' are not known, so they stay" in remark
@@ -265,8 +265,8 @@ def test_an_unknown_tensor_of_a_known_architecture_keeps_its_name_and_is_reporte
     names = ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_norm.weight", "odd"]
     path = write(tmp_path / "m.gguf", dict.fromkeys(names, array), "llama")
     kept = ["blk.0.ffn_gate_exps.weight", "model.layers.0.post_attention_layernorm.weight", "odd"]
-    assert list(open_gguf(path).tensors) == kept
-    (remark,) = open_gguf(path).remarks
+    assert list(GgufSource(path).tensors) == kept
+    (remark,) = GgufSource(path).remarks
     assert remark.endswith(
         "no Hugging Face name is known for blk.0.ffn_gate_exps.weight and 1 more"
     )
@@ -274,7 +274,7 @@ def test_an_unknown_tensor_of_a_known_architecture_keeps_its_name_and_is_reporte
 
 def test_what_llama_cpp_computes_is_left_out_and_reported(tmp_path):
     tensors = {"rope_freqs.weight": np.ones(4, np.float32), "output.weight": np.ones((2, 4))}
-    source = open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
+    source = GgufSource(write(tmp_path / "m.gguf", tensors, "llama"))
     assert list(source.tensors) == ["lm_head.weight"]
     assert "rope_freqs.weight is left out" in source.remarks[0]
 
@@ -283,7 +283,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
     tensors = {"output.weight": np.ones(4), "lm_head.weight": np.ones(4)}
     # The second is not known to the family, so it keeps a name that the first is given.
     with pytest.raises(HeaderError, match=r"lm_head.weight occurs twice, .* as lm_head"):
-        open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
+        GgufSource(write(tmp_path / "m.gguf", tensors, "llama"))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_rows_are_ordered_by_heads_that_fit_alone(tmp_path, heads, shape, messag
     metadata = {} if heads is None else {"llama.attention.head_count": heads}
     path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
     with pytest.raises(InputError, match=message):
-        open_gguf(path)
+        GgufSource(path)
 
 
 # ---------------------------------------------------------------- files
@@ -309,7 +309,7 @@ def test_a_model_in_parts_is_one_source(tmp_path):
     parts = tuple(sorted(tmp_path.glob("*.gguf")))
     assert [part.name for part in parts][2] == "m-00003-of-00003.gguf"
     for part in parts:
-        assert open_gguf(part).files == parts
+        assert GgufSource(part).files == parts
         assert contents(part) == {name: array.tobytes() for name, array in tensors.items()}
 
 
@@ -317,7 +317,7 @@ def test_a_missing_part_is_named(tmp_path):
     write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(InputError, match=r"m-00002-of-00002.gguf: no such file"):
-        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+        GgufSource(tmp_path / "m-00001-of-00002.gguf")
 
 
 def test_parts_in_the_wrong_order_are_refused(tmp_path):
@@ -327,13 +327,13 @@ def test_parts_in_the_wrong_order_are_refused(tmp_path):
     second.rename(first)
     (tmp_path / "aside").rename(second)
     with pytest.raises(HeaderError, match=r"by its name it is part 1 of 2, but .*split.no = 1"):
-        open_gguf(first)
+        GgufSource(first)
 
 
 def test_an_adapter_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
     with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give it as PEFT"):
-        open_gguf(path)
+        GgufSource(path)
 
 
 def test_what_looks_like_gguf(tmp_path):
@@ -350,7 +350,7 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     path = write(tmp_path / "m.gguf", {"a": np.ones(8)})
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"pip install 'dare-merge\[gguf\]'"):
-        open_gguf(path)
+        GgufSource(path)
 
 
 # ---------------------------------------------------------------- hostile headers
@@ -431,7 +431,7 @@ def test_a_hostile_header_is_refused_at_once(tmp_path, case):
     path.write_bytes(data)
     begun = time.process_time()
     with pytest.raises(InputError, match=message) as caught:
-        open_gguf(path)
+        GgufSource(path)
     assert time.process_time() - begun < 1
     assert str(path) in str(caught.value)
 
@@ -442,7 +442,7 @@ def test_a_header_is_believed_no_further_than_its_limit(tmp_path):
     path.write_bytes(header(pairs=[pair("k", 8, text(b"", 1 << 39))]))
     os.truncate(path, 1 << 40)
     with pytest.raises(HeaderError, match=r"the header is larger than 67108864 bytes"):
-        open_gguf(path)
+        GgufSource(path)
 
 
 def test_a_header_at_another_alignment_is_read(tmp_path):
@@ -458,9 +458,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(HeaderError):
-            open_gguf(path)
+            GgufSource(path)
     path.write_bytes(whole)
-    assert len(open_gguf(path).tensors) == 2
+    assert len(GgufSource(path).tensors) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 65), st.integers(0, 255)), max_size=4))

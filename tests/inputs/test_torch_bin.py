@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, looks_like, open_torch
+from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, TorchSource, looks_like
 from helpers import read_tensor
 
 torch = pytest.importorskip("torch")
@@ -31,7 +31,7 @@ def raw_bytes(tensor) -> bytes:
 
 
 def contents(path) -> dict[str, bytes]:
-    with open_torch(path) as source:
+    with TorchSource(path) as source:
         return {name: read_tensor(source, name) for name in source.tensors}
 
 
@@ -64,7 +64,7 @@ TYPES = {
 def test_every_type_is_read(tmp_path, name):
     tensor = torch.arange(1, 7).to(TYPES[name]).reshape(2, 3)
     path = save(tmp_path / "m.pt", {"t": tensor})
-    info = open_torch(path).tensors["t"]
+    info = TorchSource(path).tensors["t"]
     assert (info.dtype.name, info.shape) == (name, (2, 3))
     assert contents(path) == {"t": raw_bytes(tensor)}
 
@@ -89,7 +89,7 @@ UNUSUAL = {
 
 def test_unusual_tensors_are_read_in_their_own_order(tmp_path):
     path = save(tmp_path / "m.pt", UNUSUAL)
-    assert {n: i.shape for n, i in open_torch(path).tensors.items()} == {
+    assert {n: i.shape for n, i in TorchSource(path).tensors.items()} == {
         name: tuple(tensor.shape) for name, tensor in UNUSUAL.items()
     }
     assert contents(path) == {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()}
@@ -98,7 +98,7 @@ def test_unusual_tensors_are_read_in_their_own_order(tmp_path):
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory):
     path = save(tmp_path_factory.mktemp("ranged") / "m.pt", UNUSUAL)
-    with open_torch(path) as source:
+    with TorchSource(path) as source:
         yield Ranged(source, {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()})
 
 
@@ -120,22 +120,22 @@ def test_a_large_transposed_tensor_is_gathered_in_pieces(tmp_path, monkeypatch):
 def test_weights_may_be_nested_as_training_programs_do(tmp_path, key):
     path = save(tmp_path / "m.pth", {"epoch": 3, key: {"w": W}, "lr": torch.ones(1)})
     assert contents(path) == {"w": raw_bytes(W)}
-    assert open_torch(path).left_out == ("epoch", "lr")
+    assert TorchSource(path).left_out == ("epoch", "lr")
 
 
 def test_what_is_no_tensor_is_reported(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W, "step": 5, 7: W, "config": {"a": "b"}})
-    source = open_torch(path)
+    source = TorchSource(path)
     assert list(source.tensors) == ["w"]
     assert source.left_out == ("step", "7", "config")
     assert source.remarks == (f"{path}: left out, because they are not tensors: step, 7, config",)
-    assert open_torch(save(tmp_path / "n.pt", {"w": W})).remarks == ()
+    assert TorchSource(save(tmp_path / "n.pt", {"w": W})).remarks == ()
 
 
 @pytest.mark.parametrize("value", [{}, {"step": 3}, {"state_dict": {}}, [W]])
 def test_a_file_without_tensors_is_refused(tmp_path, value):
     with pytest.raises(InputError, match=r"m.pt: .*tensors"):
-        open_torch(save(tmp_path / "m.pt", value))
+        TorchSource(save(tmp_path / "m.pt", value))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_file_without_tensors_is_refused(tmp_path, value):
 )
 def test_a_tensor_that_is_not_plain_is_refused(tmp_path, tensor, message):
     with pytest.raises(InputError, match=message):
-        open_torch(save(tmp_path / "m.pt", {"t": tensor}))
+        TorchSource(save(tmp_path / "m.pt", {"t": tensor}))
 
 
 # ---------------------------------------------------------------- directories
@@ -167,10 +167,10 @@ def write_index(folder, weight_map):
 
 def test_a_directory_is_a_source(tmp_path):
     path = save(tmp_path / SINGLE_NAME, {"w": W})
-    assert open_torch(tmp_path).files == (path,)
+    assert TorchSource(tmp_path).files == (path,)
     assert contents(str(tmp_path)) == {"w": raw_bytes(W)}
     save_shards(tmp_path)
-    assert open_torch(tmp_path).files == (tmp_path / "a.bin", tmp_path / "b.bin")
+    assert TorchSource(tmp_path).files == (tmp_path / "a.bin", tmp_path / "b.bin")
     expected = {"v": raw_bytes(W), "w": raw_bytes(W + 1), "x": raw_bytes(W + 2)}
     assert contents(tmp_path) == expected
 
@@ -185,7 +185,7 @@ def test_a_directory_is_a_source(tmp_path):
 def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
     write_index(save_shards(tmp_path), weight_map)
     with pytest.raises(HeaderError, match=message):
-        open_torch(tmp_path)
+        TorchSource(tmp_path)
 
 
 def test_what_looks_like_a_file_of_torch(tmp_path):
@@ -213,9 +213,9 @@ def bytes_read() -> int:
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
 def test_opening_reads_no_weights(tmp_path):
     path = save(tmp_path / "m.pt", {"w": torch.zeros(1 << 23)})
-    open_torch(path)  # imports what it needs
+    TorchSource(path)  # imports what it needs
     before = bytes_read()
-    source = open_torch(path)
+    source = TorchSource(path)
     assert bytes_read() - before < 200_000
     with source:
         assert read_tensor(source, "w") == bytes(1 << 25)
@@ -224,7 +224,7 @@ def test_opening_reads_no_weights(tmp_path):
 
 def test_a_source_knows_its_file_and_notices_changes(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
-    source = open_torch(path)
+    source = TorchSource(path)
     assert not source.is_partial
     assert not source.holds_delta("w")
     with source:
@@ -240,7 +240,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
     path = save(tmp_path / "m.pt", {"w": W})
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=r"pip install 'dare-merge\[torch\]'"):
-        open_torch(path)
+        TorchSource(path)
 
 
 # ---------------------------------------------------------------- hostile files
@@ -263,7 +263,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     with pytest.raises(
         InputError, match=r"refused, because it contains more than weights \(posix.sys"
     ):
-        open_torch(path)
+        TorchSource(path)
     assert not target.exists()
     torch.load(path, weights_only=False)
     assert target.exists()  # it would have run
@@ -283,13 +283,13 @@ def test_a_big_endian_file_is_refused(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
     rewrite(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
     with pytest.raises(InputError, match=r"written on a big-endian machine"):
-        open_torch(path)
+        TorchSource(path)
 
 
 def test_compressed_records_are_refused(tmp_path):
     path = rewrite(save(tmp_path / "m.pt", {"w": W}), lambda _, d: d, zipfile.ZIP_DEFLATED)
     with pytest.raises(HeaderError, match=r"has compressed records, which torch.save does not"):
-        open_torch(path)
+        TorchSource(path)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path, record, change):
     path = save(tmp_path / "m.pt", {"w": W})
     rewrite(path, lambda name, data: change(data) if name.endswith(record) else data)
     with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record"):
-        open_torch(path)
+        TorchSource(path)
 
 
 @pytest.mark.parametrize(("field", "value"), [(42, 0xFFFFFF00), (24, 0xFFFFFF00), (42, 3000)])
@@ -318,14 +318,14 @@ def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
     with pytest.raises(
         InputError, match=r"m.pt: (torch cannot load|not a file of torch.save|its pickle is larger)"
     ):
-        open_torch(path)
+        TorchSource(path)
 
 
 def test_the_old_format_is_refused_with_what_to_do(tmp_path):
     path = tmp_path / "m.bin"
     torch.save({"w": W}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(InputError, match=r"format of torch before 1.6; .* save it again"):
-        open_torch(path)
+        TorchSource(path)
 
 
 @pytest.mark.parametrize(
@@ -342,14 +342,14 @@ def test_another_file_is_refused(tmp_path, data, message):
     path = tmp_path / "m.bin"
     path.write_bytes(data)
     with pytest.raises(InputError, match=message):
-        open_torch(path)
+        TorchSource(path)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_program_is_refused(tmp_path):
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "m.pt")
     with pytest.raises(InputError, match=r"is a TorchScript program; save its state_dict"):
-        open_torch(tmp_path / "m.pt")
+        TorchSource(tmp_path / "m.pt")
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +382,7 @@ def test_an_archive_that_says_it_is_encrypted_is_refused(tmp_path):
             at = content.find(mark, at + 1)
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"m\.pt: "):
-        open_torch(path)
+        TorchSource(path)
 
 
 def test_a_record_that_cannot_be_unpacked_is_refused(tmp_path):
@@ -394,4 +394,4 @@ def test_a_record_that_cannot_be_unpacked_is_refused(tmp_path):
     content[begin : begin + 4] = b"\xff" * 4
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"m\.pt: "):
-        open_torch(path)
+        TorchSource(path)

@@ -10,7 +10,7 @@ import torch
 from training import smollm2_gguf
 from transformers import AutoModelForCausalLM
 
-from dare.inputs.gguf import open_gguf
+from dare.inputs.gguf import GgufSource
 
 
 class ReaderWithoutArrays(gguf.GGUFReader):
@@ -38,7 +38,7 @@ def test_smollm2_is_bit_for_bit_what_transformers_loads():
             str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True
         )
     loaded = model.state_dict()
-    with open_gguf(file) as source:
+    with GgufSource(file) as source:
         assert set(source.tensors) == set(loaded) - {"lm_head.weight"}  # tied
         assert source.remarks == ()
         for name, info in source.tensors.items():

@@ -139,12 +139,12 @@ def test_shards_do_not_change_it_and_the_plan_counts_the_passes(tmp_path):
         np.testing.assert_array_equal(merged[name], part)
 
 
-def test_an_error_while_looking_ends_the_merge(monkeypatch):
+def test_an_error_while_observing_ends_the_merge(monkeypatch):
     def fail(*_arguments, **_settings):
         raise OSError("disk on fire")
 
     trim = STAGES["trim"]
-    broken = replace(trim.census, rounds=(replace(trim.census.rounds[0], look=fail),))
+    broken = replace(trim.census, rounds=(replace(trim.census.rounds[0], observe=fail),))
     monkeypatch.setitem(STAGES, "trim", replace(trim, census=broken))
     with pytest.raises(OSError, match="disk on fire"):
         merge([{"a": [1, 2], "b": [3, 4]}], threads=2)

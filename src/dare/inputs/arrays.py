@@ -26,7 +26,6 @@ class Module(Protocol):
 
 
 Arrays = Mapping[str, Any] | Module
-"""Arrays by name, or a module that has them."""
 
 
 def array_source(arrays: Arrays, label: str) -> ArraySource:
@@ -54,9 +53,9 @@ def named_arrays(given: Arrays, label: str) -> Mapping[str, Any]:
 def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[StorageType, Any]:
     """Return the storage type of an array, and the array with its values as they lie in memory.
 
-    This decides for every function which arrays are taken: dense ones of NumPy and torch, of a type
-    that models are stored in. Another byte order and conjugate or negative views are converted,
-    exactly; but refused if the array is to be changed `in_place`, because a copy would be.
+    Every function takes dense arrays of NumPy and torch, of a type that models are stored in.
+    Another byte order and conjugate or negative views are converted, exactly; but refused if the
+    array is to be changed `in_place`, because a copy would be.
     """
     if is_torch(array):
         kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
@@ -92,14 +91,14 @@ def _why_not_plain(array: Any) -> str:
 
 
 def place_of(array: Any) -> tuple[Any, ...]:
-    """Where and how a plain array lies in memory; two names of one tensor have it in common."""
+    """Return the place of a plain array in memory; two names of one tensor share it."""
     if is_torch(array):
         return str(array.device), array.data_ptr(), array.dtype, array.shape, array.stride()
     return "cpu", array.ctypes.data, array.dtype, array.shape, array.strides
 
 
 def stored(array: Any, where: str) -> tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]:
-    """Storage type, shape and bytes of an array, without a copy where it is contiguous."""
+    """Return type, shape and bytes of an array, without a copy where it is contiguous."""
     kind, plain = plain_array(array, where)
     return kind, tuple(plain.shape), _bytes(plain)
 
@@ -123,7 +122,7 @@ def like_original(original: Any, info: TensorInfo, raw: NDArray[np.uint8]) -> An
 
 
 def as_float64(array: Any, where: str) -> NDArray[np.float64]:
-    """The values of a NumPy array or a torch tensor of any type, or of nested lists."""
+    """Return the values of a NumPy array or a torch tensor of any type, or of nested lists."""
     if isinstance(array, list | tuple):
         try:
             array = np.asarray(array)

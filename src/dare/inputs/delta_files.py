@@ -1,9 +1,9 @@
 """Delta files: a fine-tune stored as its change to a base, presented as the model it stands for.
 
-What is read of a tensor is the model's own value where it was kept, and the base's elsewhere; of
-quantised values it is the change, and zero elsewhere. Kept values are as the model has them: that a
-random choice has to be divided by 1 - p is said by `drop_of`, or done here if `rescales` is set.
-Every chunk is checked against its digest whenever it is read. docs/delta-files.md has the format.
+A tensor reads as the model's own value where it was kept, and as the base's elsewhere; quantised
+values read as the change, and as zero elsewhere. Kept values are as the model has them: `drop_of`
+says that a random choice has to be divided by 1 - p, or it is done here if `rescales` is set. Every
+chunk is checked against its digest whenever it is read. docs/delta-files.md has the format.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ Bytes = NDArray[np.uint8]
 
 
 class Piece(NamedTuple):
-    """What is stored of one chunk: where it begins in each part, and how much there is."""
+    """The stored elements of one chunk in each part: their start and their number."""
 
     kept: int
-    """Values, or coded bytes; AS_IN_BASE."""
+    """The number of values, or of coded bytes; AS_IN_BASE."""
     digest: bytes
     starts: tuple[int, ...]
-    """In elements of each part."""
     sizes: tuple[int, ...]
 
 
 class DeltaFile:
-    """What a delta file holds, chunk by chunk; for its meaning the base is needed."""
+    """The content of a delta file, chunk by chunk; for its meaning the base is needed."""
 
     def __init__(self, stored: FileSource) -> None:
         if len(stored.headers) != 1:
@@ -74,7 +73,7 @@ class DeltaFile:
         self._local = threading.local()
         self._check_header()
         self.pieces = dict(self._read_index())
-        """By tensor, the pieces of its chunks; nothing of names that stand for others."""
+        """The pieces of the chunks of each tensor; none for names that stand for others."""
 
     def _check_header(self) -> None:
         """Refuse a header in which anything was changed."""
@@ -86,7 +85,7 @@ class DeltaFile:
             raise self.damaged("its header has been changed")
 
     def _read_index(self) -> Iterator[tuple[str, list[Piece]]]:
-        """How much of each chunk is stored and where; all of it must be told, and no more."""
+        """Read how much of each chunk is stored and where; the index must cover the file."""
         infos = self.stored.tensors
         stored = {name: t for name, t in sorted(self.notes.tensors.items()) if t.tied_to is None}
         counts = {name: chunk_count(tensor.elements) for name, tensor in stored.items()}
@@ -120,7 +119,7 @@ class DeltaFile:
             raise self.damaged(f"{more[0]} is not in the index")
 
     def _sizes(self, tensor: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """What each chunk of a tensor has in each part."""
+        """Yield the elements of each chunk of a tensor in each part."""
         for chunk, count in enumerate(counts):
             size = chunk_span(chunk, tensor.elements)[1]
             most = size if tensor.kind.is_weight else -1  # no other type is dropped or rounded
@@ -131,11 +130,11 @@ class DeltaFile:
             yield part_sizes(self.notes, size, count)
 
     def damaged(self, reason: str) -> InputError:
-        """The error to raise where something is not as it was written."""
+        """Return the error to raise where something is not as it was written."""
         return InputError(f"{self.path}: the delta file is damaged: {reason}; get it again")
 
     def read_parts(self, name: str, chunk: int) -> list[Raw]:
-        """What is stored of a chunk, checked against its digest."""
+        """Read the stored parts of a chunk, checked against its digest."""
         piece = self.pieces[name][chunk]
         digest = xxhash.xxh3_128()
         found = []
@@ -151,7 +150,7 @@ class DeltaFile:
         return found
 
     def uncode(self, name: str, blob: Raw, base: Raw | None, into: Raw) -> None:
-        """Undo what `pack` did to a chunk or a file."""
+        """Undo `pack` of a chunk or a file."""
         against = None if base is None else base.view(np.uint8)
         try:
             unpack(blob.data, against, into.itemsize, into.view(np.uint8))
@@ -167,12 +166,12 @@ class DeltaFile:
                 self.stored.prefetch(part, first, size)
 
     def bytes_of(self, name: str) -> int:
-        """How many bytes a tensor takes in the file."""
+        """Return the bytes of a tensor in the file."""
         infos = (self.stored.tensors.get(part) for part in part_names(self.notes, name))
         return sum(info.nbytes for info in infos if info is not None)
 
     def read_file(self, name: str) -> bytes:
-        """What is stored of one of the model's files."""
+        """Read one of the model's files."""
         file, part = self.notes.files[name], file_part(name)
         info = self.stored.tensors.get(part)
         if info is None or info.dtype != U8:
@@ -208,7 +207,7 @@ class DeltaFile:
                 place.write_bytes(content)
 
     def lanes(self, name: str, chunk: int, parts: Sequence[Raw]) -> Bytes:
-        """Which elements of a chunk are kept: 255, else 0; one array for each thread."""
+        """Return 255 for each kept element of a chunk, else 0, in an array for each thread."""
         tensor, piece = self.notes.tensors[name], self.pieces[name][chunk]
         start, size = chunk_span(chunk, tensor.elements)
         if not hasattr(self._local, "lanes"):
@@ -233,7 +232,7 @@ class DeltaFile:
     def kept_changes(
         self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
     ) -> NDArray[np.float32]:
-        """The change of a chunk's kept elements, not rescaled, in an array for each thread."""
+        """Return the changes of kept elements, not rescaled, in an array for each thread."""
         run = kernels.load("cpu")
         if not hasattr(self._local, "change"):
             self._local.change = np.empty(CHUNK, np.float32)
@@ -302,7 +301,7 @@ class DeltaSource(Source):
     # ------------------------------------------------------------ what it holds
 
     def _tensor(self, name: str) -> tuple[str, StoredTensor]:
-        """The tensor that a name stands for, and what is said of it."""
+        """Return the tensor that a name stands for, and its notes."""
         name = self.notes.tensors[name].tied_to or name
         return name, self.notes.tensors[name]
 
@@ -366,7 +365,7 @@ class DeltaSource(Source):
         self.file.stored.check_unchanged()
 
     def folder(self, base: Path | None) -> Path | None:
-        """A folder with the files that lay beside the model's weights, as long as this exists."""
+        """Make a folder with the files that lay beside the model's weights, while this exists."""
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
         if self._folder is None:
@@ -397,7 +396,7 @@ class DeltaSource(Source):
             place = stop
 
     def _decoded(self, name: str, chunk: int, count: int) -> Raw:
-        """A whole chunk, of which a part is asked for; the next is often of the same."""
+        """Decode a whole chunk, of which a part is asked for; the next is often of the same."""
         if getattr(self._local, "place", None) != (name, chunk):
             whole = np.empty(count, self.tensors[name].dtype.carrier)
             self._decode(name, chunk, None, whole)
@@ -444,19 +443,19 @@ class DeltaSource(Source):
 
 
 def part_names(notes: DeltaNotes, name: str) -> tuple[str, ...]:
-    """The stored tensors that a tensor of the model is made of."""
+    """Return the stored tensors that a tensor of the model is made of."""
     if notes.scheme == "lossless":
         return (f"coded:{name}",)
-    kinds = ["values"]
-    if notes.bits != "native":
-        kinds.append("scales")
-    if notes.scheme == "magnitude":
-        kinds.append("places")
-    return tuple(f"{kind}:{name}" for kind in kinds)
+    is_there = {
+        "values": True,
+        "scales": notes.bits != "native",
+        "places": notes.scheme == "magnitude",
+    }
+    return tuple(f"{kind}:{name}" for kind, there in is_there.items() if there)
 
 
 def part_type(notes: DeltaNotes, part: str, tensor: StoredTensor) -> StorageType:
-    """The storage type of a stored tensor."""
+    """Return the storage type of a stored tensor."""
     kind = part.partition(":")[0]
     if kind == "values" and notes.bits == "native":
         return tensor.kind
@@ -464,7 +463,7 @@ def part_type(notes: DeltaNotes, part: str, tensor: StoredTensor) -> StorageType
 
 
 def part_sizes(notes: DeltaNotes, size: int, count: int) -> tuple[int, ...]:
-    """How many elements a chunk of so many has in each part, if so many values are kept."""
+    """Return the elements of a chunk in each part, from its size and its count of kept values."""
     if count == AS_IN_BASE:
         return (0,) * len(part_names(notes, ""))
     if notes.scheme == "lossless":
@@ -478,12 +477,12 @@ def part_sizes(notes: DeltaNotes, size: int, count: int) -> tuple[int, ...]:
 
 
 def file_part(name: str) -> str:
-    """The stored tensor that holds one of the model's files, or the header of it."""
+    """Return the stored tensor that holds one of the model's files, or the header of it."""
     return f"file:{name}"
 
 
 def sample(base: Source) -> str:
-    """A digest of a few elements of a model: from the middle of some of its tensors."""
+    """Return a digest of a few elements of a model: from the middle of some of its tensors."""
     names = sorted(name for name, info in base.tensors.items() if info.elements)
     step = max(1, -(-len(names) // SAMPLED_TENSORS))
     digest = xxhash.xxh3_128()
@@ -498,5 +497,5 @@ def sample(base: Source) -> str:
 
 
 def is_delta_file(source: FileSource) -> bool:
-    """Whether safetensors files are a delta file."""
+    """Return whether safetensors files are a delta file."""
     return any(KEY in header.metadata for header in source.headers.values())

@@ -1,4 +1,4 @@
-"""What a delta file says of itself: the JSON in its header. docs/delta-files.md specifies it."""
+"""The notes of a delta file: the JSON in its header. docs/delta-files.md specifies it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.mask import MASK_VERSION
 
 KEY = "dare.delta"
-"""Where in a header the notes stand, by which a delta file is known."""
+"""The key of the notes in a header, by which a delta file is known."""
 VERSION: Literal[1] = 1
 INDEX = "index"
 AS_IN_BASE = -1
-"""In place of a count: the chunk is the base's."""
+"""A count that says: the chunk is the base's."""
 UNKNOWN = "0" * DIGEST_LENGTH
 MAX_FILE_BYTES = 256_000_000
-"""Of a configuration or a tokenizer."""
 MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES
-"""Of all of them: a small file must not fill a disk."""
-LONGEST_REASON = 300
-"""Characters: names that it speaks of may be long."""
-LONGEST_NAME = 255
-"""Bytes of a part of a path, on every file system that people use."""
+"""The limit for all of them: a small file must not fill a disk."""
+MAX_REASON_CHARACTERS = 300
+MAX_NAME_BYTES = 255
+"""The limit for a part of a path, on every file system that people use."""
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -40,16 +38,14 @@ class _Notes(BaseModel):
 
 
 class StoredTensor(_Notes):
-    """One tensor of the model."""
+    """One tensor of the model. Digests are those of whole tensors."""
 
     shape: Annotated[tuple[Size, ...], Field(max_length=64, strict=False)]
     dtype: str
     model: Digest
-    """Of the model's tensor."""
     base: Digest | None = None
-    """Of the base's tensor that it is coded against; None: it stands for itself."""
+    """The base's tensor that it is coded against; None: it stands for itself."""
     base_name: str | None = None
-    """What that one is called, if not the same."""
     drop_rate: Rate | None = None
     tied_to: str | None = None
     """The tensor that this is another name of: nothing is stored for it."""
@@ -61,23 +57,22 @@ class StoredTensor(_Notes):
 
     @property
     def elements(self) -> int:
-        """How many elements it has; bytes, if elements share them."""
+        """The number of its elements; of bytes, if elements share them."""
         return self.kind.stored_elements(self.shape)
 
 
 class StoredFile(_Notes):
-    """A file of the model that is no tensors, or not only."""
+    """A file of the model with more in it than tensors."""
 
     kind: Literal["header", "whole", "base"]
     """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
     size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
     coded: Digest | None = None
-    """Of what is stored of it."""
 
 
 class DeltaNotes(_Notes):
-    """All that is said of a delta file in its header."""
+    """All notes of a delta file."""
 
     version: Literal[1]
     mask: Literal[1] | None = None
@@ -86,17 +81,17 @@ class DeltaNotes(_Notes):
     bits: Bits = "native"
     seed: Annotated[int, Field(ge=0)] | None = None
     drop_rate: Rate | None = None
-    """Of most tensors; each says its own."""
+    """The rate of most tensors; each has its own."""
     base: Digest
     model: Digest
     sample: Digest
-    """Of a few elements of the base, by which a wrong one is known at once."""
+    """A digest of a few elements of the base, by which a wrong one is known at once."""
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile] = {}
-    """What lies in the model's folder: configuration, tokenizer; lossless also its weights."""
+    """The files of the model's folder: configuration, tokenizer; lossless also its weights."""
     index: Digest
     check: Digest
-    """Of the header, taken while this is all zeros."""
+    """The digest of the header while this is all zeros."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -129,12 +124,12 @@ class DeltaNotes(_Notes):
         return self
 
     def to_json(self) -> str:
-        """As it stands in the header."""
+        """Return the text that stands in the header."""
         return self.model_dump_json(exclude_defaults=True)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name is that of a file in a folder or below it, on every system."""
+    """Return whether a name is that of a file in a folder or below it, on every system."""
     parts = PurePosixPath(name).parts
     return (
         parts != ()
@@ -142,12 +137,12 @@ def is_inside(name: str) -> bool:
         and not {"..", "/"} & set(parts)
         and name.isprintable()
         and "\\" not in name
-        and max(len(part.encode()) for part in parts) <= LONGEST_NAME
+        and max(len(part.encode()) for part in parts) <= MAX_NAME_BYTES
     )
 
 
 def read_notes(text: str, where: str) -> DeltaNotes:
-    """Check what a header says; newer versions are named as such."""
+    """Check the notes in a header; newer versions are named as such."""
     try:
         document = json.loads(text)
         for what, ours in (("version", VERSION), ("mask", MASK_VERSION)):
@@ -161,4 +156,6 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         reason = f"{place}: {first['msg']}" if place else first["msg"]
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
-    raise InputError(f"{where}: the notes of the delta file are damaged: {reason[:LONGEST_REASON]}")
+    raise InputError(
+        f"{where}: the notes of the delta file are damaged: {reason[:MAX_REASON_CHARACTERS]}"
+    )

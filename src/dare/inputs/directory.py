@@ -1,4 +1,4 @@
-"""What lies beside the weights in a model directory, and what of it goes into an output.
+"""The files beside the weights in a model directory, and those of them that go into an output.
 
 Configuration, tokenizer, processors, sentence-transformers' folders, custom code and licences are
 taken from one directory, file by file from a list of known names; weights, indexes, model cards,
@@ -47,7 +47,7 @@ CODE = ("*.py",)
 LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
 
 MAX_JSON_BYTES = 256 << 20
-"""Larger than any tokenizer, small enough to be parsed."""
+"""A size that no tokenizer has and that can still be parsed."""
 MAX_MODULE_FILES = 1000
 EXAMPLES = 5
 
@@ -64,28 +64,26 @@ class Sidecars:
     """The files that go beside the weights of an output."""
 
     directory: Path
-    """Where they are from."""
     files: Mapping[str, bytes | Path]
-    """By relative name, with forward slashes: the content, or the file to copy."""
+    """The content, or the file to copy, by relative name with forward slashes."""
     changes: Mapping[str, str]
-    """For files that are not copied as they are, what is different."""
+    """The differences of files that are not copied as they are."""
     notes: tuple[str, ...]
-    """What a user should know of."""
 
 
 @dataclass(frozen=True)
 class StopTokens:
-    """What ends a text and what fills one up, as the files of one model say it."""
+    """Tokens that end a text or fill one up, as the files of one model have them."""
 
     special: Mapping[str, Any]
-    """As in tokenizer_config.json: `eos_token` and `pad_token`."""
+    """`eos_token` and `pad_token` of tokenizer_config.json."""
     config: Mapping[str, Any]
-    """As in config.json: `eos_token_id` and `pad_token_id`."""
+    """`eos_token_id` and `pad_token_id` of config.json."""
     generation: Mapping[str, Any] | None
-    """As in generation_config.json, with `stop_strings`; None if there is no such file."""
+    """The same of generation_config.json, with `stop_strings`; None if there is no such file."""
 
     def texts(self, tokens: Mapping[str, int] | None) -> frozenset[str]:
-        """The tokens that end a text; `tokens` are those of the same model."""
+        """Return the tokens that end a text; `tokens` are those of the same model."""
         names = {number: token for token, number in (tokens or {}).items()}
         ids = _whole_numbers((self.generation or self.config).get("eos_token_id"))
         found = {names.get(number) for number in ids}
@@ -95,24 +93,22 @@ class StopTokens:
 
 @dataclass(frozen=True)
 class Changes:
-    """What must be different in an output's configuration; quantised weights never stay so."""
+    """Changes to an output's configuration; quantised weights never stay so."""
 
     dtype: StorageType | None = None
-    """What most of the weights are stored as."""
     vocab_size: tuple[int, int] | None = None
     """Rows of the embedding in the directory's model and in the output, where they differ."""
     token_ids: Mapping[int, int | None] | None = None
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
-    """The chat template, if not the directory's own."""
     stop_tokens: StopTokens | None = None
-    """What ends a text, if files of several directories come together."""
+    """The stop tokens, if files of several directories come together."""
     tokens: Mapping[str, int] | None = None
     """The ids of the output's tokens, if they are known: only those can end a text."""
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
-    """The storage type that most weights of an output have.
+    """Return the storage type that most weights of an output have.
 
     >>> from dare.tensors.dtypes import STORAGE_TYPES
     >>> main_type([("a", STORAGE_TYPES["BF16"], (8, 8)), ("b", STORAGE_TYPES["F32"], (8,))]).name
@@ -136,7 +132,7 @@ def collect(
     tokenizer: Path | None = None,
     replaced: Mapping[str, bytes] | None = None,
 ) -> Sidecars:
-    """Find what of a directory goes beside the weights of an output, and what must change in it.
+    """Collect the files of a directory that go beside the weights of an output, with changes.
 
     The tokenizer's files come from the directory `tokenizer` if it is given; `replaced` has those
     whose content is already decided.
@@ -180,7 +176,7 @@ class _Gathered:
         self.files |= {name: _file(directory, name) for name in names}
 
     def module_files(self) -> Iterator[str]:
-        """The files of the folders that sentence-transformers' modules.json names."""
+        """Yield the files of the folders that sentence-transformers' modules.json names."""
         for folder in _module_folders(self.directory):
             names = list(_walk(self.directory, folder))
             weights = [name for name in names if name.endswith(".safetensors")]
@@ -201,7 +197,7 @@ class _Gathered:
             )
 
     def table(self, name: str) -> dict[str, Any]:
-        """The JSON object in a collected file."""
+        """Return the JSON object in a collected file."""
         content = self.files[name]
         where = content if isinstance(content, Path) else Path(name)
         text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
@@ -277,7 +273,7 @@ class _Gathered:
 
 
 def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """The names in a directory, or in the folder a pattern names, that match."""
+    """Yield the names in a directory, or in the folder a pattern names, that match."""
     top = list_names(directory)
     for pattern in patterns:
         folder, _, last = pattern.rpartition("/")
@@ -306,7 +302,7 @@ def _are_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _walk(directory: Path, folder: str) -> Iterator[str]:
-    """Every file below a folder, by its name relative to the directory."""
+    """Yield every file below a folder, by its name relative to the directory."""
     left = [folder]
     count = 0
     while left:
@@ -330,7 +326,7 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Where a name leads, if inside its directory, or to the `blobs` of a hub's cache."""
+    """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
     if isinstance(directory, StorePath):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))
@@ -345,7 +341,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """An ordinary file of a directory."""
+    """Return the path of an ordinary file of a directory."""
     path = _inside(directory, name)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -356,20 +352,20 @@ def _file(directory: Path, name: str) -> Path:
 
 
 def read_text(directory: Path, name: str) -> bytes | None:
-    """The content of a directory's file, or None if there is none; refuses a huge one."""
+    """Read a directory's file, or None if there is none; refuse a huge one."""
     if not is_there(directory / name):
         return None
     return read_limited(_file(directory, name), MAX_JSON_BYTES, directory / name)
 
 
 def read_json(directory: Path, name: str) -> Any:
-    """The JSON in a directory's file, or None if there is no such file."""
+    """Read the JSON in a directory's file, or None if there is no such file."""
     text = read_text(directory, name)
     return None if text is None else parse_json(text, directory / name)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """What the `config.json` of a model directory says; nothing where there is none."""
+    """Read the `config.json` of a model directory; empty where there is none."""
     try:
         file = (path if path.is_dir() else path.parent) / CONFIG
         if not is_there(file):
@@ -384,7 +380,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
-    """Change type, size of the vocabulary and quantisation in config.json; say what was done."""
+    """Change type, size of the vocabulary and quantisation in config.json; yield the changes."""
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
         if "torch_dtype" not in document and "dtype" not in document:
@@ -437,7 +433,7 @@ def _renumbered(
 
 
 def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> StopTokens:
-    """Read what ends a text; `tokens` have the ids where only the tokenizer names them."""
+    """Read the stop tokens; `tokens` have the ids where only the tokenizer names them."""
     special: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
         special |= _values(read_json(directory, name), ("eos_token", "pad_token"))
@@ -472,24 +468,24 @@ def _values(document: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _whole_numbers(value: Any) -> list[int]:
-    """Token ids, which are one or a list."""
+    """Return token ids, which are one or a list."""
     return [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
 
 
 def _token_text(token: Any) -> str | None:
-    """A special token's text, which may stand in a table with its flags."""
+    """Return a special token's text, which may stand in a table with its flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _text_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a configuration whose token ids are those of the tokenizer."""
+    """Return the parts of a configuration whose token ids are those of the tokenizer."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
 
 def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Set values where they stand, or else in the first table; say what was set."""
+    """Set values where they stand, or else in the first table; yield those that changed."""
     for key, value in wanted.items():
         for table in [table for table in tables if key in table] or tables[:1]:
             if table.get(key) != value:
@@ -501,7 +497,7 @@ def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> 
 
 
 def chat_template_of(directory: Path) -> str | None:
-    """The chat template of a model directory, wherever it is kept."""
+    """Return the chat template of a model directory, wherever it is kept."""
     text = read_text(directory, CHAT_TEMPLATE)
     if text is not None:
         return _decoded(text, directory / CHAT_TEMPLATE)
@@ -526,7 +522,7 @@ def _decoded(text: bytes, where: Path) -> str:
 def choose_chat_template(
     setting: str, own: Path, models: Mapping[str, Path | None]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The template to put in place of the one in `own`, or None to leave that; and what to note.
+    """Return the template to replace the one in `own`, or None to leave that; and notes.
 
     The setting is "auto", the name of a model, a template, or a file that holds one. With "auto"
     the directory's own stays; if it has none, the one that all models agree on is taken.
@@ -565,13 +561,12 @@ def _agreed_template(
         for name, directory in models.items()
         if directory is not None and (template := chat_template_of(directory)) is not None
     }
-    owners = ", ".join(templates)
-    if not templates:
-        return None, ()
-    if len(set(templates.values())) == 1:
+    owners, found = ", ".join(templates), set(templates.values())
+    if len(found) == 1:
         note = f"chat template: {own} has none, so the one from {owners} is used"
-        return next(iter(templates.values())), (note,)
-    return None, (
+        return found.pop(), (note,)
+    note = (
         f"chat template: {own} has none, and {owners} have different ones, so the output has none; "
-        "set chat_template to the name of the model to take it from",
+        "set chat_template to the name of the model to take it from"
     )
+    return None, (note,) if templates else ()

@@ -1,8 +1,9 @@
-"""Models in other forms than plain safetensors, presented as sources.
+"""From the paths in a recipe to sources that fit together.
 
-Each form is a module with a class that has the methods of `dare.inputs.sources.Source` and computes
-what it presents as it is read: any byte range of a tensor, from any thread, the same bytes
-whatever the range. Optional packages are imported where they are used.
+Names from the hub become directories; every form of model becomes a source; names and rows of the
+models are brought in line with the base's. Each form is a module with a subclass of
+`dare.inputs.sources.Source`, which computes what it presents as it is read: any range of a tensor,
+from any thread, the same bytes whatever the range.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def open_model(
     """Read the headers of a model, whatever form it has.
 
     An adapter is read by the configuration of its base, where that is known, and a delta file
-    needs its base. What was dropped of that is made up for unless `rescales` is false.
+    needs its base; its dropped elements are made up for unless `rescales` is false.
     """
     if lora.looks_like(path):
         return lora.open_adapter(path, base_config)
     if gguf.looks_like(path):
-        return gguf.open_gguf(path)
+        return gguf.GgufSource(path)
     if not torch_bin.looks_like(path):
         source = open_source(path)
         if not is_delta_file(source):
@@ -63,7 +64,7 @@ def open_model(
             f"{path}: stores its weights as a pickle, which can contain programs; save it as "
             "safetensors, or set allow_pickle = true (--allow-pickle)"
         )
-    return read_quantised(torch_bin.open_torch(path), read_config(path))
+    return read_quantised(torch_bin.TorchSource(path), read_config(path))
 
 
 def convert_yaml(path: str | PathLike[str]) -> Conversion:
@@ -78,9 +79,8 @@ class Inputs:
     """Base and models, opened and in line with each other."""
 
     names: tuple[str, ...]
-    """What the models are called in messages."""
     folders: tuple[Path | None, ...]
-    """Where the base and each model lie, if in directories."""
+    """The directories of the base and each model, if they are in some."""
     aligned: Aligned
     notes: tuple[str, ...]
 
@@ -98,10 +98,10 @@ class Inputs:
 def open_inputs(
     recipe: Recipe, *, rescales: bool = True, fetches: bool = True
 ) -> tuple[Recipe, Inputs]:
-    """Open what a recipe names; also return the recipe with the commits of what the hub gave.
+    """Open the files of a recipe; also return the recipe with the commits of those from the hub.
 
     Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
-    is false, what was dropped of delta files is made up for as they are read.
+    is false, the dropped elements of delta files are made up for as they are read.
     """
     names = distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]

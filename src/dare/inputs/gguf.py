@@ -1,8 +1,8 @@
 """GGUF files as llama.cpp writes them, presented with the names and shapes of Hugging Face models.
 
-Quantised tensors are presented as float32: the blocks that cover what is asked for are read and
-dequantised by the `gguf` package, NumPy arithmetic in float32 without sums, so that a range gives
-the same bytes as the same part of the whole. F64, F32, F16, BF16 and integers are presented as
+Quantised tensors are presented as float32: the blocks that cover a range are read and dequantised
+by the `gguf` package, NumPy arithmetic in float32 without sums, so that a range gives the same
+bytes as the same part of the whole. F64, F32, F16, BF16 and integers are presented as
 they are stored.
 
 The header is read here and not by `gguf.GGUFReader`, which makes an object of every token in the
@@ -13,7 +13,6 @@ finds. Here nothing is allocated on a header's word.
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.sources import InputFiles, Raw
-from dare.stores.locations import StorePath, to_path
+from dare.stores.locations import StorePath
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream, read_beginning
 from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
@@ -37,17 +36,16 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20
-"""The largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
+"""A limit; the largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
 MAX_ARRAY_ITEMS = 1 << 21
 MAX_PAIRS = 1 << 16
 MAX_DIMENSIONS = 4
-"""As in ggml."""
+"""The limit of ggml."""
 DEFAULT_ALIGNMENT = 32
 PIECE_ELEMENTS = 1 << 16
-"""How many elements are dequantised at once; they and what is computed on the way fit a cache."""
+"""Elements that are dequantised at once; they and all intermediate values fit a cache."""
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""Codes of `struct` for the types of metadata."""
 _TEXT, _ARRAY = 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -58,22 +56,19 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor lies in a file."""
+    """A tensor in a file, under its name in GGUF."""
 
     name: str
-    """In GGUF."""
     file: Path
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     """Outermost dimension first, as everywhere but in GGUF."""
     start: int
-    """Offset of the first byte, from the start of the file."""
     block_elements: int
     block_bytes: int
     head_rows: int = 0
     """Rows of one attention head, if the converter has interleaved the halves of each."""
     shift: float = 0.0
-    """What is added to every element."""
 
     @property
     def nbytes(self) -> int:
@@ -87,11 +82,11 @@ class Stored:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it is presented as something else than its stored bytes: as float32."""
+        """True if it is presented as float32 instead of its stored bytes."""
         return self.kind.name not in _AS_STORED or self.shift != 0
 
     def row_in_file(self, row: int) -> int:
-        """Where a row lies: llama.cpp has the rows of the two halves of each head in turns."""
+        """Return a row's place: llama.cpp has the rows of the two halves of each head in turns."""
         head, within = divmod(row, self.head_rows)
         half, index = divmod(within, self.head_rows // 2)
         return head * self.head_rows + 2 * index + half
@@ -99,12 +94,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family:
-    """How the tensors of an architecture are named, and what the converter did to them."""
+    """The names of an architecture's tensors, and the converter's changes to them."""
 
     parts: Mapping[str, str]
     interleaves_heads: bool = False
     norm_shift: float = 0.0
-    """What undoes the converter's change to the weights of norms."""
+    """A number that undoes the converter's change to the weights of norms."""
 
 
 _LLAMA_PARTS = {
@@ -141,17 +136,19 @@ _OUTSIDE_LAYERS = {
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
 NOT_WEIGHTS = ("rope_freqs.weight",)
-"""What llama.cpp computes from the configuration and stores; no Hugging Face model has it."""
+"""Tensors that llama.cpp computes from the configuration; no Hugging Face model has them."""
 
 
 class GgufSource(InputFiles):
-    """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart."""
+    """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart.
+
+    The path is that of the file, or of one of its parts.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.metadata: Metadata = {}
-        """That of the first part."""
         self._stored: dict[str, Stored] = {}
         tensors = self._read_parts()
         self.architecture = str(self.metadata.get("general.architecture", "unknown"))
@@ -164,7 +161,7 @@ class GgufSource(InputFiles):
         tensors: list[Stored] = []
         parts = [self.path.with_name(name) for name in part_names(self.path.name)]
         for number, part in enumerate(parts):
-            with self.first_look(part) as opened, as_stream(opened, closes=False) as stream:
+            with self.open_header(part) as opened, as_stream(opened, closes=False) as stream:
                 metadata, stored = read_header(stream, part, opened.size)
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
@@ -216,7 +213,7 @@ class GgufSource(InputFiles):
         return [*super().fingerprint(), undone]
 
     def _undone(self, tensor: Stored, family: Family) -> Stored:
-        """Say what the converter did to a tensor, so that reading it can undo that."""
+        """Note the converter's changes to a tensor, so that reading it can undo them."""
         if family.norm_shift and tensor.name.endswith("norm.weight"):
             return replace(tensor, shift=family.norm_shift)
         part = tensor.name.split(".")[-2]
@@ -292,13 +289,8 @@ def looks_like(path: Path) -> bool:
         return False
 
 
-def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
-    """Read the header of a GGUF file; of one of several parts, the headers of all."""
-    return GgufSource(to_path(path))
-
-
 def part_names(file: str) -> list[str]:
-    """The files that belong to a model, by the names that llama.cpp gives them.
+    """Return the files that belong to a model, by the names that llama.cpp gives them.
 
     >>> part_names("m-00001-of-00002.gguf"), part_names("m.gguf")
     (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], ['m.gguf'])
@@ -343,7 +335,7 @@ class _Cursor:
             raise HeaderError(f"{self.file}: {text}")
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         self.position += count
         if self.position > min(self.size, MAX_HEADER_BYTES):
             text = f"truncated or not GGUF: {self.size} bytes, and the header needs {self.position}"
@@ -354,7 +346,7 @@ class _Cursor:
         return data
 
     def number(self, code: str) -> Any:
-        """A number by its code in `struct`."""
+        """Read a number by its code in `struct`."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def text(self, what: str) -> str:
@@ -364,7 +356,7 @@ class _Cursor:
             raise HeaderError(f"{self.file}: {what} is not valid UTF-8") from None
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """All keys and values."""
+        """Read all keys and values."""
         metadata: dict[str, Any] = {}
         for number in range(count):
             key = self.text(f"key {number} of the metadata")
@@ -401,7 +393,7 @@ class _Cursor:
         return f"an array of {count}"
 
     def tensor(self, name: str) -> Stored:
-        """What is said of a tensor; its start is counted from the start of the data here."""
+        """Read a tensor's entry; its start is counted from the start of the data here."""
         dimensions = self.number("I")
         text = f"{name} claims {dimensions} dimensions; the limit is {MAX_DIMENSIONS}"
         self.require(dimensions <= MAX_DIMENSIONS, text)
@@ -466,7 +458,7 @@ def _import_gguf(path: Path) -> Any:
 
 
 def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
-    """The gguf package's function, tried on a block of zeros of every type that will be needed."""
+    """Return the gguf package's function, tried on zeros of every type that will be needed."""
     dequantize = _import_gguf(path).quants.dequantize
     for tensor in {tensor.kind: tensor for tensor in stored if tensor.is_computed}.values():
         try:

@@ -1,14 +1,14 @@
 """Models by their name on the hub: found in the local cache, fetched into it, or read from the hub.
 
-`dare.recipe.hub_names` says what a name is. A merge fetches `org/name`, and reads `hf://org/name`
-where it lies, as a store, unless the cache has it; a plan fetches neither. Only what a merge needs
-is fetched: the weights as safetensors and the small files beside them. All is from one commit,
-which is known afterwards, so that a merge can be repeated.
-Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
+`dare.recipe.hub_names` parses names. A merge fetches `org/name`, and reads `hf://org/name`
+where it lies, as a store, unless the cache has it; a plan fetches neither. Only the weights as
+safetensors and the small files beside them are fetched, all from one commit, which is known
+afterwards, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries are
+those of `huggingface_hub`.
 
-The client makes file names of what a hub sends, and keeps what it receives without looking at it.
-So names in answers are looked over before the client sees them, downloads are held against the
-digests they were announced with, and credentials are taken out of all that is said.
+The client makes file names of a hub's answers, and keeps its files unchecked. So names in answers
+are checked before the client sees them, downloads are compared with the digests they were announced
+with, and credentials are taken out of all messages.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ LICENCE_FILES = (
         for word in (name, name.capitalize(), name.upper())
     ),
 )
-"""Patterns of what is fetched from the top of the repository too: it holds for all of it."""
+"""Patterns of files that are fetched from the top of the repository too: they hold for it all."""
 
 SMALL_FILES = (
     *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
     *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
     *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
-"""Patterns of what is fetched beside the weights, within the model's folder; code is never run."""
+"""Patterns of files that are fetched beside the weights, in their folder; code is never run."""
 
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
-"""What these patterns also match, as a star matches slashes, and is not meant."""
+"""Patterns of files that those match too, as a star matches slashes, and that are not meant."""
 
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
-"""What the client makes file names of."""
+"""Parts of answers that the client makes file names of."""
 _PIECE = 1 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -69,18 +69,17 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 @dataclass(frozen=True)
 class Resolved:
-    """Where a model lies here and, if it came from the hub, which commit it is."""
+    """The path of a model here and, if it came from the hub, its commit."""
 
     path: Path
     repo: str | None = None
     commit: str | None = None
     inside: str = ""
     is_address: bool = False
-    """Whether it was given as `hf://…`."""
 
     @property
     def pinned(self) -> Path:
-        """What to write into a recipe or a manifest to get the very same model again.
+        """The path for a recipe or a manifest that stands for the very same model.
 
         >>> Resolved(Path("/cache/x"), "org/name", "0" * 4).pinned.as_posix()
         'org/name@0000'
@@ -121,8 +120,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
                 return _fetch(name, verbose=verbose)
             return replace(_find(name, verbose=verbose), is_address=is_address)
     except InputError as error:
-        text = str(error)
-        raise InputError(text if text.startswith(str(name)) else f"{name}: {text}") from None
+        raise InputError(f"{name}: {error}") from None
     except Exception as error:  # the client raises what its HTTP library does, and that changes
         text = without_credentials(f"{name}: {_explained(name, error)}")
         has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
@@ -142,7 +140,7 @@ def _exists(path: Path) -> bool:
 
 
 def _find(name: Name, *, verbose: bool) -> Resolved:
-    """A model on the hub as a place in a store, of one commit; in the cache if that has it all."""
+    """Find a model of one commit in the cache, or as a place in a store on the hub."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -164,7 +162,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
     headers = {key: str(value) for key, value in build_hf_headers().items()}
     grant_access(home, Access(password=password, url=url, headers=headers, names=names))
     if not (home / name.inside).exists():
-        raise InputError(f"{name}: the hub has no {name.inside} at commit {commit}")
+        raise InputError(f"the hub has no {name.inside} at commit {commit}")
     return Resolved(home / name.inside, name.repo, commit, name.inside)
 
 
@@ -172,7 +170,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
 
 
 def _fetch(name: Name, *, verbose: bool) -> Resolved:
-    """Fetch what is not here yet: the small files, then the weights that they speak of."""
+    """Fetch what is not here yet: the small files, then the weights that they name."""
     small_files = [*LICENCE_FILES, *_within(name, SMALL_FILES)]
     snapshot = _download(name, name.revision, small_files, but=_within(name, DEEPER))
     commit = snapshot.name
@@ -185,12 +183,12 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
         _download(name, commit, _within(name, map(glob.escape, weights)), bars=verbose)
     for file in weights:
         if not (folder / file).exists():
-            raise InputError(f"{name}: the hub has no {name.folder / file} at commit {commit}")
+            raise InputError(f"the hub has no {name.folder / file} at commit {commit}")
     return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
 
 
 def _named_weights(name: Name, folder: Path) -> Sequence[str]:
-    """The files of weights, if the name or the small files say which; else nothing."""
+    """Return the files of weights, if the name or the small files say which; else nothing."""
     if name.file:
         return part_names(name.file)
     if (folder / INDEX_NAME).exists():
@@ -201,7 +199,7 @@ def _named_weights(name: Name, folder: Path) -> Sequence[str]:
 
 
 def _only_weights(name: Name, commit: str, folder: Path) -> str:
-    """The one file of weights in a folder without an index, or refuse."""
+    """Return the one file of weights in a folder without an index, or refuse."""
     files = _listed(name, commit, folder)
     weights = [file for file in files if file.endswith(".safetensors")]
     if SINGLE_NAME in weights or len(weights) == 1:
@@ -211,16 +209,16 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
     example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
     if weights:
         found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
-        raise InputError(f"{name}: {found}; name one: {example}")
+        raise InputError(f"{found}; name one: {example}")
     raise InputError(
-        f"{name}: has no safetensors file in its top folder"
+        "has no safetensors file in its top folder"
         + (f", but {', '.join(others[:3])}" if others else "")
         + f"; name a folder or a file inside it, as in {example}"
     )
 
 
 def _listed(name: Name, commit: str, folder: Path) -> list[str]:
-    """The names of the files in a model's folder: from the cache if it has all weights."""
+    """List the files in a model's folder, from the cache if it has all weights."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -270,7 +268,7 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
-    """Where the client keeps a repository."""
+    """Return the folder in which the client keeps a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -278,7 +276,7 @@ def _cache_folder(name: Name) -> Path:
 
 
 def _within(name: Name, patterns: Iterable[str]) -> list[str]:
-    """Patterns for the model's folder, as patterns for the repository."""
+    """Turn patterns for the model's folder into patterns for the repository."""
     prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
     return [prefix + pattern for pattern in patterns]
 
@@ -288,7 +286,7 @@ def _within(name: Name, patterns: Iterable[str]) -> list[str]:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """Look over every answer in the client's session, and all that it says, while this lasts."""
+    """Check every answer in the client's session, and redact its messages, while this lasts."""
     from huggingface_hub import get_session
 
     hooks = get_session().event_hooks["response"]
@@ -344,7 +342,7 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
 
 
 def _has_digest(blob: Path) -> bool:
-    """Whether a file has the content that its name stands for, as far as that is a digest."""
+    """Return whether a file has the content that its name stands for, if that is a digest."""
     if re.fullmatch(r"[0-9a-f]{64}", blob.name):
         digest: Any = hashlib.sha256()
     elif re.fullmatch(r"[0-9a-f]{40}", blob.name):

@@ -1,11 +1,10 @@
-"""Where the stored tensors of a model are once it is loaded: names and kinds of its modules.
+"""Names and kinds of the modules that hold a model's stored tensors once it is loaded.
 
 An adapter names modules in memory. transformers 5 gives many of them other names than checkpoints
-do, and holds all experts of a layer as one parameter. What a model becomes is known here for the
-common language models, whose names stay as they are (a table, which a test compares with
-transformers); for all others transformers is asked, which builds the model without weights. What
-neither knows is refused. The other way round, an adapter that PEFT trained is brought to the names
-of the base's files.
+do, and holds all experts of a layer as one parameter. The names of common language models stay as
+they are (a table, which a test compares with transformers); for all others transformers is asked,
+which builds the model without weights. A model that neither knows is refused. The other way round,
+an adapter that PEFT trained is brought to the names of the base's files.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from dare.tensors.json_values import MAX_CONFIG_BYTES
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
-"""What holds a tensor: a layer, one that stores inputs × outputs, an embedding, any other module;
-or the tensor is a part of a larger one, or is not loaded at all."""
+"""The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or
+the tensor is a part of a larger one, or is not loaded at all."""
 
 EMBEDDINGS = ("relative_attention_bias",)
 """Modules that are embeddings though their names do not say so."""
@@ -49,25 +48,23 @@ MAMBA_LAYERS = {
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
     "jamba": ("dt_proj",),
 }
-"""By model type, the layers that are such; PEFT itself refuses some of them."""
+"""The layers that are such, by model type; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stored tensor is in the loaded model."""
+class LoadedTensor:
+    """A stored tensor in the loaded model, under its name in memory."""
 
     name: str
-    """Of the parameter, in memory."""
     kind: Kind
     is_tied: bool = False
-    """Whether other modules have the same parameter."""
     hindrance: str = ""
-    """Why PEFT can have no LoRA for it, though it is of a layer."""
+    """The reason that PEFT can have no LoRA for it, though it is of a layer."""
 
     @property
     def module(self) -> str:
@@ -76,12 +73,12 @@ class Place:
 
     @property
     def parameter(self) -> str:
-        """What it is called there."""
+        """Its name in the module."""
         return self.name.rpartition(".")[2]
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is the matrix of a layer that can have a LoRA."""
+        """True if it is the matrix of a layer that can have a LoRA."""
         is_matrix = self.kind in ("linear", "conv1d") and self.parameter == "weight"
         return is_matrix and not self.hindrance
 
@@ -90,7 +87,7 @@ class Place:
 class Loaded:
     """All tensors of a model, by their stored names."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, LoadedTensor]
     notes: tuple[str, ...] = ()
 
 
@@ -100,7 +97,7 @@ def find_places(
     tensors: Mapping[str, TensorInfo],
     remedy: str = AS_STORED,
 ) -> Loaded:
-    """Say what tensors become when a model is loaded; `remedy` is for what nobody knows."""
+    """Find the tensors of a model once it is loaded; `remedy` is for an unknown model."""
     if "model_type" not in config:
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
@@ -114,7 +111,7 @@ def find_places(
 def under_stored_names(
     adapter: Source, base: Source, path: Path, config: Mapping[str, Any]
 ) -> Source:
-    """An adapter with the names that the files of its base have, where those in memory differ."""
+    """Return an adapter with the names of its base's files, where those in memory differ."""
     unknown = set(adapter.tensors) - set(base.tensors)
     if not (adapter.is_partial and unknown and "model_type" in config):
         return adapter
@@ -136,14 +133,14 @@ def under_stored_names(
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class that a configuration says its model is of; empty if it does not."""
+    """Return the class that a configuration names for its model, or empty text."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else ""
 
 
 def places_as_stored(
     tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
-) -> dict[str, Place]:
+) -> dict[str, LoadedTensor]:
     """Take names as they are, and every matrix for a layer unless its name says otherwise."""
     places = {}
     for name, info in tensors.items():
@@ -155,7 +152,7 @@ def places_as_stored(
             is_turned = is_conv1d and leaf not in ("lm_head", "score")
             kind = "embedding" if not is_layer else "conv1d" if is_turned else "linear"
         tied = is_tied and (is_tied_embedding(name) or is_tied_head(name))
-        places[name] = Place(name, kind, tied)
+        places[name] = LoadedTensor(name, kind, tied)
     return places
 
 
@@ -164,7 +161,7 @@ def places_as_stored(
 
 @cache
 def plain_types() -> dict[str, list[str]]:
-    """Model types whose modules are called what they are stored as: by model type, their parts."""
+    """Return the parts of each model type whose modules have the names of its stored tensors."""
     text = files("dare.inputs").joinpath("plain_types.toml").read_text("utf-8")
     families = tomllib.loads(text)["families"]
     return {kind: family["parts"] for family in families for kind in family["types"]}
@@ -172,7 +169,7 @@ def plain_types() -> dict[str, list[str]]:
 
 def _by_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> dict[str, Place] | None:
+) -> dict[str, LoadedTensor] | None:
     parts = plain_types().get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(
@@ -215,14 +212,14 @@ def _by_transformers(
         if new not in state and name in state:
             new, converter = name, None
         if new not in state:
-            places[name] = Place(name, "absent")
+            places[name] = LoadedTensor(name, "absent")
         elif converter is not None or tuple(state[new].shape) != tensors[name].shape:
-            places[name] = Place(new, "fused")
+            places[name] = LoadedTensor(new, "fused")
         else:
             module = new.rpartition(".")[0]
             kind = _kind_of(model.get_submodule(module))
             hindrance = hindered.get(module.rpartition(".")[2], "")
-            places[name] = Place(new, kind, owners[id(state[new])] > 1, hindrance)
+            places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
     _refuse_doubles(folder, places)
     moved = sum(name != place.name for name, place in places.items())
     note = f"{moved} tensors have other names in memory (transformers {transformers.__version__})"
@@ -230,7 +227,7 @@ def _by_transformers(
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
-    """What the layers of single experts were called before they became parts of one parameter."""
+    """Yield the names of the layers of single experts before they became one parameter."""
     for converter in converters:
         for pattern in converter.source_patterns:
             plain = pattern.replace("\\", "")
@@ -238,7 +235,7 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
                 yield plain.removesuffix(".weight").rpartition(".")[2]
 
 
-def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
+def _refuse_doubles(folder: Path, places: Mapping[str, LoadedTensor]) -> None:
     """Refuse a model that stores one tensor under two names, of which a loader takes either."""
     stored: dict[str, str] = {}
     for name, place in places.items():
@@ -255,8 +252,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
 
     for table in tables_of(dict(config)):
         for key, value in table.items():
-            if isinstance(value, int) and value > MOST_LAYERS and "layers" in key:
-                raise InputError(f"{where}: {key} is {value}; at most {MOST_LAYERS} can be built")
+            if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:
+                raise InputError(f"{where}: {key} is {value}; at most {MAX_LAYERS} can be built")
     build = _class_of(where, config, f"so its modules are not known; {remedy}")
     try:
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
@@ -274,7 +271,7 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
 
 @contextlib.contextmanager
 def _on_disk(config: Path) -> Iterator[Path]:
-    """A folder of this machine that has a model's config.json."""
+    """Provide a folder of this machine that has a model's config.json."""
     if not isinstance(config, StorePath):
         yield config.parent
         return
@@ -284,7 +281,7 @@ def _on_disk(config: Path) -> Iterator[Path]:
 
 
 def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
-    """The class of transformers that a configuration names."""
+    """Return the class of transformers that a configuration names."""
     import transformers
 
     name = architecture_of(config)

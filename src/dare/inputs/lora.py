@@ -1,9 +1,9 @@
 """LoRA adapters as PEFT writes them, presented as the deltas they stand for.
 
 ΔW = scaling · B·A, computed for the rows that are asked for, in float32 and in a fixed order: the
-bytes do not depend on how a matrix is cut. What the adapter holds in full (`modules_to_save`,
-biases) is presented as it is, or with ΔW added where there is one (PEFT stores an embedding that
-has a LoRA in full as well). A tensor that the adapter does not have is unchanged.
+bytes do not depend on how a matrix is cut. Tensors that the adapter holds in full
+(`modules_to_save`, biases) are presented as they are, or with ΔW added where there is one (PEFT
+stores an embedding that has a LoRA in full as well). Tensors that it lacks are unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from dare import kernels
 from dare.errors import InputError
-from dare.inputs.reading import Floats, hold_same, read_floats
+from dare.inputs.reading import Floats, decoded, hold_same, read_floats
 from dare.inputs.sources import FileSource, Raw, Source, SourceView, open_source
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -55,10 +55,9 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
 
 PIECE = 1 << 20
-"""Elements of a factor that are decoded at a time."""
-LONGEST_PATTERN = 1000
-MOST_STEPS = 10**8
-"""How many ways there may be to hold a pattern against a name."""
+MAX_PATTERN_CHARACTERS = 1000
+MAX_MATCHES = 10**8
+"""The limit of ways to match a pattern with a name."""
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
 _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
@@ -82,8 +81,8 @@ class ModulePattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        if len(pattern) > LONGEST_PATTERN:
-            raise ValueError(f"longer than {LONGEST_PATTERN} characters; name the modules")
+        if len(pattern) > MAX_PATTERN_CHARACTERS:
+            raise ValueError(f"longer than {MAX_PATTERN_CHARACTERS} characters; name the modules")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
@@ -103,14 +102,14 @@ class ModulePattern:
 
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""
-        if self._ways * len(module) ** (1 + self._repeats) > MOST_STEPS:
+        if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
             raise ValueError(f"takes too long to match {module:.200}; name the modules")
         return self._whole.match(module) is not None
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What `adapter_config.json` says, as far as it reaches the numbers."""
+    """The settings of `adapter_config.json` that decide numbers."""
 
     alpha: float
     alpha_pattern: Mapping[str, float]
@@ -118,14 +117,14 @@ class Adapter:
     fan_in_fan_out: bool
     base_name: str | None
     ensure_weight_tying: bool = False
-    """Whether the adapter of a tied tensor is one under all its names."""
+    """True if the adapter of a tied tensor is one under all its names."""
 
     @cached_property
     def _patterns(self) -> dict[str, ModulePattern]:
         return {pattern: ModulePattern(pattern) for pattern in self.alpha_pattern}
 
     def scaling(self, module: str, rank: int) -> float:
-        """The factor on B·A for a module, by its name without `base_model.model.`."""
+        """Return the factor on B·A for a module, by its name without `base_model.model.`."""
         alpha = self.alpha
         for text, pattern in self._patterns.items():
             try:
@@ -151,7 +150,7 @@ class LoraSource(SourceView):
         self._stored = stored
         self._whole: dict[str, str] = {}
         self._products: dict[str, tuple[Product, ...]] = {}
-        """What each tensor changes by: a sum, where the base has one tensor under several names."""
+        """The change of each tensor: a sum, where the base has one tensor under several names."""
         super().__init__(stored, {}, self._whole)
         self.files = (*stored.files, path / CONFIG_NAME)
         self.is_partial = True
@@ -159,7 +158,7 @@ class LoraSource(SourceView):
         self.reading_bytes = self._count_reading_bytes()
 
     def _sort(self) -> None:
-        """Find out what each stored tensor is for."""
+        """Assign each stored tensor to a tensor of the base."""
         factors: dict[tuple[str, str], dict[str, str]] = {}
         for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
@@ -171,15 +170,15 @@ class LoraSource(SourceView):
                 pair = factors.setdefault((module, kind), {})
                 admit(info, (), str(self.path), as_weight=True)
                 if letter in pair or (kind == "bias" and letter == "A"):
-                    raise InputError(self._why_not(key, pair.get(letter)))
+                    raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
                 continue
             if "lora_" in name or "trainable_tokens" in name:
-                raise InputError(self._why_not(key))
+                raise self._refusal(key)
             name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
             name = re.sub(r"\.base_layer\.", ".", name)
             if name in self._whole:
-                raise InputError(self._why_not(key, self._whole[name]))
+                raise self._refusal(key, self._whole[name])
             self._add(replace(info, name=name))
             self._whole[name] = key
         ranks = {
@@ -195,13 +194,11 @@ class LoraSource(SourceView):
             else:
                 self._add_pair(module, kind, pair)
 
-    def _why_not(self, key: str, other: str | None = None) -> str:
-        """Why a stored tensor cannot be taken in."""
+    def _refusal(self, key: str, other: str | None = None) -> InputError:
+        reason = f"{other} and {key} are for the same tensor; save one, or {MERGE_WITH_PEFT}"
         if other is None:
-            reason = f"{key} is not a known kind of tensor; merge the adapter into its base with"
-        else:
-            reason = f"{other} and {key} are for the same tensor; save one, or merge them with"
-        return f"{self.path}: {reason} PEFT (merge_and_unload) and give the result as a model"
+            reason = f"{key} is not a known kind of tensor; {MERGE_WITH_PEFT}"
+        return InputError(f"{self.path}: {reason}")
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         if set(pair) != {"A", "B"}:
@@ -222,20 +219,20 @@ class LoraSource(SourceView):
         self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
-        """Whether the base has inputs × outputs there; PEFT notes only that of the last layer."""
+        """Return whether the base has inputs × outputs there; PEFT notes only the last layer's."""
         if self._is_conv1d is None:
             return self.adapter.fan_in_fan_out
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
-        """Take in what is stored in full, or a change, which may come to what is stored in full."""
+        """Take in a tensor stored in full, or a change, which may be added to one."""
         admit(info, self._products, str(self.path))
         self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
         if product is not None:
             self._products[info.name] = (product,)
 
     def tie(self, names: Sequence[str]) -> str:
-        """Take tensors for one, the first, as the base does, and add their changes; say if so."""
+        """Take tensors for one, the first, as the base does, and add their changes; note that."""
         first, *others = names
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
@@ -243,7 +240,9 @@ class LoraSource(SourceView):
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
             raise InputError(f"{self.path}: {saved[0]} is tied in the base; {MERGE_WITH_PEFT}")
-        if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
+        keys = [self._whole[name] for name in held]
+        are_same = all(hold_same(self._stored, keys[0], key) for key in keys[1:])
+        if len({(info.shape, info.dtype) for info in infos}) > 1 or not are_same:
             tied = " and ".join(names)
             raise InputError(f"{self.path}: {tied} are tied in the base; {MERGE_WITH_PEFT}")
         parts = [product for name in names for product in self._products.get(name, ())]
@@ -259,11 +258,6 @@ class LoraSource(SourceView):
         if is_one or len(parts) < 2:
             return ""
         return f"its changes of {', '.join(names)} are added, as PEFT's merge_and_unload does"
-
-    def _hold_same(self, names: Sequence[str]) -> bool:
-        """Whether what is stored in full under these names is the same."""
-        keys = [self._whole[name] for name in names]
-        return all(hold_same(self._stored, keys[0], key) for key in keys[1:])
 
     def holds_delta(self, name: str) -> bool:
         return name in self._products and name not in self._whole
@@ -289,7 +283,7 @@ class LoraSource(SourceView):
             into += read_floats(self._stored, self._whole[name], start, into.size)
 
     def _count_reading_bytes(self) -> int:
-        """Pieces of a product's factors, and what is added to it."""
+        """Count the pieces of a product's factors, and the tensor that is added to it."""
         stored = self._stored.tensors
         both = [stored[key] for name, key in self._whole.items() if name in self._products]
         further = any(len(products) > 1 for products in self._products.values())
@@ -299,9 +293,8 @@ class LoraSource(SourceView):
         return CHUNK * added + most + self._stored.reading_bytes
 
     def _read_matrix(self, key: str) -> Floats:
-        """A stored factor, as a matrix."""
-        info = self._stored.tensors[key]
-        return read_block(self._stored, key, 0, info.shape[0], 0, math.prod(info.shape[1:]))
+        """Read a stored factor, as a matrix."""
+        return read_block(self._stored, key, 0, self._stored.tensors[key].shape[0])
 
 
 def looks_like(path: Path) -> bool:
@@ -358,7 +351,7 @@ def read_config(path: Path) -> Adapter:
 
 
 def _finite(value: Any) -> float:
-    """A number that float32 can hold."""
+    """Return a number that float32 can hold."""
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
@@ -383,7 +376,7 @@ class Product:
     scale: float
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
-        """Rows, rank and columns."""
+        """Return rows, rank and columns."""
         if self.right is None:
             return stored.tensors[self.left].elements, 1, 1
         left, right = (_as_matrix(stored, key) for key in (self.left, self.right))
@@ -392,7 +385,7 @@ class Product:
         return left[0], left[1], right[1]
 
     def reading_bytes(self, stored: Source) -> int:
-        """What filling a chunk takes beside it: the right factor, rows of the left; one twice."""
+        """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
         rows, rank, columns = self.sides(stored)
         height = min(rows, max(1, PIECE // max(1, rank)), CHUNK // max(1, columns) + 2)
         keys = (key for key in (self.left, self.right) if key is not None)
@@ -418,20 +411,23 @@ class Product:
             del left  # before the next is read, for memory's sake
 
     def _read_rows(self, stored: Source, top: int, bottom: int) -> Floats:
-        """Some rows of the left factor, which are columns of it if it is stored transposed."""
+        """Read some rows of the left factor, which are its columns if it is stored transposed."""
         if not self.transposed:
             return self._read(stored, self.left, top, bottom)
         rank = stored.tensors[self.left].shape[0]
         return np.ascontiguousarray(read_block(stored, self.left, 0, rank, top, bottom).T)
 
     def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
-        block = read_block(stored, key, top, bottom, 0, _as_matrix(stored, key)[1])
+        block = read_block(stored, key, top, bottom)
         return np.ascontiguousarray(block.T) if self.transposed else block
 
 
-def read_block(stored: Source, key: str, top: int, bottom: int, first: int, last: int) -> Floats:
-    """Rows and columns of a stored matrix, in float32; a vector is a column."""
+def read_block(
+    stored: Source, key: str, top: int, bottom: int, first: int = 0, last: int | None = None
+) -> Floats:
+    """Read rows and columns of a stored matrix, in float32; a vector is a column."""
     width = _as_matrix(stored, key)[1]
+    last = width if last is None else last
     raw: Raw = np.empty((bottom - top, last - first), stored.tensors[key].dtype.carrier)
     if last - first == width:
         stored.read(key, top * width, raw.reshape(-1))
@@ -440,9 +436,7 @@ def read_block(stored: Source, key: str, top: int, bottom: int, first: int, last
             stored.read(key, row * width + first, raw[row - top])
     if raw.dtype == np.float32:  # which only F32 is carried by
         return raw
-    values = np.empty(raw.shape, np.float32)
-    kernels.load("cpu").decode(raw.reshape(-1), values.reshape(-1))
-    return values
+    return decoded(raw.reshape(-1), "cpu").reshape(raw.shape)
 
 
 def _as_matrix(stored: Source, key: str) -> tuple[int, int]:

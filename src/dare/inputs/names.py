@@ -1,4 +1,4 @@
-"""Which tensor of a model belongs to which of the base, where the names alone do not say.
+"""The pairs of a model's tensors and the base's, where the names alone do not say.
 
 Two differences are common and harmless: a prefix that one side lacks (`model.`, because only the
 body of a model was saved), and a head that is not stored because it is the embedding. Both are
@@ -26,7 +26,6 @@ from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
 from dare.inputs.reading import hold_same
 from dare.inputs.sources import RenamedSource, Source, TiedSource
-from dare.tensors.header import TensorInfo
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
@@ -35,7 +34,7 @@ from dare.tensors.names import (
     tying_rank,
 )
 
-ENOUGH = 0.5
+MIN_PREFIX_SHARE = 0.5
 """Share of a model's tensors that a prefix must bring to their places."""
 
 
@@ -48,7 +47,7 @@ class Matched:
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
-    """What a model's configuration says of its head; None if it says nothing.
+    """Return whether a configuration ties the head of its model; None if it says nothing.
 
     >>> says_tied({"text_config": {"tie_word_embeddings": True}}), says_tied({})
     (True, None)
@@ -68,7 +67,7 @@ def match_names(
     base_config: Mapping[str, Any],
     model_config: Mapping[str, Any],
 ) -> Matched:
-    """Apply the rules to one model; `name` is what it is called in notes."""
+    """Apply the rules to one model; `name` is its name in notes."""
     names = {tensor: tensor for tensor in model.tensors}
     notes: list[str] = []
     if prefix := _prefix(set(base.tensors), set(model.tensors)):
@@ -82,8 +81,8 @@ def match_names(
 
 
 def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
-    """The prefix that most names differ by, and whether it is the model that lacks it."""
-    if len(model - base) <= ENOUGH * len(model):
+    """Find the prefix that most names differ by, and whether it is the model that lacks it."""
+    if len(model - base) <= MIN_PREFIX_SHARE * len(model):
         return None
     for lacking, whole in ((model, base), (base, model)):
         counts = Counter(
@@ -93,7 +92,7 @@ def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
             if longer[dot.end() :] in lacking
         )
         best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
-        if best and counts[best] > ENOUGH * len(model):
+        if best and counts[best] > MIN_PREFIX_SHARE * len(model):
             return best, lacking is model
     return None
 
@@ -148,8 +147,8 @@ def tie(
 ) -> tuple[Source, tuple[Source, ...], tuple[str, ...]]:
     """Find the tensors that are stored under several names, and show the same under all of them.
 
-    `configs` are what the `config.json` of base and models say; a model's own wins over the base's.
-    Returns the base, the models, and what to note.
+    `configs` are those of base and models; a model's own wins over the base's. Returns the base,
+    the models, and notes.
     """
     base_config, *others = configs or [{}] * (1 + len(models))
     inputs = [_Input("base", base, base_config)]
@@ -182,9 +181,10 @@ def _find_groups(inputs: Sequence[_Input], notes: list[str]) -> Groups:
     groups: Groups = {}
     for name in sorted(candidates, key=lambda name: (tying_rank(name), name)):
         for first in groups:
-            if _alike(base.tensors[name], base.tensors[first]) and _is_one(
-                inputs, first, name, notes, by_name=may_be_tied(name) and may_be_tied(first)
-            ):
+            one, other = base.tensors[name], base.tensors[first]
+            by_name = may_be_tied(name) and may_be_tied(first)
+            fits = (one.shape, one.dtype) == (other.shape, other.dtype)
+            if fits and _is_one(inputs, first, name, notes, by_name=by_name):
                 groups[first].append(name)
                 break
         else:
@@ -193,7 +193,7 @@ def _find_groups(inputs: Sequence[_Input], notes: list[str]) -> Groups:
 
 
 def _in_one_place(base: Source) -> set[str]:
-    """The names of tensors that lie where another one lies."""
+    """Return the names of tensors that share their place with another one."""
     found: dict[Any, str] = {}
     shared: set[str] = set()
     for name, info in base.tensors.items():
@@ -206,7 +206,7 @@ def _in_one_place(base: Source) -> set[str]:
 def _is_one(
     inputs: Sequence[_Input], first: str, alias: str, notes: list[str], *, by_name: bool
 ) -> bool:
-    """Whether two names of the base stand for one tensor in every input."""
+    """Return whether two names of the base stand for one tensor in every input."""
     base = inputs[0]
     if not by_name and not _share_storage(base.source, first, alias):
         return False
@@ -214,9 +214,9 @@ def _is_one(
     for given in inputs:
         if _holds_one(given, first, alias):
             continue
-        if _is_told(given, first, alias):
+        if _is_configured(given, first, alias):
             unused.append(f"{given.name}: its {alias} is not used (tie_word_embeddings is true)")
-        elif given is not base and says_tied(base.config) and _is_told(base, first, alias):
+        elif given is not base and says_tied(base.config) and _is_configured(base, first, alias):
             raise MismatchError(
                 f"{alias}: the base's configuration ties it to {first} (tie_word_embeddings), and "
                 f"{given.name} has two; untie the base, or give {given.name} without {alias}"
@@ -228,18 +228,18 @@ def _is_one(
 
 
 def _holds_one(given: _Input, first: str, alias: str) -> bool:
-    """Whether an input has the same under both names, or only one of them."""
+    """Return whether an input has the same under both names, or only one of them."""
     source, tensors = given.source, given.source.tensors
     if source.is_partial:
         return says_tied(given.config) is not False or not {first, alias} & set(tensors)
     if first not in tensors or alias not in tensors:
         return says_tied(given.config) is not False
-    whole = not _is_told(given, first, alias)
+    whole = not _is_configured(given, first, alias)
     return _share_storage(source, first, alias) or hold_same(source, first, alias, whole=whole)
 
 
-def _is_told(given: _Input, first: str, alias: str) -> bool:
-    """Whether a configuration says that two names are one tensor, as loaders understand it."""
+def _is_configured(given: _Input, first: str, alias: str) -> bool:
+    """Return whether a configuration says, to loaders, that two names are one tensor."""
     if not is_tied_embedding(first):
         return False
     if is_tied_head(alias):
@@ -251,10 +251,6 @@ def _is_told(given: _Input, first: str, alias: str) -> bool:
         and says_tied(given.config) is not False
         and alias.removeprefix(first.removesuffix("shared.weight")) in both_sides
     )
-
-
-def _alike(one: TensorInfo, other: TensorInfo) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _share_storage(source: Source, first: str, alias: str) -> bool:
@@ -275,7 +271,7 @@ def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
 
 
 def _fold(given: _Input, base: Source, groups: Groups, notes: list[str]) -> Source:
-    """An adapter whose changes under all names of one tensor are changes of that tensor."""
+    """Turn an adapter's changes under all names of one tensor into changes of that tensor."""
     source = adapter = given.source
     names = {name: name for name in source.tensors}
     if isinstance(source, RenamedSource):
@@ -297,7 +293,7 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[str]) -> Sour
 
 
 def _unstored_head(names: Mapping[str, str], base: Source, config: Config) -> Groups:
-    """The embedding of a base that stores no head, where an adapter changes one of the two."""
+    """Group embedding and head for a base that stores no head, where an adapter changes one."""
     if not config or says_tied(config) is False or any(map(is_tied_head, base.tensors)):
         return {}
     embeddings = sorted(filter(is_tied_embedding, base.tensors), key=tying_rank)

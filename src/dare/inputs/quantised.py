@@ -73,7 +73,6 @@ HOW = {
     "higgs": "load it in transformers, call model.dequantize()",
     "mlx": "convert it with mlx_lm.convert --dequantize",
 }
-"""Instructions to undo a scheme."""
 
 
 def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
@@ -171,7 +170,6 @@ ACTIVATION_SCALES = (
 """Scales of what passes through a layer, which no weight depends on."""
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
-"""Elements that are multiplied at once."""
 PIECE_BYTES = PIECE_ELEMENTS * 16
 """Memory for a piece: codes, their values, and the factors of all of them."""
 
@@ -182,7 +180,6 @@ class Scale:
 
     info: TensorInfo
     columns: int
-    """Factors in a row of the grid."""
     block_rows: int
     block_columns: int
 
@@ -306,7 +303,6 @@ MXFP4_MODEL_TYPE = "gpt_oss"
 GROUP = 32
 GROUP_BYTES = GROUP // 2
 TILE = 1 << 16
-"""Elements that are looked up at once."""
 TILE_BYTES = TILE * 16
 """Memory for a tile: codes, places in the table and the values there, some of them twice."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -327,7 +323,7 @@ class UnpackedSource(SourceView):
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}
-        """For each thread, the expert that it read last."""
+        """The expert that each thread read last."""
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._packed:

@@ -1,4 +1,4 @@
-"""Stored weights as numbers, and the one walk over the chunks of a tensor."""
+"""Stored weights as numbers, the one walk over the chunks of a tensor, and sources in memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 CHUNKS_AHEAD = 4
-"""How many chunks of a tensor are asked for beyond those that are read next."""
+"""Chunks of a tensor that are asked for beyond those that are read next."""
 
-PLACES, PLACE = 64, 4096
-"""How many places of two tensors are compared first, and how many elements at each."""
+SAMPLES, SAMPLE_ELEMENTS = 64, 4096
+"""Samples of two tensors that are compared first, and the elements of each."""
 
 
 @contextmanager
@@ -45,12 +45,12 @@ def read_chunks(
     at_once: int = CHUNK,
     together: int = CHUNK,
 ) -> Iterator[tuple[int, list[Raw]]]:
-    """Stored elements of a tensor, of several sources at once, chunk after chunk.
+    """Yield stored elements of a tensor, of several sources at once, chunk after chunk.
 
-    Yields the index of a chunk's first element, and what each source has there. The next chunks
-    fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
-    the first source is the base, the others need not read it for themselves. As many elements come
-    `together`: some chunks.
+    Each time these are the index of the first element, and the elements of each source. The next
+    chunks fill the same buffers: bytes for `at_once` elements of each source, made here unless
+    given. If the first source is the base, the others need not read it for themselves. As many
+    elements come `together`: some chunks.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
@@ -74,7 +74,7 @@ def read_chunks(
 def read_float_chunks(
     sources: Sequence[Source], name: str, backend: str = "reference"
 ) -> Iterator[tuple[int, list[Floats]]]:
-    """The same of a whole tensor in float32, in arrays that stay."""
+    """Yield the chunks of a whole tensor in float32, in arrays that stay."""
     for start, stored in read_chunks(sources, name):
         yield start, [decoded(raw, backend) for raw in stored]
 
@@ -82,10 +82,10 @@ def read_float_chunks(
 def read_stored(
     source: Source, name: str, start: int, count: int, buffer: Bytes, base: Raw | None = None
 ) -> Raw:
-    """Some elements of a tensor as they are stored, in a buffer that has room for them.
+    """Read some elements of a tensor as they are stored, into a buffer that has room for them.
 
-    Those of a source in memory are seen where they are: nobody may change what is returned. `base`
-    are the base's, if they are there already.
+    Those of a source in memory are returned where they are: nobody may change them. `base` are
+    those of the base, if they are there already.
     """
     if (held := source.view(name, start, count)) is not None:
         return held
@@ -101,7 +101,7 @@ def read_stored(
 def read_floats(
     source: Source, name: str, start: int, count: int, backend: str = "reference"
 ) -> Floats:
-    """Some elements of a tensor, in float32."""
+    """Read some elements of a tensor, in float32."""
     values = np.empty(count, np.float32)
     decode = kernels.load(backend).decode
     for place, (raw,) in read_chunks([source], name, start, count):
@@ -110,19 +110,19 @@ def read_floats(
 
 
 def decoded(raw: Raw, backend: str = "reference") -> Floats:
-    """Stored elements in float32; the backend `cpu` is faster, once Numba is loaded."""
+    """Decode stored elements to float32; the backend `cpu` is faster, once Numba is loaded."""
     values = np.empty(raw.shape, np.float32)
     kernels.load(backend).decode(raw, values)
     return values
 
 
 def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
-    """Whether two tensors have the same bytes; first in some places, then, if `whole`, in all."""
+    """Return whether two tensors have the same bytes in some places and, if `whole`, in all."""
     one, two = source.tensors[name], source.tensors[other]
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
-    step = max(PLACE, one.elements // PLACES)
-    spans = [(at, min(PLACE, one.elements - at)) for at in range(0, one.elements, step)]
+    count, step = SAMPLE_ELEMENTS, max(SAMPLE_ELEMENTS, one.elements // SAMPLES)
+    spans = [(at, min(count, one.elements - at)) for at in range(0, one.elements, step)]
     spans += chunk_spans(one.elements) if whole else ()
     buffers = np.empty((2, max((count for _, count in spans), default=0)), one.dtype.carrier)
     with source:
@@ -143,7 +143,7 @@ class Held(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Its size in memory."""
         return sum({id(raw): raw.nbytes for raw in self.elements.values()}.values())
 
 
@@ -165,20 +165,20 @@ class HeldSource(SourceView):
         into[:] = self._held.elements[name][start : start + into.size]
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        """It is there already."""
+        """Do nothing: it is there already."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def check_unchanged(self) -> None:
-        """What is held cannot change."""
+        """Do nothing: what is held cannot change."""
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
-    """Read the base, and what fits it of the models, chunk by chunk; the base comes first."""
+    """Read the base, and the tensors of the models that fit it; the base comes first."""
     sources = [base, *models]
     every = [_room(base, source) for source in sources]
     chunks = [
@@ -214,7 +214,7 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
 
 
 def _room(base: Source, source: Source) -> Held:
-    """Arrays for what fits the base; names of one tensor have one array."""
+    """Make arrays for the tensors that fit the base; names of one tensor have one array."""
     held = Held({}, {})
     for name, info in source.tensors.items():
         if name in base.tensors and info.shape == base.tensors[name].shape:

@@ -1,4 +1,4 @@
-"""Where weights come from: tensors by name, whatever holds them.
+"""Sources of weights: tensors by name, whatever holds them.
 
 A source is opened twice: once to read headers, for the plan, and once to read weights. In between
 no file is held open, and the second time each file must still be the one that was planned for.
@@ -41,69 +41,65 @@ MAX_INDEX_BYTES = 100_000_000
 Raw = NDArray[Any]
 """Elements as they are stored, flat."""
 
-
 _NONE: dict[str, Any] = {}
 
 
 class Drop(NamedTuple):
-    """What was dropped of a delta before it was stored, by the mask of `dare`."""
+    """The mask by which elements of a delta were dropped before it was stored."""
 
     rate: float
     seed: int
     name: str
-    """The name that the mask was drawn by."""
 
 
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
-    What is here holds for a whole model in memory; every form of model changes what it must.
+    The defaults are those of a whole model in memory; every form of model changes what it must.
     """
 
     tensors: Mapping[str, TensorInfo]
-    """What a header says of each tensor."""
     files: tuple[Path, ...] = ()
     """The files behind the source; none for arrays."""
     remarks: tuple[str, ...] = ()
-    """What a user should know of how it is read."""
     is_partial: bool = False
-    """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
+    """True if a tensor that it lacks is meant to be unchanged, as in an adapter."""
     was_dropped: bool = False
-    """Whether changes were dropped from it before, by chance, and are made up for as it is read."""
+    """True if changes were dropped from it before, by chance, and are made up for as it is read."""
     reading_bytes: int = 0
-    """What reading takes for each thread, beside the buffer that is filled."""
+    """Memory that reading takes for each thread, beside the buffer that is filled."""
     ahead_bytes: int = 0
-    """What is read ahead of a store, of all threads together."""
+    """Memory for reading ahead of a store, of all threads together."""
     ties: Mapping[str, str] = _NONE
     """Names that stand for a tensor which has another name too, and that other name."""
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a tensor is the change to the base, in float32, instead of the weights."""
+        """Return whether a tensor is the change to the base, in float32, instead of the weights."""
         return False
 
     def drop_of(self, name: str) -> Drop | None:  # noqa: ARG002
-        """What was dropped of a tensor's change already; what is left of it is not rescaled."""
+        """Return the mask by which a tensor's change was dropped; the rest is not rescaled."""
         return None
 
     def original_digest(self, name: str) -> str | None:  # noqa: ARG002
-        """The digest of the tensor that a dropped one is taken from, if all that is left is its."""
+        """Return the digest of the whole tensor, if all that is left of it is unchanged."""
         return None
 
     def base_digest(self, name: str) -> str | None:  # noqa: ARG002
-        """The digest that the base's tensor must have for this one to mean anything."""
+        """Return the digest that the base's tensor must have for this one to mean anything."""
         return None
 
     def bytes_for(self, name: str, count: int) -> int:
-        """About how many bytes of its files so many elements of a tensor take."""
+        """Return about how many bytes of its files so many elements of a tensor take."""
         return count * self.tensors[name].dtype.itemsize
 
     def fingerprint(self) -> list[Any]:
-        """What headers and configurations say of it: a half-finished merge is of this."""
+        """Return what identifies it in headers and configurations, to resume a merge."""
         lines = (f"{i.name}\t{i.dtype.name}\t{i.shape}\t{i.start}" for i in self.tensors.values())
         return [bytes_digest("\n".join(lines).encode())]
 
     def stamps(self) -> list[Any]:
-        """By what its files are known to be the same here and now, without reading them."""
+        """Return the facts by which its files are known to be the same, without reading them."""
         return []
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -111,19 +107,19 @@ class Source:
         raise NotImplementedError
 
     def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:  # noqa: ARG002
-        """The same, for a reader that has the base's elements already; it need not, else."""
+        """Fill `into` likewise, with the base's elements at hand."""
         self.read(name, start, into)
 
     def view(self, name: str, start: int, count: int) -> Raw | None:  # noqa: ARG002
-        """So many elements from one on where they lie in memory, not to be changed; None: read."""
+        """Return elements where they lie in memory, not to be changed; None: they must be read."""
         return None
 
     def chunk_digest(self, name: str, chunk: int) -> str | None:  # noqa: ARG002
-        """The digest of a chunk, if it is known without reading."""
+        """Return the digest of a chunk, if it is known without reading."""
         return None
 
     def place(self, name: str) -> Hashable:  # noqa: ARG002
-        """Where a tensor lies, by which two names of one tensor are known; None: nowhere."""
+        """Return the place of a tensor, the same for two names of one tensor; None: unknown."""
         return None
 
     def prefetch(self, name: str, start: int, count: int) -> None:
@@ -151,14 +147,13 @@ class InputFiles(Source):
         self._stamps: dict[Path, Stamp] = {}
         self._open: dict[Path, InputFile] = {}
         self._users = 0
-        """How many have entered: others may read rows of this source through theirs."""
+        """The number of those who have entered: others may read rows through theirs."""
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
-        """The file that each tensor is in."""
 
     @contextmanager
-    def first_look(self, file: Path) -> Iterator[InputFile]:
-        """Open a file to read its header, and remember what it looks like now."""
+    def open_header(self, file: Path) -> Iterator[InputFile]:
+        """Open a file to read its header, and remember its stamp."""
         opened = open_input(file)
         try:
             yield opened
@@ -233,10 +228,10 @@ class FileSource(InputFiles):
         super().__init__()
         self.path = path
         self.headers: dict[Path, Header] = {}
-        files = _files_of(path)
+        files = find_files(path, INDEX_NAME, SINGLE_NAME)
         prefetch_beginnings(files)
         for file, promised in files.items():
-            with self.first_look(file) as opened:
+            with self.open_header(file) as opened:
                 header = self.headers[file] = read_header(opened, str(file))
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
@@ -259,8 +254,7 @@ class ArraySource(Source):
         self.is_partial = holds_deltas
         self.tensors: dict[str, TensorInfo] = {}
         for name, (dtype, shape, _) in arrays.items():
-            info = TensorInfo(name, dtype, shape, 0)
-            admit(info, self.tensors, label)
+            admit(info := TensorInfo(name, dtype, shape, 0), self.tensors, label)
             self.tensors[name] = info
         self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
 
@@ -278,7 +272,7 @@ class ArraySource(Source):
 
 
 class SourceView(Source):
-    """Another source as it is; what inherits from this presents some of it differently."""
+    """Another source as it is; subclasses present some of it differently."""
 
     def __init__(
         self,
@@ -289,7 +283,7 @@ class SourceView(Source):
         self.inner = inner
         self.tensors = tensors
         self.names = {} if names is None else names
-        """The names of tensors in the source, where they are others there."""
+        """The names of tensors in the source, where they differ."""
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
         self.ties, self.was_dropped = inner.ties, inner.was_dropped
@@ -376,26 +370,26 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     return FileSource(to_path(path))
 
 
-def _files_of(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a model, each with the tensors that its index promises, if it has one."""
+def find_files(path: Path, index: str, single: str) -> dict[Path, set[str] | None]:
+    """Find the files of a model, each with the tensors that its index promises, if any.
+
+    In a directory, that is the index, or the usual single file, or the only one that ends alike.
+    """
     if not is_directory(path):
         return {path: None}
-    names = list_names(path)
-    if INDEX_NAME in names:
-        return dict(read_index(path / INDEX_NAME))
-    weights = [name for name in names if name.endswith(".safetensors")]
-    if SINGLE_NAME in weights:
-        return {path / SINGLE_NAME: None}
-    if len(weights) == 1:
-        return {path / weights[0]: None}
+    names, kind = list_names(path), single.rpartition(".")[2]
+    if index in names:
+        return dict(read_index(path / index))
+    weights = [name for name in names if name.endswith(f".{kind}")]
+    if single in weights or len(weights) == 1:
+        return {path / (single if single in weights else weights[0]): None}
     if weights:
-        found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
-        raise InputError(f"{path}: {found}; name one file")
-    raise InputError(f"{path}: has no safetensors file and no {INDEX_NAME}")
+        raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
+    raise InputError(f"{path}: has no {kind} file and no {index}")
 
 
 def read_index(index: Path) -> dict[Path, set[str]]:
-    """The shards that an index names, each with the tensors it promises."""
+    """Return the shards that an index names, each with the tensors it promises."""
     text = read_limited(index, MAX_INDEX_BYTES)
     try:
         weight_map = json.loads(text)["weight_map"]

@@ -1,4 +1,4 @@
-"""What the rows of a model's embedding and head stand for, as its tokenizer tells.
+"""The meaning of the rows of a model's embedding and head, by its tokenizer.
 
 Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `vocab.txt`) and
 `added_tokens.json`; without those, rows are compared by their number.
@@ -16,9 +16,9 @@ from typing import Any
 from dare.errors import InputError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
 from dare.inputs.sources import Source
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, shorten
 from dare.tensors.json_values import parse_json
-from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
+from dare.tensors.names import row_rank
 
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
@@ -26,18 +26,17 @@ MAX_TOKENS = 1 << 24
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 _FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt")
-"""Of a tokenizer, the best first; the first as the tokenizers library writes it."""
+"""Files of a tokenizer, the best first; the first as the tokenizers library writes it."""
 
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
     "special": False,
 }
-"""Of an added token, as they are if nothing says otherwise."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a tokenizer calls the rows."""
+    """The names that a tokenizer gives to rows."""
 
     ids: Mapping[str, int]
     added: Mapping[str, Mapping[str, bool]]
@@ -46,12 +45,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rows of one model's embedding, and what they stand for."""
+    """The rows of one model's embedding; `tokens` is None if there is no tokenizer."""
 
     name: str
     rows: int
     tokens: Tokens | None
-    """None if there is no tokenizer to tell."""
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -60,7 +58,7 @@ class Vocabulary:
         return {token: number for token, number in ids.items() if number < self.rows}
 
     def differs(self, other: Vocabulary) -> bool:
-        """Whether rows of the same number stand for other tokens, as far as that is known."""
+        """Return whether rows of the same number are known to stand for other tokens."""
         both_known = self.tokens is not None and other.tokens is not None
         return self.rows != other.rows or (both_known and self.ids != other.ids)
 
@@ -68,26 +66,17 @@ class Vocabulary:
 # ---------------------------------------------------------------- rows
 
 
-def _rank(tensor: str, info: TensorInfo) -> int | None:
-    """How surely a tensor has a row for each token, by its name; 0 is best, None is not at all.
+def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo]:
+    """Return the tensors of a source that have a row for each token, by their names.
 
-    >>> from dare.tensors.dtypes import STORAGE_TYPES
-    >>> weight = TensorInfo("", STORAGE_TYPES["F32"], (4, 2), 0)
-    >>> _rank("model.embed_tokens.weight", weight), _rank("model.norm.weight", weight)
-    (0, None)
+    If the number of `rows` is given, they have as many.
     """
-    *_, module, kind = ("", *tensor.split("."))
-    order = (*INPUT_EMBEDDINGS, *HEADS)
-    has_rows = (kind, len(info.shape)) in (("weight", 2), ("bias", 1))
-    return order.index(module) if module in order and has_rows and info.dtype.is_weight else None
-
-
-def row_tensors(source: Source, rows: int) -> dict[str, TensorInfo]:
-    """The tensors of a source that have a row for each of its tokens."""
     return {
         name: info
         for name, info in source.tensors.items()
-        if _rank(name, info) is not None and info.shape[0] == rows
+        if row_rank(name) is not None
+        if info.dtype.is_weight and len(info.shape) == (2 if name.endswith("weight") else 1)
+        if rows in (None, info.shape[0])
     }
 
 
@@ -102,18 +91,18 @@ class Tokenizers:
         self._parsed: dict[tuple[str, bytes], Tokens | None] = {}
 
     def vocabulary(self, source: Source, name: str, directory: Path | None) -> Vocabulary | None:
-        """The vocabulary of a source, or None if it has no embedding and no head."""
+        """Read the vocabulary of a source, or None if it has no embedding and no head."""
         ranked = [
-            (rank, -info.shape[0])
-            for tensor, info in source.tensors.items()
-            if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
+            (row_rank(tensor) or 0, -info.shape[0])
+            for tensor, info in row_tensors(source).items()
+            if len(info.shape) == 2
         ]
         if not ranked:
             return None
         return Vocabulary(name, -min(ranked)[1], self._read(directory) if directory else None)
 
     def _read(self, directory: Path) -> Tokens | None:
-        """The tokens of a directory's tokenizer; None if there is none of a known form."""
+        """Read the tokens of a directory's tokenizer; None if there is none of a known form."""
         texts = ((name, read_text(directory, name)) for name in _FILES)
         found = next(((name, text) for name, text in texts if text is not None), None)
         if found is None:
@@ -176,17 +165,9 @@ def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:
 def _added_token(entry: Any, where: Path) -> tuple[str, int, dict[str, bool]]:
     token = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(token, str) or "id" not in entry:
-        raise InputError(f"{where}: an added token needs id and content, found {_shown(entry)}")
+        raise InputError(f"{where}: an added token needs id and content, found {shorten(entry)}")
     number = _checked_one(token, entry["id"], where)[token]
     return token, number, {flag: bool(entry.get(flag, usual)) for flag, usual in _FLAGS.items()}
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value, which may be huge or nested deeply."""
-    try:
-        return f"{value!a:.80}"
-    except (ValueError, RecursionError):  # a number of thousands of digits
-        return f"a {type(value).__name__}"
 
 
 def _checked(vocab: Any, where: Path) -> dict[str, int]:
@@ -200,5 +181,5 @@ def _checked(vocab: Any, where: Path) -> dict[str, int]:
 
 def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
     if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-        raise InputError(f"{where}: the token {_shown(token)} has the id {_shown(number)}")
+        raise InputError(f"{where}: the token {shorten(token)} has the id {shorten(number)}")
     return {token: number}

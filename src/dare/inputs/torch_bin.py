@@ -25,38 +25,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
-from dare.stores.locations import StorePath, to_path
+from dare.inputs.sources import InputFiles, Raw, check_against_index, find_files
+from dare.stores.locations import StorePath
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import LocalFile, is_directory
+from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training programs keep the weights."""
 MAX_PICKLE_BYTES = 64 << 20
-"""What says what tensors there are; a model of 10,000 has some 2 MB."""
+"""The limit for the list of tensors; that of a model with 10,000 has some 2 MB."""
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
-MOST_VALUES = 10_000_000
-"""In one value of a pickle, with what stands in it more than once counted each time."""
+MAX_VALUES = 10_000_000
+"""The limit for one value of a pickle; repeated parts are counted each time."""
 PIECE_ELEMENTS = 1 << 18
-"""How many elements of a tensor that is not contiguous are gathered at once."""
+"""Elements of a tensor that is not contiguous which are gathered at once."""
 
 
 class TorchSource(InputFiles):
-    """The tensors of a state dict in one file or in shards."""
+    """The tensors of a state dict in one file or in shards.
+
+    It is a pickle: open it only if the user has asked for it.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.left_out: tuple[str, ...] = ()
-        """What is in the files and is no tensor of the state dict."""
+        """Entries of the files that are no tensor of the state dict."""
         self._strides: dict[str, tuple[int, ...]] = {}
-        """In elements, of the tensors that do not lie one element after the other."""
-        for file, promised in _files_of(path).items():
-            held = self._look_into(file)
+        """Strides in elements of the tensors that are not contiguous."""
+        for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
+            held = self._read_pickle(file)
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, held, promised)
         if not self.tensors:
@@ -65,11 +67,11 @@ class TorchSource(InputFiles):
             names = ", ".join(self.left_out)
             self.remarks = (f"{path}: left out, because they are not tensors: {names}",)
 
-    def _look_into(self, file: Path) -> set[str]:
-        """Read what a file says of its tensors, and no weights; return their names."""
+    def _read_pickle(self, file: Path) -> set[str]:
+        """Read a file's list of tensors, and no weights; return their names."""
         if isinstance(file, StorePath):
             raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
-        with self.first_look(file) as opened:
+        with self.open_header(file) as opened:
             assert isinstance(opened, LocalFile)
             edges = _read_edges(opened.file_descriptor, file)
         held = set()
@@ -136,28 +138,16 @@ def looks_like(path: Path) -> bool:
     return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
 
 
-def open_torch(path: str | os.PathLike[str]) -> TorchSource:
-    """Open what torch.save wrote. It is a pickle: do this only if the user has asked for it."""
-    return TorchSource(to_path(path))
-
-
-def _files_of(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a model, each with the tensors that its index promises, if it has one."""
-    if not is_directory(path):
-        return {path: None}
-    if (path / INDEX_NAME).exists():
-        return dict(read_index(path / INDEX_NAME))
-    return {path / SINGLE_NAME: None}
-
-
 def _read_edges(file_descriptor: int, file: Path) -> list[int]:
-    """Where a record of the archive ends at the latest: where the next begins, or the file ends."""
+    """Return the latest ends of the archive's records: the next one's start, or the file's end."""
     try:
         with os.fdopen(os.dup(file_descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
-            pickles = [archive.read(info) for info in infos if _is_pickle(info)]
+            stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
+            small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
+            pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
@@ -166,15 +156,10 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
     if any(i.filename.endswith(".pkl") and i.file_size > MAX_PICKLE_BYTES for i in infos):
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+    if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
     _check_pickles(pickles, file)
     return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
-
-
-def _is_pickle(info: zipfile.ZipInfo) -> bool:
-    is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size <= MAX_PICKLE_BYTES
-    return is_plain and info.filename.endswith(".pkl")
 
 
 def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
@@ -184,12 +169,12 @@ def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
             values = _count_values(pickled)
         except (ValueError, IndexError, struct.error, OverflowError):
             return  # damaged: torch says so
-        if values > MOST_VALUES:
-            raise InputError(f"{file}: its pickle has a value of more than {MOST_VALUES} values")
+        if values > MAX_VALUES:
+            raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
 
 
 def _count_values(pickled: bytes) -> int:
-    """How many values the largest value of a pickle stands for; ValueError if it is damaged.
+    """Count the values that the largest value of a pickle stands for; ValueError if damaged.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
     stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
@@ -211,7 +196,7 @@ def _count_values(pickled: bytes) -> int:
             results = len(opcode.stack_after)
             stack += [1 + sum(taken)] * results if results else []
             largest = max(largest, _top(stack))
-            if largest > MOST_VALUES:
+            if largest > MAX_VALUES:
                 return largest
     return largest
 
@@ -221,7 +206,7 @@ def _top(stack: list[int | None]) -> int:
 
 
 def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
-    """Take off the stack what an opcode takes: a number of values, or all down to the last mark."""
+    """Pop an opcode's arguments: a number of values, or all down to the last mark."""
     count = len(opcode.stack_before)
     taken: list[int] = []
     if pickletools.markobject in opcode.stack_before:
@@ -234,7 +219,7 @@ def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
 
 
 def _what_else(file_descriptor: int) -> str:
-    """What a file is that is no archive."""
+    """Describe a file that is no archive."""
     beginning = os.pread(file_descriptor, 64, 0)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"
@@ -268,7 +253,7 @@ def _load(file: Path) -> object:
 
 
 def _shown(name: object) -> str:
-    """A key for people: any value can be one."""
+    """Return a key as text: any value can be one."""
     return name if isinstance(name, str) else f"{name!a:.80}"
 
 

@@ -4,9 +4,10 @@ Merging takes place row by row, and a row means a token. Where the tokenizers di
 embedding and head are put in one order, that of the output, before anything is merged: each model
 is presented with its own row for every token that it shares with the base, and with the base's row
 for all others, where its change is therefore zero. The base is presented with a row for each new
-token, the mean of the rows of the models that have it. What reads the sources notices nothing.
+token, the mean of the rows of the models that have it. Readers of the sources notice nothing.
 
-`tokens` finds out what the rows of a model stand for, and `rows` presents them in order.
+Nothing is copied beforehand: elements are read from the sources that their rows come from, or
+computed, at the moment they are asked for. `tokens` has the meaning of a model's rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -53,13 +54,13 @@ class Aligned:
     base: Source
     models: tuple[Source, ...]
     rows: tuple[int | None, ...] = ()
-    """Of the output's embedding, the base's and each model's; None where there is none."""
+    """Rows of the output's embedding, the base's and each model's; None where there is none."""
     keeps_base_tokenizer: bool = False
-    """Whether only the base's tokenizer fits the output, with the files that are replaced."""
+    """True if only the base's tokenizer fits the output, with the files that are replaced."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the base's tokenizer that have another content in the output."""
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    """For each model the output's id of each of its own; none at all where nothing differs."""
+    """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     differences: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Aligned:
     notes: tuple[str, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
-        """Rows of an input (0 is the base, 1 the first model) and of the output, if they differ."""
+        """Return the rows of an input (0 is the base) and of the output, if they differ."""
         if not self.rows:
             return None
         output, before = self.rows[0], self.rows[1 + chosen]
@@ -161,7 +162,7 @@ def _explain(base: Vocabulary, other: Vocabulary) -> str:
 
 
 def _listed(tokens: Mapping[str, int]) -> str:
-    """Some tokens with their ids, lowest first."""
+    """List some tokens with their ids, lowest first."""
     ordered = sorted(tokens.items(), key=lambda item: (item[1], item[0]))
     shown = ", ".join(f"{token!r} {number}" for token, number in ordered[:EXAMPLES])
     return shown + (", …" if len(ordered) > EXAMPLES else "")
@@ -182,7 +183,7 @@ def _notes(
 
 
 def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]:
-    """The tokens that models have rows for and the base has not, with their ids in the output."""
+    """Return the tokens that only models have rows for, with their ids in the output."""
     problems = [line for other in models for line in _obstacles(base, other)]
     if problems:
         raise MismatchError(*problems)
@@ -207,20 +208,20 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
 
 
 def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
-    """Why a model's new tokens cannot be taken in."""
+    """Yield the reason if a model's new tokens cannot be taken in."""
     if base.tokens is None or other.tokens is None:
         if base.rows < other.rows:
-            yield (f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows')
+            yield f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows'
         return
     known = {*base.tokens.ids, *other.tokens.added}
     if inner := {token: number for token, number in other.ids.items() if token not in known}:
-        yield (f'{other.name}: is of another tokenizer ({_listed(inner)}); set vocabulary = "base"')
+        yield f'{other.name}: is of another tokenizer ({_listed(inner)}); set vocabulary = "base"'
 
 
 def _token_ids(
     base: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
 ) -> dict[int, int | None] | None:
-    """What a model's token ids become in the output."""
+    """Return the output's id of each of a model's token ids."""
     if other is None or other.tokens is None:
         return None
     if base.tokens is None:
@@ -232,7 +233,7 @@ def _token_ids(
 def _tokenizer_files(
     directory: Path | None, base: Vocabulary, models: Sequence[Vocabulary], new: Mapping[str, int]
 ) -> dict[str, bytes]:
-    """The base's tokenizer files with the new tokens in them."""
+    """Return the base's tokenizer files with the new tokens in them."""
     if directory is None or base.tokens is None or set(new) <= set(base.tokens.ids):
         return {}
     tokenizer = read_json(directory, TOKENIZER_FILE)
@@ -262,13 +263,12 @@ def _tokenizer_files(
 
 
 PIECE = 1 << 16
-"""Elements that are converted or averaged at a time."""
 SMALLEST_PREFETCH_BYTES = 4096
 
 Rows = NDArray[np.int64]
-"""For each row of the output, a row of the input; -1 for one that the input does not have."""
+"""A row of the input for each row of the output; -1 for one that the input does not have."""
 Owners = Mapping[int, Sequence[tuple[int, int, float]]]
-"""For a new row, the models that have it: which one, its row there, its share."""
+"""The models that have a new row: which one, its row there, its share."""
 Fill = Callable[[int, Raw], None]
 """Fills an array with a tensor's elements from a position on."""
 
@@ -278,10 +278,9 @@ Fill = Callable[[int, Raw], None]
 
 @dataclass(frozen=True)
 class RowOrigins:
-    """What decides which row comes from where."""
+    """All that decides the origin of each row; `vocabulary` is the base's."""
 
     vocabulary: Vocabulary
-    """The base's."""
     others: Sequence[Vocabulary | None]
     base: Source
     models: Sequence[Source]
@@ -290,14 +289,14 @@ class RowOrigins:
     rows: int
 
     def base_rows(self) -> Rows:
-        """The base's row for each row of the output; new tokens may lie in its padding."""
+        """Return the base's row for each row of the output; new tokens may lie in its padding."""
         rows = np.full(self.rows, -1, np.int64)
         rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
         rows[list(self.new.values())] = -1
         return rows
 
     def model_rows(self, other: Vocabulary) -> Rows:
-        """A model's row for each row of the output; only for those that the base has as well."""
+        """Return a model's row for each row of the output that the base has as well."""
         base = self.vocabulary
         shared = min(base.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
@@ -310,7 +309,7 @@ class RowOrigins:
         return rows
 
     def owners(self, base: TensorInfo) -> Owners:
-        """By new row, the models that have it; shares go by weights if all are positive."""
+        """Return the models that have each new row; shares go by weights if all are positive."""
         fitting = {
             index: other.ids
             for index, (model, other) in enumerate(zip(self.models, self.others, strict=True))
@@ -337,14 +336,14 @@ class RowOrigins:
 
 
 def present(origins: RowOrigins) -> list[Source]:
-    """The base and the models with their rows in the output's order."""
+    """Present the base and the models with their rows in the output's order."""
     inputs = [origins.base, *origins.models]
     base_rows = origins.base_rows()
     stored = row_tensors(origins.base, origins.vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
     bases = {
         name: RowTensor(
-            origins.base, info, info.dtype, base_rows, _means(info, origins.models, owners[name])
+            origins.base, info, info.dtype, base_rows, _Means(info, origins.models, owners[name])
         )
         for name, info in stored.items()
     }
@@ -365,14 +364,14 @@ def present(origins: RowOrigins) -> list[Source]:
 
 
 def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) -> RowTensor:
-    """A model's tensor, with the base's rows where it has none; of a delta, rows of zeros.
+    """Present a model's tensor, with the base's rows where it has none; of a delta, zeros.
 
     The base's rows are the base's to the bit: if the types differ, both are presented in float32.
     """
     if model.drop_of(info.name) is not None:
         raise MismatchError(f"{info.name}: its rows cannot move; first run `dare apply`")
     if model.holds_delta(info.name):
-        return RowTensor(model, info, info.dtype, rows, _zeros)
+        return RowTensor(model, info, info.dtype, rows, _fill_zeros)
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
         return RowTensor(model, info, info.dtype, rows, base.read)
@@ -469,7 +468,7 @@ class RowTensor:
 
 
 def _begins_run(rows: Rows) -> NDArray[np.bool_]:
-    """Whether each row does not simply follow the one before.
+    """Return whether each row does not simply follow the one before.
 
     >>> _begins_run(np.array([0, 1, 2, -1, -1, 7])).tolist()
     [True, False, False, True, False, True]
@@ -483,13 +482,13 @@ def _begins_run(rows: Rows) -> NDArray[np.bool_]:
 # ---------------------------------------------------------------- reading elements
 
 
-def _zeros(_start: int, into: Raw) -> None:
+def _fill_zeros(_start: int, into: Raw) -> None:
     into[:] = 0
 
 
 @dataclass(frozen=True)
 class _InFloat32:
-    """The same elements, decoded."""
+    """A reader of the same elements, decoded."""
 
     read: Fill
     stored: StorageType
@@ -502,22 +501,15 @@ class _InFloat32:
             reference.decode(raw[: part.size], part)
 
 
-def _means(base: TensorInfo, models: Sequence[Source], owners: Owners) -> Fill:
-    readers = {}
-    for index in {index for having in owners.values() for index, _, _ in having}:
-        stored = models[index].tensors[base.name]
-        readers[index] = _InFloat32(partial(models[index].read, stored.name), stored.dtype)
-    return _Means(math.prod(base.shape[1:]), owners, readers)
-
-
-@dataclass(frozen=True)
 class _Means:
     """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
 
-    width: int
-    owners: Owners
-    readers: Mapping[int, Fill]
-    """Of the models that own a row, in float32."""
+    def __init__(self, base: TensorInfo, models: Sequence[Source], owners: Owners) -> None:
+        self.width, self.owners = math.prod(base.shape[1:]), owners
+        self.readers = {}
+        for index in {index for having in owners.values() for index, _, _ in having}:
+            kind = models[index].tensors[base.name].dtype
+            self.readers[index] = _InFloat32(partial(models[index].read, base.name), kind)
 
     def __call__(self, start: int, into: Raw) -> None:
         done = 0
@@ -531,13 +523,11 @@ class _Means:
             done += part.size
 
     def _mean(self, row: int, column: int, count: int) -> Floats:
-        """Σ share · row in float32, in the order of the models."""
-        total: Floats | None = None
+        """Return Σ share · row in float32, in the order of the models."""
+        terms = []
         with np.errstate(invalid="ignore", over="ignore"):
             for index, there, share in self.owners[row]:
                 values = np.empty(count, np.float32)
                 self.readers[index](there * self.width + column, values)
-                values *= np.float32(share)
-                total = values if total is None else total + values
-        assert total is not None  # a new token has an owner
-        return total
+                terms.append(values * np.float32(share))
+            return reduce(np.add, terms)

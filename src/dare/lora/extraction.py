@@ -27,7 +27,7 @@ from dare.inputs.directory import read_config
 from dare.inputs.formats import open_model
 from dare.inputs.loaded import (
     Loaded,
-    Place,
+    LoadedTensor,
     architecture_of,
     find_places,
     places_as_stored,
@@ -61,8 +61,8 @@ class Change:
 
     base: Source
     model: Source
-    places: Mapping[str, Place]
-    """The place of each tensor of the base in the loaded model."""
+    places: Mapping[str, LoadedTensor]
+    """Where each tensor of the base is in the loaded model."""
     notes: tuple[str, ...]
 
     @cached_property
@@ -302,8 +302,8 @@ def _sort_others(
     return sorted(saved), left_out
 
 
-def _why_not_saved(change: Change, place: Place, targets: set[str]) -> str:
-    """Return the reason why a changed tensor cannot be stored in full; empty if it can."""
+def _why_not_saved(change: Change, place: LoadedTensor, targets: set[str]) -> str:
+    """The reason why a changed tensor cannot be stored in full; empty if it can."""
     together = change.modules[place.module]
     if place.kind in NOT_IN_MODULES:
         return NOT_IN_MODULES[place.kind].format(place.name)

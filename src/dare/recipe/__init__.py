@@ -1,1 +1,1 @@
-"""What the user asks for."""
+"""Recipes: the requests of users."""

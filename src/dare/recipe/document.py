@@ -29,7 +29,6 @@ __all__ = ["LIFTED", "read_toml", "recipe_from_document"]
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
-"""Fields of a recipe that can be set by name."""
 OF_MODELS = ("weight", "seed")
 """Settings of each model, beside the parameters of delta stages."""
 INCLUDE = "include."

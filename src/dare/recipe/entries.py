@@ -32,7 +32,7 @@ _WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)]
 
 
 def as_path(value: object) -> Path:
-    """A path, with ~ expanded."""
+    """Return a path, with ~ expanded."""
     if not isinstance(value, str | PathLike):
         raise ValueError("must be the path of a file or directory")
     try:
@@ -49,7 +49,7 @@ def as_tuple(value: object) -> object:
 
 
 def with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as TOML would give them: what changes over the layers is a list."""
+    """Return settings as TOML would give them: values that change over the layers are lists."""
     return {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
 
 
@@ -74,7 +74,7 @@ class Strict(BaseModel):
             raise _explained(error, type(self)) from None
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What is shown of it: what is not at its default."""
+        """Yield the fields that are not at their defaults."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -120,7 +120,7 @@ class ModelEntry(Strict):
 
     @property
     def name(self) -> str:
-        """What the model is called in messages."""
+        """The model's name in messages."""
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
@@ -130,11 +130,11 @@ class ModelEntry(Strict):
         if path.suffix != ".safetensors":
             return path.name
         folder = path.parent
-        is_told = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
-        return folder.name if is_told else path.stem.removesuffix(".delta")
+        is_generic = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
+        return folder.name if is_generic else path.stem.removesuffix(".delta")
 
     def to_table(self) -> dict[str, Any]:
-        """The entry as a table of a recipe: its parameters stand among its keys."""
+        """Return the entry as a table of a recipe: its parameters stand among its keys."""
         return flat(self.model_dump(mode="json", exclude_defaults=True))
 
 
@@ -175,14 +175,14 @@ class TensorRule(Strict):
         ) and (self.contains is None or any(text in tensor for text in self.contains))
 
     def __str__(self) -> str:
-        """What the rule is for, in messages."""
+        """The rule's tensors, in messages."""
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"
 
 
 def flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its parameters among its keys, as `document` reads it."""
+    """Return an entry with its parameters among its keys, as `document` reads it."""
     settings: dict[str, Any] = entry.get("settings", {})
     return {key: value for key, value in entry.items() if key != "settings"} | settings
 

@@ -1,7 +1,7 @@
-"""What a name on the hub looks like, without asking the hub.
+"""Names on the hub, told from paths without asking the hub.
 
 A name is `org/name`, or `org/name/inside@revision`, where `inside` is a folder or a file of the
-repository. What exists here is never a name. Otherwise
+repository. A path that exists here is never a name. Otherwise
 
 - with `@revision` a text is a name;
 - without it, only if it has exactly two parts, the second does not end like a file of weights,
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from dare.errors import InputError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
-"""How files of weights end; `org/model.safetensors` is a path, not a name."""
+"""Endings of files of weights; `org/model.safetensors` is a path, not a name."""
 
 _PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
 _NO_PARTS = {"", ".", ".."}
@@ -52,7 +52,7 @@ class Name:
 
 
 def looks_like_name(text: str) -> bool:
-    """Say whether a text has the form of a name on the hub; what exists here is not looked at.
+    """Return whether a text has the form of a name on the hub; files here are not considered.
 
     >>> [looks_like_name(t) for t in ("org/name", "org/name@v1", "org/name/sub@main")]
     [True, True, True]
@@ -63,7 +63,7 @@ def looks_like_name(text: str) -> bool:
 
 
 def parse_name(text: str) -> Name | None:
-    """The name that a text is; None if it is none."""
+    """Parse a name; return None if the text is none."""
     place, at, revision = text.partition("@")
     org, slash, rest = place.partition("/")
     name, _, inside = rest.partition("/")
@@ -79,7 +79,7 @@ def parse_name(text: str) -> Name | None:
 
 
 def parse_address(text: str) -> Name:
-    """The name that an address is: `hf://org/name@revision/inside`.
+    """Parse an address: `hf://org/name@revision/inside`.
 
     >>> str(parse_address("hf://org/name@v1/q/m.gguf"))
     'org/name/q/m.gguf@v1'

@@ -37,13 +37,12 @@ _PLACE = re.compile(
     rf"|(?:^|\.)(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation)\."
     r"|(?<!embedders)\.(?P<layer>\d+)\."
 )
-"""What comes first in a name: the one middle block, a module outside the layers although its parts
-are numbered, or a number. The text encoders in `conditioner.embedders` are numbered, and no layers.
-"""
+"""The first of these in a name: the one middle block, a module outside the layers although its
+parts are numbered, or a number. The text encoders in `conditioner.embedders` are no layers."""
 
 
 def stack_and_layer(tensor: str) -> tuple[str, int] | None:
-    """The stack that a tensor stands in and its layer there, from the first number between dots.
+    """Return a tensor's stack and its layer there, from the first number between dots.
 
     >>> stack_and_layer("model.layers.12.mlp.experts.3.weight"), stack_and_layer("lm_head.weight")
     (('model.layers', 12), None)
@@ -57,7 +56,7 @@ def stack_and_layer(tensor: str) -> tuple[str, int] | None:
 
 
 def count_layers(tensors: Iterable[str]) -> dict[str, int]:
-    """How many layers each stack has, from the highest number in it.
+    """Count the layers of each stack, from the highest number in it.
 
     >>> count_layers(["text.layers.0.w", "text.layers.31.w", "vision.blocks.23.w", "norm.w"])
     {'text.layers': 32, 'vision.blocks': 24}
@@ -71,7 +70,7 @@ def count_layers(tensors: Iterable[str]) -> dict[str, int]:
 
 
 def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
-    """The stacks of each network, in the order in which they are passed.
+    """Return the stacks of each network, in the order in which they are passed.
 
     >>> find_networks({"up_blocks": 4, "mid_block": 1, "down_blocks": 4, "encoder.layers": 12})
     [['down_blocks', 'mid_block', 'up_blocks'], ['encoder.layers']]
@@ -87,7 +86,7 @@ def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
 
 
 def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
-    """How deep each tensor stands in its network: 0 is the first layer, 1 the last.
+    """Return the depth of each tensor in its network: 0 is the first layer, 1 the last.
 
     >>> depths = find_depths(["embed.w", "h.0.w", "h.1.w", "h.4.w", "blocks.0.w"])
     >>> [str(depth) for depth in depths.values()]
@@ -111,7 +110,7 @@ def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
 
 
 def value_at(value: Any, depth: Fraction) -> Any:
-    """The value at a depth, rounded once; anything but a gradient is the same at every depth.
+    """Return the value at a depth, rounded once; only a gradient changes with depth.
 
     >>> value_at([0.0, 1.0, 0.5], Fraction(3, 4)), value_at(0.9, Fraction(3, 4))
     (0.75, 0.9)
@@ -126,7 +125,7 @@ def value_at(value: Any, depth: Fraction) -> Any:
 
 
 def mean_value(value: float | Gradient) -> float:
-    """One number for all layers: the mean of a gradient.
+    """Return one number for all layers: the mean of a gradient.
 
     >>> mean_value([0.0, 1.0]), mean_value(0.3)
     (0.5, 0.3)

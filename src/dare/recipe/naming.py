@@ -1,4 +1,4 @@
-"""What the files of a merge are called: base, models and output, and by other names elsewhere.
+"""Names for the files of a merge: base, models and output, and others elsewhere.
 
 A recipe names them at its top level, or in a table [models]:
 
@@ -7,7 +7,7 @@ A recipe names them at its top level, or in a table [models]:
     output = "merged.safetensors"                      merge_files = ["math.safetensors", …]
                                                        output_file = "merged.safetensors"
 
-Both mean the same, and a recipe has one of the two. `OTHER_NAMES` says what else is understood.
+Both mean the same, and a recipe has one of the two. `OTHER_NAMES` lists the others.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "models": ("merge_files", "merge", "finetuned_paths"),
     "output": ("output_file", "output_path"),
 }
-"""By our name: what else means the same in a recipe and in Python; first that of [models]."""
+"""Other names in a recipe and in Python by our name; first that of [models]."""
 
 OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
-"""By any name: ours."""
 
 FLAGS = {
     "base": ("--base", "-b"),
     "models": ("--models", "--merge", "-m"),
     "output": ("--output", "-o"),
 }
-"""What they are called on the command line."""
 
 
 def written_models(files: Sequence[Path]) -> str:
@@ -54,7 +52,7 @@ def written_models(files: Sequence[Path]) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """Where a document names its files, to read and to change them in the form it has."""
+    """The table in which a document names its files, to read and to change them as they are."""
 
     table: dict[str, Any]
     """The document, or its table [models]."""
@@ -78,11 +76,11 @@ class Files:
         return cls(table, is_table, keys)
 
     def shown(self, field: str) -> str:
-        """What a field is called in messages: as it is written there."""
+        """Return a field's name in messages: as it is written there."""
         return f"[models] {self.keys[field]}" if self.is_table else self.keys[field]
 
     def get(self, field: str) -> Any:
-        """What is given for a field; None if nothing is."""
+        """Return the value of a field; None if it has none."""
         return self.table.get(self.keys[field])
 
     def set(self, field: str, value: Any) -> None:
@@ -105,7 +103,7 @@ def _check_table(document: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same document with base, models and output at its top level, and first.
+    """Return a document with base, models and output at its top level, and first.
 
     >>> in_our_form({"seed": 1, "models": {"base_file": "b", "merge_files": ["m"]}})
     {'base': 'b', 'models': ['m'], 'seed': 1}
@@ -116,7 +114,7 @@ def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given by keyword, under our names.
+    """Return keyword arguments under our names.
 
     >>> with_our_names({"base_path": "b", "merge": ["m"], "seed": 1})
     {'base': 'b', 'models': ['m'], 'seed': 1}

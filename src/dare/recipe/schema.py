@@ -1,4 +1,4 @@
-"""What the user asks for: typed, strict, and the same as a TOML file or a Python object.
+"""A recipe, the user's request: typed, strict, and the same as a TOML file or a Python object.
 
 Three names and a rate are enough:
 
@@ -66,17 +66,16 @@ WeightType = Annotated[
 ]
 Policy = Literal["error", "base"]
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
-"""The stages of a method, each with its settings."""
 
 DEFAULT_MEMORY = 1 << 30
-"""What buffers take at the most where `max_memory` is not given, if a method can do with it."""
+"""The limit for buffers where `max_memory` is not given, if a method can do with it."""
 
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
     *("delta_threshold", "verbose"),
     *("shard_size", "max_memory", "threads", "cluster", "scratch", "output_digest", "search"),
 }
-"""Fields that say where and how a merge is done, and not what the merged weights are."""
+"""Fields for the place and the way of a merge, which do not decide the merged weights."""
 
 
 class Recipe(Strict):
@@ -196,7 +195,7 @@ class Recipe(Strict):
     @field_validator("stages")
     @classmethod
     def _without_gaps(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """None is no value in TOML, and what it says is said by leaving the key out."""
+        """Leave out keys whose value is None: TOML has no such value."""
         given = {
             stage: with_lists({name: v for name, v in table.items() if v is not None})
             for stage, table in value.items()
@@ -210,7 +209,7 @@ class Recipe(Strict):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """What does not go together, where each value alone may be right."""
+        """Yield what does not go together, where each value alone may be right."""
         names = [stage.name for stage, _ in self.chain]
         for name in self.stages:
             if name not in STAGES:
@@ -238,7 +237,7 @@ class Recipe(Strict):
             yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
 
     def _wrong_count(self, combine: Stage) -> str:
-        """How many models a combine stage takes, how many there are, and what to write instead."""
+        """Say how many models a combine stage takes, how many there are, and the remedy."""
         found = times(len(self.models), "is", "are")
         said = f"{combine.name} merges {combine.models} models, and {found} given"
         if combine.interpolates is None:
@@ -291,29 +290,29 @@ class Recipe(Strict):
 
     @property
     def interpolates(self) -> bool:
-        """Whether whole models are interpolated, so that the base may be one of them."""
+        """True if whole models are interpolated, so that the base may be one of them."""
         stage, settings = self.chain[-1]
         return stage.interpolates is not None and stage.interpolates.items() <= settings.items()
 
     def seeds(self) -> tuple[int, ...]:
-        """The seed of each model."""
+        """Return the seed of each model."""
         return tuple(self.seed + n if e.seed is None else e.seed for n, e in enumerate(self.models))
 
     def weights(self) -> tuple[float | Gradient, ...]:
-        """The weight of each model, before any tensor's own."""
+        """Return the weight of each model, before any tensor's own."""
         default = self.chain[-1][0].default_weight
         usual = default(len(self.models)) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
 
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
-        """The weight of one model for one tensor, which stands so deep in the stack of layers."""
+        """Return the weight of one model for one tensor at its depth."""
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
         return float(value_at([self.weights()[model], *rules][-1], depth))
 
     def settings_for(
         self, tensor: str, model: int, depth: Fraction = OUTSIDE
     ) -> tuple[dict[str, Any], ...]:
-        """The settings of every delta stage for one tensor of one model, at its depth."""
+        """Return the settings of every delta stage for one tensor of one model, at its depth."""
         overrides = dict(self.models[model].settings)
         if self._has_embedding_rate(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
@@ -322,7 +321,7 @@ class Recipe(Strict):
         return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
-        """Whether a parameter of a delta stage is given for a tensor of a model, by any means."""
+        """Return whether a parameter of a delta stage is given for a tensor of a model."""
         return (
             any(parameter in self.stages.get(stage.name, {}) for stage, _ in self.chain[:-1])
             or parameter in self.models[model].settings
@@ -334,14 +333,14 @@ class Recipe(Strict):
         return self.embedding_drop_rate is not None and is_embedding(tensor)
 
     def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
-        """The settings of the combine stage for one tensor: no single model's values count."""
+        """Return the combine stage's settings for one tensor: no model's own values count."""
         overrides: dict[str, Any] = {}
         for rule in self._rules_for(tensor, None):
             overrides.update(rule.settings)
         return _at(depth, self.chain[-1][1], overrides)
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
-        """The rules for a tensor of one model, or those that are for all models."""
+        """Yield the rules for a tensor of one model, or those that are for all models."""
         for rule, indices in self.rules:
             if (indices is None or model in indices) and rule.matches(tensor):
                 yield rule
@@ -370,7 +369,7 @@ class Recipe(Strict):
             yield from by_file or by_name
 
     def described_rules(self) -> list[list[Any]]:
-        """The rules for tensors as plain values in which no path stands: models by number."""
+        """Return the rules for tensors as plain values without paths: models by number."""
         described: list[list[Any]] = []
         for rule, indices in self.rules:
             match = None if rule.match is None else list(rule.match)
@@ -380,7 +379,7 @@ class Recipe(Strict):
         return described
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A recipe with some fields changed, checked like any other.
+        """Return a recipe with some fields changed, checked like any other.
 
         One that gives other weights no longer demands those of a manifest.
         """
@@ -391,7 +390,7 @@ class Recipe(Strict):
         return type(self)(**(fields | dict(update or {})))
 
     def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
-        """The same recipe with its files elsewhere; rules go on being for the same models."""
+        """Return the recipe with its files elsewhere; rules stay with the same models."""
         entries = tuple(
             entry.model_copy(update={"file": file})
             for entry, file in zip(self.models, files, strict=True)
@@ -407,12 +406,12 @@ class Recipe(Strict):
 
     @property
     def has_default_seed(self) -> bool:
-        """Whether the seed is the one that is taken if none is given."""
+        """True if the seed is the default one."""
         return bool(self.seed == type(self).model_fields["seed"].default)
 
     @property
     def has_given_threshold(self) -> bool:
-        """Whether the user has given `delta_threshold`, even if it is the default's value."""
+        """True if the user has given `delta_threshold`, even if it is the default's value."""
         return "delta_threshold" in self.model_fields_set
 
     @property
@@ -426,7 +425,7 @@ class Recipe(Strict):
         return write_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
-        """The recipe as plain tables, as people write it, without what is at its default."""
+        """Return the recipe as plain tables, as people write it, without defaults."""
         plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
         plain["models"] = [e["file"] if set(e) == {"file"} else flat(e) for e in plain["models"]]
         rules = [flat(rule) for rule in plain.pop("tensors", [])]
@@ -435,7 +434,7 @@ class Recipe(Strict):
         return {**files, **plain, **stages, **({"tensors": rules} if rules else {})}
 
     def to_document(self) -> dict[str, Any]:
-        """The same as manifests hold it: with the files in a table [models].
+        """Return the tables as manifests hold them: with the files in a table [models].
 
         Bytes of outputs depend on it, so it stays as it is.
         """
@@ -447,5 +446,5 @@ class Recipe(Strict):
 
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """One stage's settings at a depth, with what takes their place."""
+    """Return one stage's settings at a depth, some replaced by those that are given."""
     return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}

@@ -1,4 +1,4 @@
-"""The table `[search]`: over which settings a recipe is searched, and what decides.
+"""The table `[search]`: the settings over which a recipe is searched, and the objective.
 
     [search]
     eval = "score.py:score"
@@ -25,7 +25,7 @@ from dare.recipe.entries import Strict, as_tuple
 
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
-"""What earlier versions read as a formula; no score is called like that."""
+"""Texts that earlier versions read as a formula; no score has such a name."""
 
 
 class Range(Strict):
@@ -58,14 +58,14 @@ class Range(Strict):
 
     @property
     def values(self) -> tuple[float, ...] | None:
-        """All its values, if they are counted."""
+        """All its values, if it has a step."""
         if self.step is None:
             return None
         count = math.floor((self.to - self.start) / self.step + 1e-9) + 1
         return tuple(self.fitted(self.start + place * self.step) for place in range(count))
 
     def fitted(self, value: float) -> float:
-        """A value as settings have it: whole if the start and the step are."""
+        """Return a value as settings have it: whole if the start and the step are."""
         if self.step is None:
             return value
         is_whole = self.start.is_integer() and self.step.is_integer()
@@ -116,7 +116,7 @@ def _weights(value: Any) -> Any:
 
 
 class Search(Strict):
-    """What a search tries, and by what it judges."""
+    """The settings that a search tries, and its objective."""
 
     if TYPE_CHECKING:  # fields take more than they are declared to hold
 
@@ -145,7 +145,7 @@ class Search(Strict):
 
 
 def search_table(value: object) -> object:
-    """Read the table, with its name before what is wrong in it."""
+    """Read the table; errors in it begin with its name."""
     if value is None or isinstance(value, Search):
         return value
     try:

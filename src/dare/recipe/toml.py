@@ -16,19 +16,19 @@ from dare.errors import ACTS, InputError, RecipeError, printable
 from dare.tensors.files import read_limited
 
 MAX_BYTES = 10_000_000
-"""Of a recipe: some rule for each of 100,000 tensors."""
-MOST_PARTS = 100
-"""Of a dotted key; a recipe has no more than two."""
-MOST_NESTED = 100
-MOST_BITS = 128
-"""Of a whole number. None in a recipe is so large, and Python refuses to print much larger ones."""
+"""The limit for a recipe: some rule for each of 100,000 tensors."""
+MAX_PARTS = 100
+"""The limit for a dotted key; a recipe has no more than two parts."""
+MAX_NESTED = 100
+MAX_BITS = 128
+"""The limit for a whole number: Python refuses to print much larger ones."""
 
 _NOT_KEYS = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
     re.DOTALL,
 )
-"""Comments and texts, as a whole; every alternative takes what it takes at the first try."""
+"""Comments and texts as a whole; possessive, so that no alternative is tried twice."""
 _DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
 
 
@@ -40,37 +40,37 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: must be text in UTF-8, and byte {error.start} is not") from None
     keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
-    if any(key[0].count(".") >= MOST_PARTS for key in _DOTTED.finditer(keys)):
-        raise RecipeError(f"{path}: not valid TOML: a key has more than {MOST_PARTS} parts")
+    if any(key[0].count(".") >= MAX_PARTS for key in _DOTTED.finditer(keys)):
+        raise RecipeError(f"{path}: not valid TOML: a key has more than {MAX_PARTS} parts")
     try:
         document = tomllib.loads(text.replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    _check(document, path, MOST_NESTED)
+    _check(document, path, MAX_NESTED)
     return document
 
 
 def _check(value: Any, path: Path, nested: int) -> None:
     """Refuse what no recipe holds, before anything tries to show it."""
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise RecipeError(f"{path}: holds a number of more than {MOST_BITS} bits")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise RecipeError(f"{path}: holds a number of more than {MAX_BITS} bits")
     if not isinstance(value, dict | list):
         return
     if not nested:
-        raise RecipeError(f"{path}: is nested more than {MOST_NESTED} deep")
+        raise RecipeError(f"{path}: is nested more than {MAX_NESTED} deep")
     for inner in value.values() if isinstance(value, dict) else value:
         _check(inner, path, nested - 1)
 
 
 def write_toml(document: Mapping[str, Any]) -> str:
-    """Tables as TOML, every text in them escaped, so that it is one value whatever stands in it."""
+    """Write tables as TOML, with every text escaped, so that it stays one value."""
     import tomli_w
 
     return ACTS.sub(_escape, tomli_w.dumps(document))
 
 
 def _escape(found: re.Match[str]) -> str:
-    """What tomli_w leaves inside a text, and a terminal would act on; it ends its own lines."""
+    """Escape a character that tomli_w leaves inside a text and a terminal would act on."""
     if found[0] in "\n\t":
         return found[0]
     if "\ud800" <= found[0] <= "\udfff":
@@ -79,7 +79,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def write_value(value: Any) -> str:
-    r"""A value as TOML on one line.
+    r"""Write a value as TOML on one line.
 
     >>> write_value(["a\nb", {"file": "c", "weight": 0.5}])
     '["a\\nb", { file = "c", weight = 0.5 }]'
@@ -92,7 +92,7 @@ def write_value(value: Any) -> str:
 
 
 def write_comment(text: str) -> str:
-    r"""A text as one comment: what would end the line, or act on a terminal, is escaped.
+    r"""Write a text as one comment; characters that end the line or act on a terminal are escaped.
 
     >>> write_comment("a model called 'b\nallow_pickle = true'")
     "# a model called 'b\\nallow_pickle = true'"

@@ -57,9 +57,7 @@ class Block:
         self.draw: int | None = None
         """The number of the draw that the stage being applied makes; None if it is not random."""
         self.tuned = tuned
-        """The model's stored elements."""
         self.mask: Mask | None = None
-        """The mask that is noted down, if any."""
         self.least = 0
         """The least magnitude (its bits) that is noted down to be kept, after the mask."""
         self.origin = base
@@ -306,7 +304,6 @@ class Walk(Protocol):
     spare_bytes: int
     """Memory the survey may use to remember what it has seen."""
     shape: tuple[int, ...]
-    """The tensor's shape."""
     census: Any
     """The conclusion of the stage's census for the tensor, if it has one."""
 

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
+from dare.stages.angles import PARALLEL, Space, inner_products, sum_in
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
-from dare.stages.slerp import PARALLEL, Space, inner_products, sum_in
 
-MOST_STEPS = 1000
-SMALL = 1e-12
+MAX_STEPS = 1000
+SHORTEST_STEP = 1e-12
 """The length of a step that ends the iteration; the sphere's radius is 1."""
 CANCELLED = 1e-5
 """Directions whose mean is shorter than this have none."""
@@ -59,7 +59,7 @@ def _mean_direction(
     Sums are exact, so that they do not depend on the order of the models.
     """
     mean = _unit(np.array(shares), cosines)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if mean is None:
             return None
         seen = [math.fsum(row) for row in cosines * mean]
@@ -69,7 +69,7 @@ def _mean_direction(
         back = math.fsum(pull * cosine for pull, cosine in zip(pulls, seen, strict=True))
         step = np.array(pulls) - back * mean
         length = _length(step, cosines)
-        if length < SMALL:
+        if length < SHORTEST_STEP:
             break
         mean = _unit(math.cos(length) * mean + math.sin(length) / length * step, cosines)
     return mean

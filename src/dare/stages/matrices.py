@@ -48,7 +48,7 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def _gather(walk: Walk) -> tuple[list[Floats], list[float]]:
+def _gather(walk: Walk, *, combines: bool) -> tuple[list[Floats], list[float]]:
     """Gather deltas as matrices, of one model or of all in recipe order, and the models' weights.
 
     All factors are multiplied in.
@@ -56,9 +56,7 @@ def _gather(walk: Walk) -> tuple[list[Floats], list[float]]:
     flat: list[Floats] = []
     weights: list[float] = []
     for found in walk():
-        blocks, weights = (
-            ([found], []) if isinstance(found, Block) else (found.blocks, found.weights)
-        )
+        blocks, weights = (found.blocks, found.weights) if combines else ([found], [])
         flat = flat or [np.empty(math.prod(walk.shape), np.float32) for _ in blocks]
         for values, block in zip(flat, blocks, strict=True):
             part = _chunk_of(values, block)
@@ -98,7 +96,9 @@ def matrix_delta_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def survey(walk: Walk, **settings: Any) -> Floats | None:
-            return function(_gather(walk)[0][0], **settings) if is_matrix(walk.shape) else None
+            if not is_matrix(walk.shape):
+                return None
+            return function(_gather(walk, combines=False)[0][0], **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -125,7 +125,9 @@ def matrix_combine_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def survey(walk: Walk, **settings: Any) -> Floats | None:
-            return function(*_gather(walk), **settings) if is_matrix(walk.shape) else None
+            if not is_matrix(walk.shape):
+                return None
+            return function(*_gather(walk, combines=True), **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:

@@ -23,7 +23,7 @@ from typing import Any
 from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
 from dare.documents.words import exact_text, times
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
-from dare.stages.registry import STAGES, Parameter, Stage
+from dare.stages.registry import STAGES, Stage
 from dare.tensors.digest import bytes_digest
 
 ALIASES: dict[str, str] = {
@@ -46,7 +46,7 @@ ALIASES: dict[str, str] = {
 IMPLIED = {("ties", "keep_ratio"): "trim"}
 """Parameters of combine stages that, when given, put a delta stage before them."""
 GROUP = "dare.stages"
-MOST_MODELS = 8
+MAX_MODELS = 8
 """The largest number of models whose default weights are listed."""
 
 
@@ -204,18 +204,17 @@ def _stage(stage: Stage) -> dict[str, Any]:
     """
     facts = ("name", "kind", "summary", "documentation", "paper")
     shown = {fact: getattr(stage, fact) for fact in facts}
-    shown["parameters"] = [_parameter(parameter) for parameter in stage.parameters.values()]
+    shown["parameters"] = [
+        {fact: getattr(parameter, fact) for fact in ("name", "default", "range", "description")}
+        | parameter.control
+        for parameter in stage.parameters.values()
+    ]
     if stage.kind == "combine":
         weigh = stage.default_weight
-        counts = range(1, MOST_MODELS + 1)
+        counts = range(1, MAX_MODELS + 1)
         shown["models"] = stage.models
         shown["default_weight"] = None if weigh is None else [weigh(count) for count in counts]
     return shown
-
-
-def _parameter(parameter: Parameter) -> dict[str, Any]:
-    facts = ("name", "default", "range", "description")
-    return {fact: getattr(parameter, fact) for fact in facts} | parameter.control
 
 
 def explain(names: Sequence[str]) -> Iterator[Document]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from dare.stages.angles import inner_products
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.registry import combine_stage
-from dare.stages.slerp import inner_products
 
 
 def survey_cosines(walk: Walk) -> float:

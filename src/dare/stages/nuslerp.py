@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from dare.stages.angles import Space, arc_between, inner_products, sum_in, tensors_in
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix
 from dare.stages.registry import combine_stage
-from dare.stages.slerp import Space, arc_between, inner_products, sum_in, tensors_in
 
 Each = Annotated[
     Literal["tensor", "row", "column"],
@@ -27,7 +27,6 @@ class Lines:
     """The two coefficients of each row or column of a matrix."""
 
     columns: int
-    """Columns of the matrix."""
     coefficients: NDArray[np.float64]
     """2 × rows, or 2 × columns."""
 

@@ -22,11 +22,9 @@ class Competition(NamedTuple):
     """The scale of one model's scores in a tensor."""
 
     peak: float
-    """The largest magnitude of the delta."""
     cut: np.float32
     """The largest score that is not kept; 0 if all positive ones are."""
     top: np.float32
-    """The largest score."""
 
 
 def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:

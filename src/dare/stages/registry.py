@@ -43,7 +43,6 @@ class Parameter:
     name: str
     default: Any
     hint: Any = field(repr=False, compare=False)
-    """Its type, as the function declares it."""
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
@@ -164,7 +163,6 @@ class Census:
     when: Callable[[Settings], bool]
     rounds: tuple[Round, ...]
     observation_bytes: int
-    """The most memory that the observation of one tensor takes."""
 
 
 Predicate = Callable[[Settings], bool]
@@ -200,7 +198,6 @@ class Stage:
     """The part of that memory which it leaves behind; None: all."""
     census: Census | None = None
     check: Check = lambda _settings: None
-    """Refuses parameters that do not go together."""
     is_random: Predicate = _never
     """True if it draws from the mask; it then has `block.key`."""
     redrops: Predicate = _never

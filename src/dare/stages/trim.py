@@ -39,9 +39,9 @@ class Cut:
 
     bits: int
     ties: NDArray[np.int64]
-    """For each chunk, the number of elements at the cut."""
+    """The number of elements at the cut, for each chunk."""
     ties_kept: NDArray[np.int64]
-    """For each chunk, the number of those that are kept."""
+    """The number of those that are kept, for each chunk."""
 
 
 class Magnitudes:

@@ -19,7 +19,6 @@ Rate = Annotated[float, Field(gt=0, le=1, description="Learning rate of Adam.")]
 ROWS = 256
 """Rows that are taken through all steps at a time; they do not depend on one another."""
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
-"""Adam's usual constants."""
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:

@@ -20,7 +20,6 @@ from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
 
 DIGEST_LENGTH = 32
-"""Characters of a digest in hexadecimal."""
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

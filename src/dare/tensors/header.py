@@ -38,7 +38,6 @@ METADATA = "__metadata__"
 """The key of a header's notes, so that no tensor can be called that."""
 
 Described = tuple[str, StorageType, tuple[int, ...]]
-"""Name, type and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     """
     name: object = info.name
     if not isinstance(name, str):
-        raise HeaderError(f"{where}: the tensor name {_shown(name)} is not text; rename it")
+        raise HeaderError(f"{where}: the tensor name {shorten(name)} is not text; rename it")
     if re.search("[\ud800-\udfff]", name):  # JSON can spell halves of characters
         raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     if name == METADATA:
@@ -238,9 +237,11 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
         raise HeaderError(f"{place}: unknown dtype {entry['dtype']!r}; known: {known}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise HeaderError(f"{place}: shape {_shown(shape)} is not a list of whole numbers")
+        raise HeaderError(f"{place}: shape {shorten(shape)} is not a list of whole numbers")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise HeaderError(f"{place}: data_offsets {_shown(offsets)} is not a pair of whole numbers")
+        raise HeaderError(
+            f"{place}: data_offsets {shorten(offsets)} is not a pair of whole numbers"
+        )
     begin, end = offsets
     if math.prod(shape) * dtype.packed_bits % 8:
         raise HeaderError(f"{place}: {dtype.name} of shape {shape} does not fill whole bytes")
@@ -257,8 +258,12 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _shown(value: object) -> str:
-    text = ascii(value) if not isinstance(value, list) else ascii(value[:8])
+def shorten(value: object) -> str:
+    """Return the beginning of a value as text; it may be huge, or nested too deeply to show."""
+    try:
+        text = ascii(value[:8] if isinstance(value, list) else value)
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        return f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:80] + "…"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from dare.errors import ACTS, InputError
 
 MAX_CONFIG_BYTES = 10_000_000
-"""The largest configuration that is read."""
 
 
 def json_ready(value: Any) -> Any:

@@ -1,11 +1,10 @@
 """From a mergekit configuration (YAML) to a recipe.
 
-What is converted gives what mergekit gives, but for the differences that the conversion names.
-What has no equal here is refused, with the file, the line and what to do about it. What mergekit
-ignores without a word is ignored too, and noted; a key that mergekit does not know is refused.
+A conversion gives the weights that mergekit gives, but for the differences that it names. A method
+that has no equal here is refused, with the file, the line and a remedy. Keys that mergekit ignores
+without a word are ignored too, and noted; a key that mergekit does not know is refused.
 
-A file becomes `nodes`, those a `configuration` with its `parameters`; one of the `methods` fills in
-the draft of a recipe from it.
+A file becomes `nodes`, those a `configuration`; one of the `methods` makes the draft of a recipe.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from dare.recipe.toml import write_comment
 
 @dataclass(frozen=True)
 class Conversion:
-    """A recipe that was a mergekit configuration, and what is to be known about it."""
+    """A recipe that was a mergekit configuration, with remarks."""
 
     source: Path
     recipe: Recipe
     differences: tuple[str, ...]
     """Every known reason for which the weights will not be mergekit's."""
     notes: tuple[str, ...]
-    """What was left out because it changes nothing, and what could not be checked."""
+    """Keys that were left out because they change nothing, and facts that could not be checked."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON."""
+        """Return all of it as plain values, ready for JSON."""
         return {
             "recipe": self.recipe.to_document(),
             "differences": list(self.differences),
@@ -42,7 +41,7 @@ class Conversion:
         }
 
     def to_toml(self) -> str:
-        """The recipe as TOML, with the differences and notes as comments."""
+        """Return the recipe as TOML, with the differences and notes as comments."""
         lines = [write_comment(f"Converted from {self.source.name}, a configuration for mergekit.")]
         for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
             listed = [write_comment(f"- {text}") for text in texts]
@@ -64,12 +63,12 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         file,
         recipe_from_document(draft.document(), str(file)),
         tuple(draft.differences),
-        (*config.notes, *draft.notes, *_useless(config)),
+        (*config.notes, *draft.notes, *_unused_keys(config)),
     )
 
 
-def _useless(config: Config) -> list[str]:
-    """What is known to mergekit and changes nothing where it stands, by its line."""
+def _unused_keys(config: Config) -> list[str]:
+    """List the keys that mergekit knows and that change nothing where they stand, by line."""
     method = METHODS[config.method]
     weighs_base = config.method in ("linear", "karcher")
     places = []

@@ -25,7 +25,6 @@ PARAMETERS = (
     *("nuslerp_flatten", "nuslerp_row_wise", "normalize_weights", "eps", "r", "alpha", "scale"),
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
-"""What any of mergekit's methods takes."""
 ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
 
 
@@ -38,15 +37,14 @@ class Config:
     base: str | None
     inputs: tuple[Input, ...]
     shared: tuple[Table, ...]
-    """Where parameters that are no model's own are looked for, strongest first."""
+    """The scopes of parameters that are no model's own, strongest first."""
     computes_in: str | None
-    """The type that mergekit is told to compute in."""
     keys: Mapping[str, str]
-    """Those of a recipe that no method changes: type, tokenizer and chat template."""
+    """Keys of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
 
     def others(self) -> tuple[Input, ...]:
-        """The inputs but the base."""
+        """Return the inputs but the base."""
         return tuple(given for given in self.inputs if given.model != self.base)
 
 
@@ -55,8 +53,8 @@ def read_config(
 ) -> Config:
     """Read and check a configuration, whose method must be one of `methods`.
 
-    `not_converted` says of other methods why they cannot be converted, `tensors_of` what the
-    tensors of a model are called.
+    `not_converted` has the reasons why other methods cannot be converted; `tensors_of` lists the
+    tensors of a model.
     """
     table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
     method = as_text(table["merge_method"], "merge_method")
@@ -72,8 +70,11 @@ def read_config(
     base = _base(table)
     whole = _parameters(table, "the configuration")
     if "models" in table:
-        inputs = _of_models(table["models"], base, whole, notes)
         shared: tuple[Table, ...] = (whole,)
+        items = as_items(table["models"], "models")
+        inputs = tuple(_input(item, "a model", base, shared, notes) for item in items)
+        if base is not None and base not in [given.model for given in inputs]:
+            inputs = (*inputs, Input(base, table["models"], shared))
     else:
         inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
     for given in inputs:
@@ -109,7 +110,7 @@ def _base(table: Table) -> str | None:
 
 
 def _reference(node: Node) -> tuple[str, str | None]:
-    """The path or name of a model, and of the adapter that mergekit would put on it."""
+    """Return the path or name of a model, and of the adapter that mergekit would put on it."""
     if isinstance(node.value, dict):
         known = ("model", "lora", "override_architecture")
         table = as_table(node, known, "a model", required="model")
@@ -131,7 +132,7 @@ def _path(node: Node) -> str:
 def _input(
     item: Node, what: str, base: str | None, scopes: tuple[Table, ...], notes: list[str]
 ) -> Input:
-    """An entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
+    """Read an entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
     table = as_table(item, ENTRIES[what], what, required="model")
     node = table["model"]
     model, lora = _reference(node)
@@ -145,20 +146,13 @@ def _input(
     return Input(lora or model, item, (_parameters(table, what), *scopes))
 
 
-def _of_models(node: Node, base: str | None, whole: Table, notes: list[str]) -> tuple[Input, ...]:
-    inputs = [_input(item, "a model", base, (whole,), notes) for item in as_items(node, "models")]
-    if base is not None and base not in [given.model for given in inputs]:
-        inputs.append(Input(base, node, (whole,)))
-    return tuple(inputs)
-
-
 # ---------------------------------------------------------------- slices
 
 
 def _inputs_of_slices(
     node: Node, base: str | None, whole: Table, notes: list[str], tensors_of: TensorsOf
 ) -> tuple[tuple[Input, ...], tuple[Table, ...], str | None]:
-    """The inputs of slices that together are the whole model, and what they share."""
+    """Read slices that together are the whole model: inputs, shared parameters and base."""
     known = ("sources", "parameters", "base_model")
     end, slices = 0, []
     for item in as_items(node, "slices"):
@@ -200,7 +194,7 @@ def _span(source: Node) -> tuple[int, int]:
 
 
 def _comparable(inputs: Any, shared: Any, base: Any) -> Any:
-    """Inputs, shared parameters and base of a slice, without places."""
+    """Return inputs, shared parameters and base of a slice, without places."""
     tables = [shared[0], *(given.scopes[0] for given in inputs)]
     plain = [{key: node.plain for key, node in table.items()} for table in tables]
     return plain, [given.model for given in inputs], base
@@ -209,7 +203,7 @@ def _comparable(inputs: Any, shared: Any, base: Any) -> Any:
 def _check_layers(
     model: str, layers: int, node: Node, notes: list[str], tensors_of: TensorsOf
 ) -> None:
-    """Slices that leave layers out would make a smaller model."""
+    """Refuse slices that leave layers out, which would make a smaller model."""
     if not _exists(to_path(model)):
         notes.append(
             f"slices: taken for the whole model, which has {layers} layers then; {model} is not "
@@ -233,7 +227,7 @@ def _exists(path: Path) -> bool:
 
 
 def _storage_type(node: Node) -> str:
-    """The type that weights are stored in, by its name in torch."""
+    """Return the type that weights are stored in, by its name in torch."""
     known = [kind.torch_name for kind in MODEL_TYPES]
     name = str(node.value).removeprefix("torch.")
     hint = did_you_mean(name, known)
@@ -243,7 +237,7 @@ def _storage_type(node: Node) -> str:
 
 
 def _tokenizer(table: Table, models: Collection[str | None]) -> dict[str, str]:
-    """Where the output's vocabulary, or its tokenizer, is from: a policy, or one of the models."""
+    """Return the origin of the output's vocabulary or tokenizer: a policy, or one of the models."""
     source = table.get("tokenizer_source")
     if "tokenizer" in table:
         table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")

@@ -65,7 +65,7 @@ class Draft:
         self.config.method_node.require(holds, text)
 
     def merge(self, method: str, base: str, models: Sequence[str], scale: float = 1.0) -> None:
-        """Say what is merged, by which method, and what the merged delta is multiplied by."""
+        """Set the models that are merged, the method, and the scale of the merged delta."""
         self._document |= {"method": method, "scale": scale}
         source = self._document.pop("copy_from", base)
         if source != base:  # which it is from if nothing is said
@@ -95,7 +95,7 @@ class Draft:
     def _add_rules(
         self, stage: str | None, parameter: str, cases: Cases, model: dict[str, str] | None = None
     ) -> None:
-        """The first case that matches counts there, the last rule here."""
+        """Add rules for cases; the first case that matches counts there, the last rule here."""
         if stage is not None:
             for case in cases:
                 where = f"{case.node.file}, line {case.node.line}: "
@@ -104,7 +104,7 @@ class Draft:
             self._rules.append({"contains": case.contains, **(model or {}), parameter: case.value})
 
     def document(self) -> dict[str, Any]:
-        """The recipe's tables."""
+        """Return the recipe's tables."""
         models = [entry if len(entry) > 1 else entry["file"] for entry in self._models]
         files = {"base_file": self._base, "merge_files": models}
         rules = {"tensors": self._rules} if self._rules else {}
@@ -119,12 +119,11 @@ class Family:
     """A method of the kind that changes each delta, combines them and scales the result."""
 
     drops: Literal["dare", "della", "breadcrumbs", "trim"] | None = None
-    """How a delta is made sparser."""
+    """The stage that makes a delta sparser."""
     elects: bool = False
     normalize: bool = False
-    """What `normalize` is if it is not given."""
     rescale: bool = False
-    """What `rescale` is if it is not given."""
+    """The default of the parameter, as `normalize`."""
 
 
 def _convert_deltas(family: Family, draft: Draft) -> None:
@@ -152,12 +151,16 @@ def _convert_deltas(family: Family, draft: Draft) -> None:
 
 
 def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
-    """Set how a part of each delta is dropped, and what is done about it."""
+    """Set how a part of each delta is dropped and the rest rescaled."""
     models, differences = draft.config.others(), draft.differences
     densities = [_densities(given, draft) for given in models]
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
     if stage in ("dare", "della"):
-        rates = [tuple(case.changed(_one_minus) for case in cases) for cases in densities]
+        # 1 - density in decimals, as people write both
+        rates = [
+            tuple(c.changed(lambda d: float(1 - Decimal(repr(d)))) for c in cases)
+            for cases in densities
+        ]
         draft.set_for_models(stage, "drop_rate", rates)
         draft.set_stage(stage, "rescale", "l1" if rescale else False)
         differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
@@ -183,7 +186,7 @@ def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
 
 
 def _given_case(name: str, draft: Draft) -> Case:
-    """A parameter of the whole merge that is known not to be at its default."""
+    """Return a parameter of the whole merge that is known not to be at its default."""
     case = for_all(name, draft.config.shared)
     assert case is not None
     return case
@@ -213,7 +216,7 @@ def _densities(given: Input, draft: Draft) -> Cases:
 
 
 def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
-    """Single numbers are held against each other here; the rest when the recipe is planned."""
+    """Check single numbers against each other; the rest is checked when the recipe is planned."""
     if any(len(cases) > 1 or len(cases[0].numbers) > 1 for cases in (densities, epsilons)):
         return
     density, epsilon = densities[0].numbers[0], epsilons[0].numbers[0]
@@ -225,22 +228,17 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     )
 
 
-def _one_minus(density: float) -> float:
-    """1 - density in decimals, as people write both."""
-    return float(1 - Decimal(repr(density)))
-
-
 # ---------------------------------------------------------------- shares of a sum
 
 
 def _shares(weights: Sequence[Cases], draft: Draft) -> list[Cases]:
-    """Weights divided by their sum, which must not change from layer to layer."""
+    """Divide weights by their sum, which must not change from layer to layer."""
     rows = [_divided(row, draft) for row in _by_filter(weights)]
     return [tuple(row[model] for row in rows) for model in range(len(weights))]
 
 
 def _by_filter(weights: Sequence[Cases]) -> list[list[Case]]:
-    """For each filter, every model's case; refused if models have filters of their own."""
+    """Return every model's case for each filter; refuse models with filters of their own."""
     filters: tuple[str | None, ...] = (None,)
     for cases in weights:
         texts = tuple(case.contains for case in cases)
@@ -288,7 +286,7 @@ def _constant_total(row: Sequence[Case]) -> float:
 
 
 def _convert_linear(draft: Draft) -> None:
-    """A mean of weights is a base and a mean of changes to it, if the shares add up to 1."""
+    """Write a mean of weights as a base and a mean of changes, if the shares add up to 1."""
     inputs = draft.config.inputs
     names = [given.model for given in inputs]
     base = draft.config.base if draft.config.base in names else names[0]
@@ -329,7 +327,7 @@ def _convert_slerp(draft: Draft) -> None:
 
 
 def _convert_nuslerp(draft: Draft) -> None:
-    """Angles of tensors, rows or columns; mergekit's row-wise runs along the first dimension."""
+    """Convert angles of tensors, rows or columns; mergekit's rows run along the first dimension."""
     others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
     text = f"nuslerp merges two models beside the base, and {times(len(others), 'is', 'are')} given"
     if len(others) == 1:
@@ -356,7 +354,7 @@ def _convert_nuslerp(draft: Draft) -> None:
 
 
 def _convert_karcher(draft: Draft) -> None:
-    """A mean of all models, the base among them if there is one."""
+    """Convert a mean of all models, the base among them if there is one."""
     names, base = [given.model for given in draft.config.inputs], draft.config.base
     draft.require(len(names) > 1, "a mean needs two models; one is given")
     draft.merge("karcher", base or names[0], names)
@@ -396,7 +394,7 @@ def _convert_model_stock(draft: Draft) -> None:
 
 @dataclass(frozen=True)
 class Method:
-    """How a method is converted, and the parameters that mean something to it."""
+    """The conversion of a method, and the parameters that mean something to it."""
 
     convert: Callable[[Draft], None]
     of_models: tuple[str, ...]
@@ -434,4 +432,4 @@ NOT_CONVERTED = {
     "arcee_fusion": "it selects by the divergence of softmax rows; no stage does that",
     "passthrough": "it copies layers and merges nothing",
 }
-"""What else mergekit 0.1.5 has, and why it has no equal."""
+"""The other methods of mergekit 0.1.5, and why they have no equal."""

@@ -1,8 +1,8 @@
-"""A YAML file as values that know where they stand, so that what is refused has its line.
+"""A YAML file as values that know their lines, for messages.
 
 Parameters have a value for each tensor, by mergekit's rules: a model's come before those of its
-slice, those before the ones of the whole configuration. A filter matches where its text stands in a
-tensor's name, and the first that matches counts. A list of numbers runs over the layers.
+slice, those before the ones of the whole configuration. A filter matches names that contain its
+text, and the first that matches counts. A list of numbers runs over the layers.
 
 Aliases and merge keys let a few lines stand for billions of values. They are counted before any of
 them is followed.
@@ -22,17 +22,16 @@ from dare.errors import InputError, RecipeError, did_you_mean
 from dare.tensors.files import read_limited
 
 MAX_BYTES = 1 << 18
-"""The largest configurations, with a slice for every layer, have a tenth of this."""
-MOST_VALUES = 50_000
-"""In all, with what aliases stand for counted wherever they stand."""
-MOST_BITS = 64
-"""Of a whole number."""
-MOST_DIGITS = 100
+"""A limit; the largest configurations, with a slice for every layer, have a tenth of this."""
+MAX_VALUES = 50_000
+"""A limit for all values, those of aliases counted wherever they stand."""
+MAX_BITS = 64
+MAX_DIGITS = 100
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value of the YAML file, and where it stands."""
+    """A value of the YAML file, and its line."""
 
     value: Any
     """A scalar, a tuple of nodes, or a dict of nodes."""
@@ -40,7 +39,7 @@ class Node:
     line: int
 
     def refuse(self, text: str) -> RecipeError:
-        """The error that says what is wrong with this value, and where it stands."""
+        """Return the error that says what is wrong with this value, and where it stands."""
         return RecipeError(f"{self.file}, line {self.line}: {text}")
 
     def require(self, holds: object, text: str) -> None:
@@ -50,7 +49,7 @@ class Node:
 
     @property
     def plain(self) -> Any:
-        """The value without places."""
+        """The value without lines."""
         if isinstance(self.value, dict):
             return {key: node.plain for key, node in self.value.items()}
         if isinstance(self.value, tuple):
@@ -59,7 +58,7 @@ class Node:
 
 
 def read_yaml(file: Path) -> Node:
-    """Read a YAML file; an error if it is none, is empty or says a thing twice."""
+    """Read a YAML file; refuse one that is not valid, is empty or says a thing twice."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -71,8 +70,8 @@ def read_yaml(file: Path) -> Node:
         root = loader.get_single_node()
         if root is None:
             raise RecipeError(f"{file}: is empty")
-        if (values := _count(root, file, {})) > MOST_VALUES:
-            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MOST_VALUES}")
+        if (values := _count(root, file, {})) > MAX_VALUES:
+            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MAX_VALUES}")
         return _from_yaml(root, loader, file, {})
     except RecipeError:
         raise
@@ -84,7 +83,7 @@ def read_yaml(file: Path) -> Node:
 
 
 def _count(node: Any, file: Path, seen: dict[int, float]) -> float:
-    """How many values a node stands for; `seen` holds those that an alias may stand for."""
+    """Count the values that a node stands for; `seen` holds those that aliases may stand for."""
     if id(node) in seen:
         if not seen[id(node)]:
             raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
@@ -111,11 +110,11 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Nod
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
         is_number = node.tag.endswith((":int", ":float"))
-        if is_number and len(node.value) > MOST_DIGITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_DIGITS} digits")
+        if is_number and len(node.value) > MAX_DIGITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_DIGITS} digits")
         value = loader.construct_object(node)
-        if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_BITS} bits")
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_BITS} bits")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
             raise RecipeError(f"{file}, line {line}: {value!a:.80} is not valid Unicode")
     ours = seen[id(node)] = Node(value, file, line)
@@ -133,10 +132,9 @@ def _check_keys(node: Any, file: Path) -> None:
         lines[key.value] = key.start_mark.line + 1
 
 
-# ---------------------------------------------------------------- what a value must be
+# ---------------------------------------------------------------- checked values
 
 Table = Mapping[str, Node]
-"""Keys and what they are set to."""
 REFUSED = {
     "modules": "parts of a model cannot be configured apart; write models, and filters for the "
     "names of a part's tensors",
@@ -153,7 +151,7 @@ REFUSED = {
 def as_table(
     node: Node, known: Iterable[str], what: str, *, required: str = "", keeps_null: bool = False
 ) -> Table:
-    """The keys and values of a node; an error if a key is not known, or the required one absent."""
+    """Return the keys and values of a node; refuse an unknown key, or one that is lacking."""
     node.require(isinstance(node.value, dict), f"{what}: must be a table of keys and values")
     table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
     for key, child in node.value.items():
@@ -168,14 +166,14 @@ def as_table(
 
 
 def as_items(node: Node, what: str) -> tuple[Node, ...]:
-    """The entries of a node that is a list; an error if there are none."""
+    """Return the entries of a node that is a list; refuse one without any."""
     is_list = isinstance(node.value, tuple) and node.value
     node.require(is_list, f"{what}: must be a list with at least one entry")
     return tuple(node.value)
 
 
 def as_text(node: Node, what: str) -> str:
-    """The value of a node that is text; an error if it is anything else."""
+    """Return the value of a node that is text; refuse anything else."""
     node.require(isinstance(node.value, str), f"{what}: must be text, and is {node.plain!r}")
     return str(node.value)
 
@@ -203,24 +201,24 @@ class Case:
 
     @property
     def numbers(self) -> list[Any]:
-        """The numbers that it takes anywhere."""
+        """The numbers that it takes in any layer."""
         return self.value if isinstance(self.value, list) else [self.value]
 
     def changed(self, change: Callable[[Any], float]) -> Case:
-        """With a number changed, or every number of a list."""
+        """Return the case with its number changed, or every number of its list."""
         numbers = [change(number) for number in self.numbers]
         return replace(self, value=numbers if isinstance(self.value, list) else numbers[0])
 
 
 Cases = tuple[Case, ...]
-"""What a parameter is, the first that matches; the last one is for all tensors."""
+"""The values of a parameter, of which the first match counts; the last one is for all tensors."""
 
 
 # ---------------------------------------------------------------- reading
 
 
 def _read_cases(name: str, node: Node) -> Iterator[Case]:
-    """A parameter's value as mergekit reads it."""
+    """Yield a parameter's values as mergekit reads them."""
     entries = node.value if isinstance(node.value, tuple) else (node,)
     if all(isinstance(entry.value, dict) for entry in entries):
         for entry in entries:
@@ -246,13 +244,13 @@ def _plain_value(name: str, node: Node) -> Any:
 
 
 def has_gradient(table: Table) -> bool:
-    """Whether a parameter of the table changes over the layers."""
+    """Return whether a parameter of the table changes over the layers."""
     cases = (case for key, node in table.items() for case in _read_cases(key, node))
     return any(isinstance(case.value, list) for case in cases)
 
 
 def resolve(name: str, scopes: Sequence[Table]) -> Cases:
-    """The cases of all scopes, up to the first that is for all tensors."""
+    """Return the cases of all scopes, up to the first that is for all tensors."""
     cases: list[Case] = []
     for scope in scopes:
         for case in _read_cases(name, scope[name]) if name in scope else ():
@@ -266,7 +264,7 @@ def resolve(name: str, scopes: Sequence[Table]) -> Cases:
 
 
 def numbers(name: str, given: Input, default: float | None = None) -> Cases:
-    """A model's number in every case; an error if there is a tensor without one."""
+    """Return a model's number in every case; refuse if a tensor has none."""
     cases = resolve(name, given.scopes)
     if not cases or cases[-1].contains is not None:
         if default is None:
@@ -277,12 +275,12 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
 
 
 def as_numbers(name: str, cases: Cases) -> Cases:
-    """The cases with their values as numbers; an error if one is none."""
+    """Return the cases with their values as numbers; refuse any other value."""
     return tuple(case.changed(partial(_one_number, name, case.node)) for case in cases)
 
 
 def _one_number(name: str, node: Node, value: Any) -> float:
-    """A finite number; 1e-3 is text in YAML, and a number to mergekit."""
+    """Return a finite number; 1e-3 is text in YAML, and a number to mergekit."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -296,7 +294,7 @@ def _one_number(name: str, node: Node, value: Any) -> float:
 
 
 def for_all(name: str, scopes: Sequence[Table]) -> Case | None:
-    """A parameter of the whole merge that must be the same for all tensors."""
+    """Return a parameter of the whole merge that must be the same for all tensors."""
     cases = resolve(name, scopes)
     for case in cases:
         if case.contains is not None or isinstance(case.value, list):
@@ -305,13 +303,13 @@ def for_all(name: str, scopes: Sequence[Table]) -> Case | None:
 
 
 def number_for_all(name: str, scopes: Sequence[Table], default: float) -> float:
-    """A number of the whole merge."""
+    """Return a number of the whole merge."""
     case = for_all(name, scopes)
     return default if case is None else _one_number(name, case.node, case.value)
 
 
 def flag_for_all(name: str, scopes: Sequence[Table], default: bool) -> bool:
-    """A switch of the whole merge."""
+    """Return a switch of the whole merge."""
     case = for_all(name, scopes)
     if case is None:
         return default
