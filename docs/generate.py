@@ -318,13 +318,17 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
+NOT_IN_ANALYSES = {"Outcome", "Fit", "_Judgement", "Limit", "Limits", "Entry"}
+
+
 def analysis() -> str:
     """Every data class of an analysis with its fields, as the source describes them."""
     parts = []
-    for module in ("results", "judge/judgement"):
-        tree = ast.parse((ROOT / f"src/dare/analysis/{module}.py").read_text("utf-8"))
+    modules = ("analysis/results", "inputs/fit", "analysis/judge/judgement", "documents/notices")
+    for module in modules:
+        tree = ast.parse((ROOT / f"src/dare/{module}.py").read_text("utf-8"))
         for node in tree.body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and node.name not in NOT_IN_ANALYSES:
                 parts += [f"### {node.name}", ast.get_docstring(node) or ""]
                 parts.append(_described_fields(node))
     return "\n\n".join(parts)
