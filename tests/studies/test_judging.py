@@ -90,9 +90,11 @@ def test_errors_that_count_as_good_are_doubted():
     assert doubts(Objective({"acc": 1.0, "eval_loss": -1.0}), names) == []
     found = doubts(Objective(), names)
     assert len(found) == 3
-    assert all(f"{name}=-1" in text for name, text in zip(names[1:4], found, strict=True))
+    assert all(
+        f"{name}=-1" in notice.remedy for name, notice in zip(names[1:4], found, strict=True)
+    )
     (guarded,) = doubts(Objective(), SCORES, [Guard.parse("english:max:1.25")])
-    assert "english=-1" in guarded
+    assert (guarded.code, "english=-1" in guarded.remedy) == ("larger_is_better", True)
 
 
 # ------------------------------------------------------------------------------------- guards

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import study_sample as sample
-from dare.studies.terminal import show_study
 from rich.console import Console
 
 import dare
+from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.schema import Recipe
 from dare.studies.conclusions import conclude
+from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import trial_line
@@ -81,7 +82,7 @@ def test_no_digit_of_a_score_is_cut():
     small = replace(found.ranking[0], objective=Estimate(-0.003206, -0.003395, -0.003012))
     small = replace(small, scores=dict.fromkeys(small.scores, -0.00256))
     console = Console(width=100, file=io.StringIO(), highlight=False, markup=False, emoji=False)
-    show_study(console, data, replace(found, ranking=(small,)))
+    print_document(console, study_document(data, replace(found, ranking=(small,))))
     (row,) = (line for line in console.file.getvalue().splitlines() if "-0.00256" in line)
     assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row
 
@@ -150,7 +151,9 @@ def test_a_study_without_a_folder_is_told_so(tmp_path: Path):
 
 def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
     found = search_scales(tmp_path, guards=("score:max:0.5",))
-    assert any("scale=1.5" in r and "4.5, above 0.5" in r for r in found.conclusion.remarks)
+    (said,) = (n for n in found.conclusion.notices if n.code == "all_break_guards")
+    assert "scale=1.5" in said.text
+    assert "4.5, above 0.5" in said.text
     with pytest.raises(InputError, match="guard"):
         found.to_toml()
 
@@ -158,7 +161,7 @@ def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
 def test_settings_that_were_stopped_early_were_to_choose_from_too():
     data = sample.make_search(guards=())
     stopped = {t.settings["scale"] for t in data.trials if t.state is State.STOPPED}
-    (said,) = (r for r in conclude(data, resamples=50).remarks if "was chosen from" in r)
+    (said,) = (n.text for n in conclude(data, resamples=50).notices if n.code == "winners_curse")
     assert len(stopped) == 3
     assert "21 settings" in said
     assert "18 settings" in said

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import html
 import json
-import re
 import threading
 import tomllib
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import dare
 from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
-from dare.studies.page import assemble_study_page
+from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Role, State
 from helpers import save
@@ -25,6 +23,12 @@ from helpers import save
 SIZE = 64
 GRID = {"scale": (0.5, 1.0)}
 BASELINES = ["base", "math alone", "code alone", "average", "sum", "sum × 0.4", "average again"]
+
+
+def recipes_shown(document):
+    """The recipes of a document, by the names of their parts."""
+    (section,) = (section for section in document.sections if section.name == "recipe")
+    return {code.name: code.text for code in section.parts}
 
 
 @pytest.fixture
@@ -161,7 +165,7 @@ def test_other_items_each_time_are_noticed(recipe, tmp_path):
         return found | {"items": {f"{name}-{calls}": v for name, v in found["items"].items()}}
 
     result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db", race=True)
-    assert any("different items" in remark for remark in result.data.remarks)
+    assert [notice.code for notice in result.data.notices] == ["items_differ"]
     assert result.conclusion.best is not None
     assert all(trial.is_done for trial in result.data.trials)
 
@@ -350,7 +354,7 @@ def test_without_a_space_the_baselines_are_the_candidates(strange, tmp_path, cap
     assert tomllib.loads(capsys.readouterr().out)["method"] == "sum"
     assert main(["search", "show", str(study), "--watch"]) == 0
     assert f"{len(names)} of {len(names)} baselines" in capsys.readouterr().out
-    assert "best-recipe" in assemble_study_page(result.data, result.conclusion, [], "")
+    assert "best-recipe" in recipes_shown(result.document())
     calls = evaluator.calls
     run(strange, evaluator, study, holdout=holdout, **asked)
     assert evaluator.calls == calls
@@ -379,7 +383,7 @@ def test_without_a_space_nothing_is_merged_that_is_no_better(recipe, tmp_path, c
         assert main(["search", "best", str(study), *more]) == 1
         assert f"{wanted} as it is" in capsys.readouterr().err
     assert not (tmp_path / "best.toml").exists()
-    assert "best-recipe" not in assemble_study_page(result.data, result.conclusion, [], "")
+    assert "best-recipe" not in recipes_shown(result.document())
 
 
 RIGHT = {0.9: (58, 30), 1.0: (57, 55)}
@@ -414,9 +418,8 @@ def test_what_the_holdout_calls_worse_is_never_the_recipe(recipe, tmp_path, caps
         assert main(["search", "best", str(study), *more]) == 0
         written = tomllib.loads(capsys.readouterr().out)
         assert (written["method"], "scale" in written) == ("sum", False)
-    text = assemble_study_page(result.data, found, [], "")
-    (shown,) = re.findall(r'<code id="best-recipe">(.*?)</code>', text, re.DOTALL)
-    assert "scale" not in tomllib.loads(html.unescape(re.sub("<[^>]+>", "", shown)))
+    shown = recipes_shown(study_document(result.data, found))["best-recipe"]
+    assert "scale" not in tomllib.loads(shown)
 
 
 def test_where_a_single_model_is_better_nothing_is_merged(recipe, tmp_path, capsys):
@@ -435,6 +438,5 @@ def test_where_a_single_model_is_better_nothing_is_merged(recipe, tmp_path, caps
         assert main(["search", "best", str(tmp_path / "study.db"), *more]) == 1
         assert "do not merge: math" in capsys.readouterr().err
     assert result.to_dict()["recipes"] == {"best": None, "simplest": None}
-    text = assemble_study_page(result.data, result.conclusion, [], "")
-    assert "Do not merge" in text
-    assert "best-recipe" not in text
+    assert result.document().title.startswith("Do not merge")
+    assert recipes_shown(result.document()) == {}

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,10 +48,9 @@ from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.names import some_of
 
 Arrays = dict[str, NDArray[Any]]
-AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})
-"""No setting is changed."""
-ALIGNED = 64
-"""Bytes that the start of an array is a multiple of, counted from the first."""
+LoadModel = Callable[[Path], Any]
+ALIGN_BYTES = 64
+"""The start of an array is a multiple of this, counted from the first."""
 F32 = STORAGE_TYPES["F32"]
 
 
@@ -67,7 +65,6 @@ class Candidate:
     recipe: Recipe
 
     def __repr__(self) -> str:
-        """What it was made by, in a line."""
         return f"<Candidate by {self.recipe.method}: {times(len(self.arrays), 'array')}>"
 
 
@@ -87,27 +84,27 @@ class Candidates:
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
         self.memory_bytes = sum(of_source.nbytes for of_source in held)
-        """What the weights take."""
-        self._kept: dict[Path, _Kept] = {}
+        """The memory that the weights take."""
+        self._kept: dict[Path, tuple[Source, Held]] = {}
         """By file: as the recipe has it, and as the hub's commit has it."""
         for form in (given, self.recipe):
             files = (form.base, *(entry.file for entry in form.models))
-            self._kept |= dict(zip(files, map(_Kept, sources, held), strict=True))
-        first, *others = map(HeldSource, sources, held)
-        self._inputs = {_arrangement(self.recipe): _Inputs(first, tuple(others))}
+            self._kept |= zip(files, zip(sources, held, strict=True), strict=True)
+        self._inputs: dict[tuple[Any, ...], list[Source]] = {}
+        """Base and models that fit together, by how they are presented."""
+        self._inputs[_arrangement(self.recipe)] = list(map(HeldSource, sources, held))
 
     def __repr__(self) -> str:
-        """The models and what they take, in a line."""
         names = [entry.name for entry in self.recipe.models]
         return f"<Candidates of {named(names)}, {show_size(self.memory_bytes)} in memory>"
 
     def recipe_for(self, settings: Mapping[str, Any]) -> Recipe:
-        """The recipe with some settings changed; `dare.recipe.document` has their names."""
+        """Return the recipe with some settings changed; `dare.recipe.document` has their names."""
         return with_settings(self.recipe, settings)
 
     def make(
         self,
-        settings: Mapping[str, Any] | Recipe = AS_THEY_ARE,
+        settings: Mapping[str, Any] | Recipe | None = None,
         into: Mapping[str, NDArray[Any]] | None = None,
         *,
         progress: Progress = lambda _nbytes: None,
@@ -118,29 +115,27 @@ class Candidates:
         that fresh memory takes. `progress` is called with bytes that were read, in the threads that
         read them; what it raises ends the merge.
         """
-        recipe = self._recipe(settings)
-        plan = self._plan(recipe)
+        recipe, plan = self._plan(settings)
         arrays = _fresh(plan) if into is None else _checked(plan, into)
         homes = _homes_of(plan, arrays, {name: name for name in arrays})
         return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
-    def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe = AS_THEY_ARE) -> str:
+    def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe | None = None) -> str:
         """Merge into a torch module, or a dict of tensors or arrays, in place; return the digest.
 
         Its tensors may have a wider type than the merged weights, and lie on any device. Those that
         the base does not have are left alone. After a failure in the middle some tensors are of
         this candidate and some of the one before; the next call mends that.
         """
-        plan = self._plan(self._recipe(settings))
+        _, plan = self._plan(settings)
         arrays = arrays_of(model)
         names = names_in(arrays, [tensor.name for tensor in plan.tensors])
         with WRITING:
             return _carry_out(plan, _homes_of(plan, arrays, names))
 
-    def _recipe(self, settings: Mapping[str, Any] | Recipe) -> Recipe:
-        return settings if isinstance(settings, Recipe) else self.recipe_for(settings)
-
-    def _plan(self, recipe: Recipe) -> Plan:
+    def _plan(self, settings: Mapping[str, Any] | Recipe | None) -> tuple[Recipe, Plan]:
+        given = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
+        recipe = given
         if self._threads is not None:
             recipe = recipe.model_copy(update={"threads": self._threads})
         arrangement = _arrangement(recipe)
@@ -148,9 +143,10 @@ class Candidates:
         if recipe.vocabulary != "union":  # else there are as many as there are weights
             self._inputs[arrangement] = inputs
         names = distinct([entry.name for entry in recipe.models])
-        return make_plan(recipe, inputs.base, inputs.models, names)
+        base, *models = inputs
+        return given, make_plan(recipe, base, tuple(models), names)
 
-    def _open(self, recipe: Recipe) -> _Inputs:
+    def _open(self, recipe: Recipe) -> list[Source]:
         """Fit some of the models together as if there were no others, which may change them.
 
         Names that are one tensor in one model need not be so in all, for example.
@@ -160,46 +156,25 @@ class Candidates:
             known = ", ".join(map(str, self._kept))
             raise InputError(f"{some_of(unknown)}: is not a model of the study; these are: {known}")
         _, opened = open_inputs(recipe, rescales=False)
-        base, *models = (
-            self._kept[file].found_as(source, may_differ=recipe.vocabulary == "union")
-            for file, source in zip(files, (opened.base, *opened.models), strict=True)
-        )
-        return _Inputs(base, tuple(models))
-
-
-# ---------------------------------------------------------------- inputs
-
-
-class _Inputs(NamedTuple):
-    """Base and models that fit together."""
-
-    base: Source
-    models: tuple[Source, ...]
-
-
-class _Kept(NamedTuple):
-    """A source and what is held of it."""
-
-    source: Source
-    held: Held
-
-    def found_as(self, source: Source, *, may_differ: bool) -> Source:
-        """The same model opened again, in memory if it is presented as it was then."""
-        if _times(source) != _times(self.source):
-            files = ", ".join(map(str, source.files))
-            raise InputError(f"{files}: changed since it was read; run the search again")
-        if may_differ or source.fingerprint() != self.source.fingerprint():
-            return source
-        return HeldSource(source, self.held)
+        found: list[Source] = []
+        for file, source in zip(files, (opened.base, *opened.models), strict=True):
+            earlier, held = self._kept[file]
+            if _times(source) != _times(earlier):
+                changed = ", ".join(map(str, source.files))
+                raise InputError(f"{changed}: changed since it was read; run the search again")
+            may_differ = recipe.vocabulary == "union"
+            is_same = not may_differ and source.fingerprint() == earlier.fingerprint()
+            found.append(HeldSource(source, held) if is_same else source)
+        return found
 
 
 def _times(source: Source) -> list[Any]:
-    """Sizes, times and places of its files, which a new name does not change."""
+    """Return sizes, times and places of its files, which a new name does not change."""
     return [stamp[:-1] for stamp in source.stamps()]
 
 
 def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
-    """What of a recipe decides how its inputs are presented; all else leaves them as they are."""
+    """Return what decides how a recipe's inputs are presented; all else leaves them as they are."""
     return (
         recipe.base,
         tuple(entry.file for entry in recipe.models),
@@ -218,8 +193,8 @@ def _carry_out(plan: Plan, homes: Mapping[str, _Home], progress: Progress = lamb
 
 
 def _fresh(plan: Plan) -> Arrays:
-    """Arrays in one piece of memory, which the system hands out faster than many small ones."""
-    sizes = [-(-t.elements * t.dtype.itemsize // ALIGNED) * ALIGNED for t in plan.tensors]
+    """Return arrays in one piece of memory, faster to get than many small ones."""
+    sizes = [-(-t.elements * t.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for t in plan.tensors]
     room, starts = np.empty(sum(sizes), np.uint8), accumulate(sizes, initial=0)
     return {
         t.name: np.ndarray(t.shape, t.dtype.numpy_type, room, start)
@@ -229,30 +204,30 @@ def _fresh(plan: Plan) -> Arrays:
 
 def _checked(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
     """Refuse arrays that are not like those of a candidate."""
+
+    def described(found: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:
+        return "absent" if found is None else f"{found[1]} {list(found[0])}"
+
     expected = {t.name: (t.shape, t.dtype.numpy_type) for t in plan.tensors}
     for name in sorted(expected.keys() | into.keys()):
         array = into.get(name)
         found = None if array is None else (array.shape, array.dtype)
         if found != expected.get(name):
             raise InputError(
-                f"{name}: the array to fill must be {_described(expected.get(name))}, not "
-                f"{_described(found)}; give the arrays of a candidate with the same types"
+                f"{name}: the array to fill must be {described(expected.get(name))}, not "
+                f"{described(found)}; give the arrays of a candidate with the same types"
             )
     return {name: into[name] for name in expected}
 
 
-def _described(found: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:
-    return "absent" if found is None else f"{found[1]} {list(found[0])}"
-
-
 class _Home(NamedTuple):
-    """Where a merged tensor goes."""
+    """The memory that a merged tensor goes to."""
 
     memory: Memory
     kind: StorageType
     """Of the memory."""
     merged: StorageType
-    """What the tensor is merged to, which the memory may be wider than."""
+    """Of the merged tensor; the memory may be wider."""
 
     def put(self, start: int, raw: Raw) -> None:
         """Write merged elements from one on."""
@@ -294,7 +269,7 @@ class _LiveSink:
 
 
 def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, _Home]:
-    """Where the tensors of a plan are in a model, each piece of memory once."""
+    """Find the tensors of a plan in a model, each piece of memory once."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(
             f"the model has no {some_of(lacking)}, and the base does; give one with its tensors"
@@ -324,7 +299,7 @@ def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -
 
 
 def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
-    """Whether a type has every value of another."""
+    """Tell if a type has every value of another."""
     return kind == narrower or (
         kind.is_weight
         and narrower.is_weight
@@ -353,7 +328,7 @@ def make_form(
     recipe: Recipe,
     work: Path | None = None,
     threads: int | None = None,
-    load_model: Callable[[Path], Any] | None = None,
+    load_model: LoadModel | None = None,
 ) -> Form:
     """Return a maker of candidates as arrays (`tensors`), a torch module (`model`) or a `path`."""
     if form == "path":
@@ -394,10 +369,7 @@ class _Live:
     """A torch module, which each candidate is written into."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        held: Callable[[], Candidates],
-        load_model: Callable[[Path], Any] | None,
+        self, recipe: Recipe, held: Callable[[], Candidates], load_model: LoadModel | None
     ) -> None:
         from dare.inputs.hub import resolve
         from dare.inputs.loaded import load_live

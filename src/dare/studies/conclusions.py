@@ -42,7 +42,7 @@ _NEAR = 0.02
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Rank the settings, compare the best with all else, and say what that is worth."""
     judge = Judge.of(data)
-    entries = [*judge.entries_of_settings(data.trials), *judge.entries_of_names(data.baselines)]
+    entries = judge.entries([*data.trials, *data.baselines])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(judge, entries, resamples)
@@ -251,7 +251,7 @@ def _holdout(
         return None, None, tuple(notice("holdout_failed", problem=p) for p in problems)
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = tuple(t for t in done if t.settings == latest)
-    others = judge.entries_of_names(t for t in data.holdout if t not in winners)
+    others = judge.entries(t for t in data.holdout if t not in winners)
     try:
         winner_entry = Entry(trials, best.baseline, judge.is_random(latest))
         contest = _Contest(judge, [winner_entry, *others], resamples)

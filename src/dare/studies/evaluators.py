@@ -30,7 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, replace
+from functools import partial
 from numbers import Real
 from operator import attrgetter
 from pathlib import Path
@@ -176,18 +177,14 @@ def split_name(text: str) -> tuple[str, str] | None:
     (('scores.demo', 'validation'), ('my scores.py', 'test'), None)
     """
     place, _, name = text.rpartition(":")
-    is_place = place.endswith(FILE_SUFFIX) or _is_dotted(place)
-    return (place, name) if is_place and _is_dotted(name) else None
-
-
-def _is_dotted(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
+    parts = name.split(".") + ([] if place.endswith(FILE_SUFFIX) else place.split("."))
+    return (place, name) if all(part.isidentifier() for part in parts) else None
 
 
 def find_function(text: str) -> Function:
     """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
     if text.startswith(harness.PREFIX):
-        tasks = harness.load_tasks(text)
+        tasks = harness.Harness(text)
         return Function(tasks.score, "model", tasks.takes_items, tasks.load_model)
     named = split_name(text)
     if named is None:
@@ -263,6 +260,7 @@ class Scorer:
 
     takes_items = False
     """Whether `score` may be given some of the items."""
+    form: Form
     _is_made = False
 
     def make(self, recipe: Recipe) -> str:
@@ -277,36 +275,38 @@ class Scorer:
         if not self._is_made:
             raise EvaluationError("there is no candidate to score; make one first")
         if items is not None and not self.takes_items:
-            raise EvaluationError(
-                "the evaluator has no `items` and cannot score a part of the items"
-            )
+            lack = "the evaluator has no `items` and cannot score a part of the items"
+            raise EvaluationError(lack)
         return self._score(None if items is None else list(items))
 
     def close(self) -> None:
         """End what was started, and delete what was written."""
         self._is_made = False
-        self._form.close()
-
-    _form: Form
+        self.form.close()
 
     def _make(self, recipe: Recipe) -> str:
-        return self._form.make(recipe)
+        return self.form.make(recipe)
 
     def _score(self, items: list[str] | None) -> Scored:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class FunctionScorer(Scorer):
     """Scores candidates by a function, in this process."""
 
-    def __init__(
-        self, function: Function, recipe: Recipe, work: Path | None, threads: int | None
-    ) -> None:
+    function: Function
+    recipe: InitVar[Recipe]
+    work: InitVar[Path | None]
+    threads: InitVar[int | None]
+
+    def __post_init__(self, recipe: Recipe, work: Path | None, threads: int | None) -> None:
         from dare.studies.candidates import make_form
 
-        self._call, self.takes_items = function.call, function.takes_items
+        kind, load_model = self.function.form, self.function.load_model
+        self.takes_items = self.function.takes_items
         try:
-            self._form = make_form(function.form, recipe, work, threads, function.load_model)
+            self.form = make_form(kind, recipe, work, threads, load_model)
         except DareError:
             raise
         except (Exception, SystemExit) as error:
@@ -316,41 +316,40 @@ class FunctionScorer(Scorer):
         more = {"items": items} if self.takes_items else {}
         started = time.perf_counter()
         try:
-            returned = self._call(self._form.candidate, **more)
+            returned = self.function.call(self.form.candidate, **more)
         except (Exception, SystemExit) as error:
             raise foreign_error("the evaluator failed", error) from error
         seconds = time.perf_counter() - started
         return replace(read_scores(returned, items), seconds=seconds)
 
 
+@dataclass(eq=False)
 class CommandScorer(Scorer):
     """Scores candidates by a shell command, which is given a file or directory."""
 
-    def __init__(
-        self,
-        command: str,
-        recipe: Recipe,
-        time_limit: float | None,
-        work: Path | None,
-        threads: int | None,
-    ) -> None:
+    command: str
+    recipe: Recipe
+    time_limit: float | None
+    work: Path | None
+    threads: int | None
+
+    def __post_init__(self) -> None:
         from dare.studies.candidates import make_form
 
-        self._form = make_form("path", recipe, work)
-        self.takes_items = ITEMS in command
-        self._command, self._time_limit, self._threads = command, time_limit, threads
+        self.form = make_form("path", self.recipe, self.work)
+        self.takes_items = ITEMS in self.command
 
     def _score(self, items: list[str] | None) -> Scored:
-        candidate, asked = self._form.candidate, ALL_ITEMS
+        candidate, asked = self.form.candidate, ALL_ITEMS
         if items is not None:
             file = candidate.with_name("items.json")
             file.write_text(json.dumps(items), encoding="utf-8")
             asked = str(file)
-        command, name = _filled(self._command, candidate, asked), repr(self._command)
+        command, name = _filled(self.command, candidate, asked), repr(self.command)
         started = time.perf_counter()
-        process = Watched([SHELL, "-c", command], name=name, threads=self._threads)
+        process = Watched([SHELL, "-c", command], name=name, threads=self.threads)
         try:
-            status = process.pump(lambda: False, self._time_limit)
+            status = process.pump(lambda: False, self.time_limit)
         finally:
             process.close()
         seconds, printed = time.perf_counter() - started, process.printed.shown()
@@ -385,38 +384,36 @@ def _parsed(line: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- functions in another process
 
 
+@dataclass(eq=False)
 class ProcessScorer(Scorer):
     """Scores candidates by a function in a process, which is started anew when it has ended."""
 
-    def __init__(
-        self,
-        evaluator: str,
-        recipe: Recipe,
-        time_limit: float | None,
-        work: Path | None,
-        threads: int | None,
-    ) -> None:
-        self._evaluator, self._recipe, self._time_limit = evaluator, recipe, time_limit
-        self._work, self._threads = work, threads
-        self._process: AnsweringProcess | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+    evaluator: str
+    recipe: Recipe
+    time_limit: float | None
+    work: Path | None
+    threads: int | None
+    _process: AnsweringProcess | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __post_init__(self) -> None:
         self._start()
 
     def _start(self) -> AnsweringProcess:
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        self._process = process = _start_process(self._evaluator, self._threads)
+        self._process = process = _start_process(self.evaluator, self.threads)
         try:
-            limit = None if self._time_limit is None else max(self._time_limit, READY_SECONDS)
-            found = process.ask("find", self._evaluator, limit)
+            limit = None if self.time_limit is None else max(self.time_limit, READY_SECONDS)
+            found = process.ask("find", self.evaluator, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
-                self._folder = temporary_folder(self._work)
+                self._folder = temporary_folder(self.work)
             request = {
-                "recipe": self._recipe.to_document(),
+                "recipe": self.recipe.to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
-                "threads": self._threads,
+                "threads": self.threads,
                 # The files of stages that are no package's: who makes candidates needs them too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
             }
@@ -433,21 +430,18 @@ class ProcessScorer(Scorer):
     def _score(self, items: list[str] | None) -> Scored:
         assert self._process is not None
         process = self._process
-        scored = self._ask(process, "score", items, self._time_limit)
+        scored = self._ask(process, "score", items, self.time_limit)
         return Scored(**{**scored, "output": process.printed})
 
-    def _ask(
-        self, process: AnsweringProcess, verb: str, given: Any, time_limit: float | None
-    ) -> Any:
+    def _ask(self, process: AnsweringProcess, verb: str, given: Any, limit: float | None) -> Any:
         try:
-            return process.ask(verb, given, time_limit)
+            return process.ask(verb, given, limit)
         except BaseException:
             if not process.is_running:
                 self.close()
             raise
 
     def close(self) -> None:
-        """End the process, and delete what was written."""
         self._is_made = False
         if self._process is not None:
             self._process.close()
@@ -478,26 +472,21 @@ class _Answering:
         return {"form": self.function.form, "takes_items": self.function.takes_items}
 
     def open(self, given: dict[str, Any]) -> None:
+        from dare.recipe.document import recipe_from_document
         from dare.stages.methods import load_stages
 
         for file in given["stages"]:
             load_stages(file)
+        self.read = partial(recipe_from_document, where="recipe")
         work = given["work"] and Path(given["work"])
-        self.scorer = FunctionScorer(
-            self.function, _recipe(given["recipe"]), work, given["threads"]
-        )
+        recipe = self.read(given["recipe"])
+        self.scorer = FunctionScorer(self.function, recipe, work, given["threads"])
 
     def make(self, document: dict[str, Any]) -> str:
-        return self.scorer.make(_recipe(document))
+        return self.scorer.make(self.read(document))
 
     def score(self, items: list[str] | None) -> dict[str, Any]:
         return asdict(self.scorer.score(items))
-
-
-def _recipe(document: dict[str, Any]) -> Recipe:
-    from dare.recipe.document import recipe_from_document
-
-    return recipe_from_document(document, "recipe")
 
 
 # ---------------------------------------------------------------- scores as they are returned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dare.documents.charts import (
@@ -41,6 +41,8 @@ GREY = "#888"
 """A colour that stands out from light and dark grounds alike."""
 KINDS = ("best", "within noise", "other setting", "baseline")
 SHORT = ".4~g"
+INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")
+"""Fields of tooltips."""
 
 
 def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
@@ -81,17 +83,9 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         return None
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     y = alt.Y("place:O").axis(None)
-    place = alt.Chart().encode(
-        y=y,
-        color=by_name(alt.Color, kinds, field="kind"),
-        tooltip=tooltip_of(
-            ("label:N", "setting"),
-            ("objective:Q", "", SHORT),
-            ("low:Q", "from", SHORT),
-            ("high:Q", "to", SHORT),
-            "seeds:Q",
-        ),
-    )
+    tooltip = tooltip_of(("label:N", "setting"), ("objective:Q", "", SHORT), *INTERVAL)
+    colour = by_name(alt.Color, kinds, field="kind")
+    place = alt.Chart().encode(y=y, color=colour, tooltip=tooltip)
     x = alt.X("objective:Q", title="objective").scale(zero=False, padding=10, nice=False)
     x = x.axis(tickCount=6, format="~g")
     # The label stands above its interval: beside it there is no room on a phone.
@@ -177,19 +171,6 @@ def _far(far: list[str]) -> str:
 # ---------------------------------------------------------------- settings
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The objective over one setting: a point for each trial, and lines where they make sense."""
-
-    points: list[Row]
-    means: list[Row]
-    """One for each value of each line; empty if every trial stands alone."""
-    groups: tuple[str, ...]
-    """The names of the lines, or else of the kinds of points."""
-    by: str
-    """The settings that tell them apart; empty if nothing does."""
-
-
 def curves(data: StudyData, conclusion: Conclusion) -> list[Figure]:
     """Draw the objective over each setting that is a number, the most important first."""
     found = []
@@ -207,33 +188,30 @@ def curves(data: StudyData, conclusion: Conclusion) -> list[Figure]:
 
 def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     """Draw the objective over one setting: trials, means over seeds with intervals, baselines."""
-    found = curves_over(data, conclusion, name)
-    if not found.points:
+    points, means, by = curve_rows(data, conclusion, name)
+    if not points:
         return None
-    every = [*found.means, *found.points]
+    every = [*means, *points]
+    groups = tuple({row["group"]: None for row in every})
     heights = [row[key] for row in every for key in ("objective", "low", "high") if key in row]
     levels, far = level_rows(conclusion, min(heights), max(heights))
     x = _setting_axis(name, [row["x"] for row in every])
     y = _objective_axis([*heights, *(row[key] for row in levels for key in ("level", "at"))])
-    many = len(found.groups) > 1
-    colour = {"color": by_name(alt.Color, found.groups, field="group")} if many else {}
-    opacity = 0.5 if found.means else 0.85
-    points = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
+    colour = {"color": by_name(alt.Color, groups, field="group")} if len(groups) > 1 else {}
+    opacity = 0.5 if means else 0.85
+    dots = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
     fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:Q", "settings:N")
-    points = points.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
-    layers = [*_level_lines(), points.add_params(zoom())]
-    if found.means:
-        layers += _mean_lines(x, y, colour, name)
-    spec = finish_chart(
-        alt.layer(*layers), found.points, 300 if many else 280, means=found.means, levels=levels
-    )
+    dots = dots.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
+    layers = [*_level_lines(), dots.add_params(zoom())]
+    layers += _mean_lines(x, y, colour, name) if means else []
+    height = 300 if len(groups) > 1 else 280
     columns: Columns = {
         name: lambda row: value_text(row["x"]),
         "objective >": lambda row: value_text(row["objective"]),
         "trial >": lambda row: str(row["trial"]),
     }
-    means = "Each point is a trial. Other settings vary too."
-    if found.means:
+    text = "Each point is a trial. Other settings vary too."
+    if means:
         columns = {
             name: lambda row: value_text(row["x"]),
             "mean objective >": lambda row: value_text(row["objective"]),
@@ -241,24 +219,26 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
             "seeds >": lambda row: str(row["seeds"]),
             "with": lambda row: row["group"] or NOTHING,
         }
-        means = "Small points are trials. Lines join the means over the seeds; bands are the "
-        means += "means' 95% intervals."
+        text = "Small points are trials. Lines join the means over the seeds; bands are the "
+        text += "means' 95% intervals."
     best = max(every, key=lambda row: row["objective"])
     return _figure(
         "curve",
-        spec,
-        found.means or sorted(found.points, key=lambda row: row["x"]),
+        finish_chart(alt.layer(*layers), points, height, means=means, levels=levels),
+        means or sorted(points, key=lambda row: row["x"]),
         columns,
         setting=name,
-        means=means + (f" The colours stand for {found.by}." if found.by else ""),
+        means=text + (f" The colours stand for {by}." if by and len(groups) > 1 else ""),
         levels=(" Dashed lines are baselines." if levels else "") + _far(far),
-        points=times(len(found.points), "trial"),
+        points=times(len(points), "trial"),
         best=f", the largest {value_text(best['objective'])} at {value_text(best['x'])}",
     )
 
 
-def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
-    """Return the objective over a setting that is a number."""
+def curve_rows(
+    data: StudyData, conclusion: Conclusion, name: str
+) -> tuple[list[Row], list[Row], str]:
+    """Return a point for each trial, means where lines make sense, and what tells lines apart."""
     lines: dict[str, list[Ranked]] = {}
     for ranked in conclusion.ranking:
         if is_number(ranked.settings.get(name)) and math.isfinite(ranked.objective.value):
@@ -286,8 +266,7 @@ def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
         for trial in data.trials
         if trial.is_done and is_number(trial.settings.get(name)) and is_number(trial.objective)
     ]
-    groups = tuple({row["group"]: None for row in (*means, *points)})
-    return Curves(points, means, groups, ", ".join(others) if len(groups) > 1 else "")
+    return points, means, ", ".join(others)
 
 
 def _values(data: StudyData, name: str) -> set[str]:
@@ -319,14 +298,8 @@ def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
     """Return lines through the means, with a band and a bar for each interval."""
     chart = alt.Chart(rows_named("means")).encode(x=x, **colour)
     low, high = alt.Y("low:Q", title="objective"), "high:Q"
-    tooltip = tooltip_of(
-        ("x:Q", name, SHORT),
-        ("objective:Q", "mean", SHORT),
-        ("low:Q", "from", SHORT),
-        ("high:Q", "to", SHORT),
-        "seeds:Q",
-        ("group:N", "with"),
-    )
+    fields = ("x:Q", name, SHORT), ("objective:Q", "mean", SHORT), *INTERVAL, ("group:N", "with")
+    tooltip = tooltip_of(*fields)
     return [
         chart.mark_area(opacity=0.16, aria=False, clip=True).encode(y=low, y2=high),
         chart.mark_rule(size=1.5, opacity=0.6, aria=False, clip=True).encode(y=low, y2=high),
@@ -415,12 +388,8 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         x=alt.X("x:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=6),
         y=alt.Y("y:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=5),
     )
-    tooltip = tooltip_of(
-        ("label:N", "setting"),
-        ("x:Q", "across", SHORT),
-        ("y:Q", "up", SHORT),
-        ("objective:Q", "", SHORT),
-    )
+    fields = ("x:Q", "across", SHORT), ("y:Q", "up", SHORT), ("objective:Q", "", SHORT)
+    tooltip = tooltip_of(("label:N", "setting"), *fields)
     settings = placed.transform_filter("datum.kind === 'setting'")
     order = [alt.SortField("sx", order="descending"), alt.SortField("sy", order="descending")]
     front = settings.transform_window(highest="max(sy)", sort=order, frame=[None, 0])

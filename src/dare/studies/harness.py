@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ from dare.errors import EvaluationError, RecipeError, did_you_mean
 PREFIX = "lm_eval:"
 INSTALL = "pip install 'dare-merge[eval]'"
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
-"""Which metric of a task is its score: the first that it has, otherwise its own first."""
+"""Metrics by preference: a task's score is the first that it has, otherwise its own first."""
 BATCH_SIZE = 8
 """Always the same, as sums over a batch depend on it in the last bits."""
 SEED = 1234
-"""Of everything that the harness draws."""
+"""For everything that the harness draws."""
 
 
 def split_tasks(text: str) -> tuple[list[str], Path | None]:
-    """The tasks and the folder of a text.
+    """Return the tasks and the folder of a text.
 
     >>> split_tasks("lm_eval:add,sort@tasks")
     (['add', 'sort'], PosixPath('tasks'))
@@ -49,27 +49,25 @@ def check_name(text: str) -> None:
         raise RecipeError(f"{text}: needs lm-evaluation-harness: {INSTALL}")
 
 
-def load_tasks(text: str) -> Harness:
-    """Load the tasks that a text names."""
-    check_name(text)
-    return Harness(*split_tasks(text))
-
-
 class Harness:
     """Tasks that are loaded once, and score one model after the other."""
 
-    def __init__(self, names: Sequence[str], folder: Path | None) -> None:
-        self._tasks = _load(names, folder)
+    def __init__(self, text: str) -> None:
+        check_name(text)
+        self._tasks = _load(*split_tasks(text))
         self._metrics = {name: _metric_of(name, task) for name, task in self._tasks.items()}
+        self._base = ""
+        self._wrapped: tuple[Any, Any] = (None, None)
+        self.takes_items = True
         for task in self._tasks.values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
-        self.takes_items = not any(map(_draws_examples, self._tasks.values()))
-        self._base = ""
-        self._wrapped: tuple[Any, Any] = (None, None)
+            in_order = type(getattr(task, "sampler", None)).__name__ == "FirstNSampler"
+            if task.get_config("num_fewshot") and not in_order:
+                self.takes_items = False  # examples are drawn, one document after the other
 
     def load_model(self, base: Path) -> Any:
-        """The base as a live model; its tokenizer is that of all candidates."""
+        """Return the base as a live model; its tokenizer is that of all candidates."""
         from dare.inputs.loaded import load_live
 
         self._base = str(base)
@@ -77,11 +75,17 @@ class Harness:
 
     def score(self, model: Any, items: Sequence[str] | None = None) -> dict[str, Any]:
         """Score a live model on all documents, or on those with these ids."""
+        import numpy as np
         from lm_eval.evaluator import evaluate
 
         chosen = None if items is None else _by_task(items)
         tasks = {n: t for n, t in self._tasks.items() if chosen is None or n in chosen}
-        _seed(tasks.values())
+        # As `lm_eval.simple_evaluate` does, which also takes a second to describe the machine.
+        random.seed(SEED)
+        np.random.seed(SEED)
+        sys.modules["torch"].manual_seed(SEED)
+        for task in tasks.values():
+            task.set_fewshot_seed(seed=SEED)
         results = evaluate(
             lm=self._wrap(model),
             task_dict={"tasks": tasks, "groups": {}},
@@ -104,40 +108,23 @@ class Harness:
         return {**scores, "items": values}
 
     def _wrap(self, model: Any) -> Any:
-        """The model as the harness wants it."""
+        """Return the model as the harness wants it."""
         from lm_eval.models.huggingface import HFLM
 
         known, wrapped = self._wrapped
         if known is not model:
             wrapped = HFLM(pretrained=model, tokenizer=self._base, batch_size=BATCH_SIZE)
-            _complete(wrapped.tokenizer, model.config.eos_token_id)
+            tokenizer, end = wrapped.tokenizer, model.config.eos_token_id
+            # Without an end of text, the harness would pad with a token that has no embedding.
+            if tokenizer.eos_token_id is None and end is not None:
+                end = end[0] if isinstance(end, list) else end
+                tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
             self._wrapped = model, wrapped
         return wrapped
 
 
-def _seed(tasks: Iterable[Any]) -> None:
-    """What `lm_eval.simple_evaluate` does, which also takes a second to describe the machine."""
-    import numpy as np
-
-    random.seed(SEED)
-    np.random.seed(SEED)
-    sys.modules["torch"].manual_seed(SEED)
-    for task in tasks:
-        task.set_fewshot_seed(seed=SEED)
-
-
-def _complete(tokenizer: Any, end: int | list[int] | None) -> None:
-    """Give a tokenizer that names no end of text the model's own, which also pads.
-
-    The harness needs one, and would pad with a new token that the model has no embedding for.
-    """
-    if tokenizer.eos_token_id is None and end is not None:
-        number = end[0] if isinstance(end, list) else end
-        tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(number)
-
-
 def _load(names: Sequence[str], folder: Path | None) -> dict[str, Any]:
-    """Tasks by name, from a folder or, where it lacks one, from those of the harness."""
+    """Load tasks by name, from a folder or, where it lacks one, from those of the harness."""
     from lm_eval.tasks import TaskManager
 
     own = {} if folder is None else {"include_path": str(folder)}
@@ -154,7 +141,7 @@ def _load(names: Sequence[str], folder: Path | None) -> dict[str, Any]:
 
 
 def _metric_of(name: str, task: Any) -> str:
-    """The metric that is a task's score."""
+    """Return the metric that is a task's score."""
     better: Mapping[str, bool] = task.higher_is_better()
     upward = [metric for metric, is_better in better.items() if is_better]
     if not upward:
@@ -165,14 +152,8 @@ def _metric_of(name: str, task: Any) -> str:
     return next((metric for metric in METRICS if metric in upward), upward[0])
 
 
-def _draws_examples(task: Any) -> bool:
-    """Whether prompts hold examples that are drawn at random, one document after the other."""
-    in_order = type(getattr(task, "sampler", None)).__name__ == "FirstNSampler"
-    return bool(task.get_config("num_fewshot")) and not in_order
-
-
 def _by_task(items: Sequence[str]) -> dict[str, list[int]]:
-    """The numbers of documents for each task, in order: the harness counts them off that way."""
+    """Return numbers of documents by task, in order: the harness counts them off that way."""
     chosen: dict[str, set[int]] = {}
     for item in items:
         task, _, number = item.rpartition("/")

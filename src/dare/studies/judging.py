@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,9 +123,6 @@ def sounds_like_an_error(name: str) -> bool:
     return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
-# ------------------------------------------------------------------------------------- guards
-
-
 @dataclass(frozen=True)
 class Guard:
     """A bound on a score, which a merge must keep to be taken at all."""
@@ -202,7 +199,7 @@ class Guard:
     def _limits(
         self, scores: Scores, singles: Sequence[Scores]
     ) -> Iterator[tuple[str, float, float, int]]:
-        """Name, limit, the best of the single models, and 1 for a limit from below."""
+        """Yield name, limit, the best of the single models, and 1 for a limit from below."""
         self.check(scores)
         for name, sign in self.directions(scores).items():
             if self.kind != "keep":
@@ -304,31 +301,25 @@ class Judge:
             baseline=entry.name,
         )
 
-    def entries_of_settings(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Return settings with those of their seeds that are done."""
-        found = _together(trials, lambda trial: key_of(trial.settings))
-        return [Entry(same, is_random=self.is_random(same[0].settings)) for same in found.values()]
+    def entries(self, trials: Iterable[Trial]) -> list[Entry]:
+        """Put done trials together by name or setting, but for the one that tells the noise."""
+        found: dict[str, tuple[Trial, ...]] = {}
+        for trial in trials:
+            if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
+                key = trial.name or key_of(trial.settings)
+                found[key] = (*found.get(key, ()), trial)
+        return [Entry(same, same[0].name, self._draws(same[0])) for same in found.values()]
 
-    def entries_of_names(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Return baselines that are done, but for the one that is there to tell the noise."""
-        found = _together((t for t in trials if t.role is not Role.AGAIN), lambda t: t.name)
-        # A runner-up has settings; of baselines that have none, only recipes may be random.
-        return [
-            Entry(
-                same,
-                name,
-                same[0].role in (Role.ADVICE, Role.RECIPE)
-                or (bool(same[0].settings) and self.is_random(same[0].settings)),
-            )
-            for name, same in found.items()
-        ]
-
-    # --------------------------------------------------------------------------------- simplicity
+    def _draws(self, trial: Trial) -> bool:
+        """Tell if another seed gives other weights; of plain baselines, only recipes may draw."""
+        if trial.name and not trial.settings:
+            return trial.role in (Role.ADVICE, Role.RECIPE)
+        return self.is_random(trial.settings)
 
     def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
         """Sort by what they need: a plain merge, then few stages, no randomness, few changes."""
         merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
-        return sorted(merges, key=lambda way: (self._complexity(way), -way.objective.value))
+        return sorted(merges, key=lambda one: (self._complexity(one), -one.objective.value))
 
     def _complexity(self, ranked: Ranked) -> tuple[int, int, bool, int]:
         if ranked.baseline:
@@ -342,27 +333,16 @@ class Judge:
     def _changes(self, settings: Settings) -> int:
         """Count settings that differ in effect from the recipe's; each layer's value counts."""
         method = {name: value for name, value in settings.items() if name == "method"}
-        start = self.with_settings(method)
-        changes = int(start is not None and _method(start) != _method(self.recipe))
+        start, changes = self.with_settings(method), 0
+        if start is not None and self.recipe is not None:
+            before, now = ([s.name for s, _ in r.chain] for r in (self.recipe, start))
+            changes = int(before != now)
         for name, value in settings.items():
             if name != "method":
                 changed = self.with_settings({**method, name: value})
                 differs = changed is None or start is None or _effect(changed) != _effect(start)
                 changes += _count(value) if differs else 0
         return changes
-
-
-def _together(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, tuple[Trial, ...]]:
-    """Return trials that are done, by what they have in common."""
-    found: dict[str, tuple[Trial, ...]] = {}
-    for trial in trials:
-        if trial.is_done and trial.scored is not None:
-            found[key(trial)] = (*found.get(key(trial), ()), trial)
-    return found
-
-
-def _method(recipe: Recipe | None) -> list[str]:
-    return [stage.name for stage, _ in recipe.chain] if recipe else []
 
 
 def _effect(recipe: Recipe) -> tuple[Any, ...]:

@@ -134,7 +134,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
         notices=(
-            *(notice("study_remark", text=text) for text in study.note("remarks") or ()),
+            *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
             *map(notice_from_dict, study.note("notices") or ()),
         ),
         importance=study.importance(),

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
@@ -595,14 +595,14 @@ class Display:
 
     def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
         self._visible, self._bar = visible, bar
-        self._task = None if bar is None else bar.add_task("", total=None)
+        self._task = TaskID(0) if bar is None else bar.add_task("", total=None)
         self._planned = self._done = self._first = 0
         self._began = self._concluded = time.monotonic()
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
         """Say what is being done."""
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, description=escape(printable(text)))
         else:
             self.announce(text)
@@ -618,7 +618,7 @@ class Display:
         """Say how many trials are planned, and how many are done."""
         self._planned, self._done, self._first = planned, done, done
         self._began = time.monotonic()
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
@@ -626,7 +626,7 @@ class Display:
         with self._turn:
             self._done += 1
             now = time.monotonic()
-            if self._bar is None or self._task is None:
+            if self._bar is None:
                 self.say(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
                 return
             self._bar.advance(self._task)
