@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dare
-from dare.demo.merges import BASE, TUNED, Job, Merge, Score, measure_all, write_models
+from dare.demo.merges import BASE, TUNED, Measurement, Merge, Score, measure_all, write_models
+from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
 from dare.errors import DareWarning
-from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
+from dare.web.assets import PAGE
 
 SEEDS = (42, 1042, 2042, 3042, 4042)
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
@@ -33,12 +34,14 @@ class Curve(NamedTuple):
     rescale: bool = True
     task: str | None = None  # None is the mean of all
 
-    def jobs(self, rate: float) -> list[Job]:
+    def jobs(self, rate: float) -> list[Measurement]:
         """A job for each seed; one if there is no chance in it."""
         paths = tuple(TUNED[name] for name in self.models)
         tasks = tuple(TUNED) if self.task is None else (self.task,)
         return [
-            Job(Merge(self.combine, rate, 1.0, seed, paths, self.rescale), PROMPTS, 0, tasks)
+            Measurement(
+                Merge(self.combine, rate, 1.0, seed, paths, self.rescale), PROMPTS, 0, tasks
+            )
             for seed in (SEEDS if rate else SEEDS[:1])
         ]
 
@@ -59,7 +62,7 @@ BROKEN_SEED = 40  # with which the weight of `add-nan` that is not a number is k
 
 def measure_curves() -> dict[str, Any]:
     """Score the models, and merges of them at every drop rate."""
-    models = [Job(path, PROMPTS, ENGLISH_BYTES) for path in (BASE, *TUNED.values())]
+    models = [Measurement(path, PROMPTS, ENGLISH_BYTES) for path in (BASE, *TUNED.values())]
     jobs = [*models, *(job for curve in CURVES for rate in RATES for job in curve.jobs(rate))]
     scores = dict(zip(jobs, measure_all(jobs, lambda: print(".", end="", flush=True)), strict=True))
     return {
@@ -74,7 +77,7 @@ def measure_curves() -> dict[str, Any]:
     }
 
 
-def _curve(curve: Curve, scores: Mapping[Job, Score]) -> dict[str, Any]:
+def _curve(curve: Curve, scores: Mapping[Measurement, Score]) -> dict[str, Any]:
     return {
         "name": curve.name,
         "models": curve.models,
@@ -105,11 +108,8 @@ def find_broken() -> dict[str, Any]:
 def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     base, *models = (folder / name for name in names)
     readiness, _ = dare.judge(dare.analyze(base, models, verbose=False), method="dare+sum")
-    told = ("models", "seen", "matters", "remedy")
-    findings = [
-        {"severity": str(one.severity), **{name: getattr(one, name) for name in told}}
-        for one in readiness.findings
-    ]
+    shown = ("severity", "subjects", "text", "remedy")
+    findings = [{name: getattr(one, name) for name in shown} for one in readiness.findings]
     command = " ".join(["dare analyze", *(f"demo-models/{name}" for name in names)])
     return {"verdict": str(readiness.verdict), "command": command, "findings": findings}
 

@@ -19,13 +19,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import RULES_FILE, Severity, Verdict
+from dare.analysis.judge.judgement import RULES_FILE, Verdict
 from dare.analysis.judge.readiness import RULES
+from dare.documents.notices import CATALOGUE, Severity
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
@@ -361,9 +361,9 @@ EFFECTS = {
 }
 MATTERS = {
     "": "",
-    "dare": ", where changes are dropped at random",
-    "ties": ", in a vote",
-    "sum": ", in a sum",
+    "drops_at_random": ", where changes are dropped at random",
+    "votes": ", in a vote",
+    "adds_up": ", in a sum",
 }
 
 
@@ -397,19 +397,15 @@ def _is_property(node: ast.FunctionDef) -> bool:
 # ---------------------------------------------------------------- messages
 
 
-def warnings() -> str:
-    """Every warning with what was seen and what to do, as the source describes it."""
-    tree = ast.parse((ROOT / "src/dare/errors.py").read_text("utf-8"))
-    (concerns,) = (
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Concern"
-    )
-    rows = []
-    for statement, following in pairwise(concerns.body):
-        if isinstance(statement, ast.Assign):
-            name = ast.literal_eval(statement.value)
-            seen, _, remedy = _text_of(following).partition(" Remedy: ")
-            rows.append((f"[{name}](#{name.replace(' ', '-')})", seen, remedy))
-    return _table(("warning", "what was seen", "what to do"), rows)
+def notices() -> str:
+    """Every notice: when it is given, what it says, and what to do."""
+    parts = []
+    for code, entry in CATALOGUE.items():
+        parts += [f"### {code}", f"*{entry.severity.capitalize()}: {entry.title}.* {entry.meaning}"]
+        if entry.remedy not in ("", "{remedy}"):
+            parts.append(f"*What to do:* {entry.remedy}.")
+        parts += [entry.details.strip()] if entry.details else []
+    return "\n\n".join(parts)
 
 
 def errors() -> str:
@@ -457,10 +453,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "habits": habits,
     "methods": methods,
     "names": names,
+    "notices": notices,
     "recipe": recipe,
     "rules": rules,
     "stages": stage_table,
-    "warnings": warnings,
 }
 
 if __name__ == "__main__":

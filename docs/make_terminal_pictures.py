@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dare.cli.show import fold_command
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED, WEIGHTS, write_models
+from dare.documents.terminal import fold_command
 from dare.inputs.sources import open_source
 
 FOLDER = Path(__file__).with_name("images")

@@ -27,7 +27,7 @@ from late import LATE
 
 from dare.analysis.judge.advice import OUTCOMES, advise
 from dare.analysis.judge.readiness import assess, body_of
-from dare.analysis.results import Analysis
+from dare.analysis.document import Analysis
 from dare.studies.conclusions import conclude
 from dare.studies.results import Role, Scored, State, StudyData, Trial
 
@@ -174,7 +174,7 @@ def look(file: Path) -> Features:
         advice.recipe["method"],
         advice.recipe.get("scale", 1.0),
         advice.suggestions[0].source.rpartition(", ")[2],
-        tuple(sorted({finding.rule for finding in readiness.findings})),
+        tuple(sorted({finding.code for finding in readiness.findings})),
     )
 
 

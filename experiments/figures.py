@@ -24,7 +24,7 @@ from evidence import (
     shares_by_rate,
 )
 
-from dare.output.page.charts import THEMES, by_name, vega_config
+from dare.documents.charts import THEMES, by_name, vega_config
 
 VARIANTS = {"as it is": "{}", "tuned": "{} tuned", "after DARE 0.5": "dare+{} 0.5"}
 """Of a method, by the name of a series."""

@@ -254,11 +254,11 @@ def test_float64_is_noted_once_where_it_is_computed_with(tmp_path):
     model = {name: np.full(3, 1.001) for name in "ab"}
     given = write_recipe(tmp_path, base, [model], stages={"dare": {"drop_rate": 0.5}})
     (notice,) = dare.plan(given).warnings
-    assert (notice.about, notice.strength) == ("float64 inputs", "note")
+    assert (notice.code, notice.severity) == ("float64", "note")
     assert "2 tensors" in notice.text
     assert notice in dare.merge(given).warnings
     mixed = write_recipe(tmp_path / "mixed", base, [model | {"b": model["b"].astype(np.float32)}])
-    assert [notice.about for notice in dare.plan(mixed).warnings] == ["float64 inputs"]
+    assert [notice.code for notice in dare.plan(mixed).warnings] == ["float64"]
     copied = write_recipe(tmp_path / "copied", base, [model], stages={"dare": {"drop_rate": 0.0}})
     assert dare.plan(copied).warnings == ()
 
@@ -279,10 +279,10 @@ def test_float8_is_for_the_matrices_of_layers(tmp_path):
         kinds = {name: file.get_slice(name).get_dtype() for name in names}
     assert kinds.pop("model.layers.0.mlp.up_proj.weight") == "F8_E4M3"
     assert set(kinds.values()) == {"BF16"}
-    (notice,) = (n for n in report.warnings if n.about == "float8 without scales")
+    (notice,) = (n for n in report.warnings if n.code == "plain_float8")
     assert "1 matrix" in notice.text
     assert "4 tensors" in notice.text
-    assert "BF16" in notice.text
+    assert "BF16" in notice.remedy
 
 
 def test_a_base_in_float8_stays_as_it_is(tmp_path):
@@ -291,7 +291,7 @@ def test_a_base_in_float8_stays_as_it_is(tmp_path):
     report = dare.merge(given)
     with safe_open(given.output, "np") as file:
         assert file.get_slice("w").get_dtype() == "F8_E4M3"
-    assert [n.about for n in report.warnings if "float8" in n.about] == []
+    assert [n.code for n in report.warnings if "float8" in n.code] == []
 
 
 def test_a_directory_of_shards_holds_the_same_model(models, tmp_path):
@@ -412,7 +412,7 @@ def test_overflow_is_reported(tmp_path):
     model = {"w": np.full(10, 65000, np.float16)}
     report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
     assert report.overflowed == 10
-    assert [(w.about, w.strength) for w in report.warnings] == [("overflow", "strong warning")]
+    assert [(w.code, w.severity) for w in report.warnings] == [("overflow", "severe")]
     assert "10 merged values" in str(report)
 
 

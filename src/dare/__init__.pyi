@@ -4,7 +4,7 @@ from dare.analysis.judge.advice import advise as advise, judge as judge
 from dare.analysis.judge.judgement import Advice as Advice, Readiness as Readiness
 from dare.analysis.judge.readiness import assess as assess
 from dare.analysis.measure.analyzing import analyze as analyze, analyze_arrays as analyze_arrays
-from dare.analysis.results import Analysis as Analysis
+from dare.analysis.document import Analysis as Analysis
 from dare.api import (
     apply_delta as apply_delta,
     finish as finish,

@@ -13,29 +13,19 @@ from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.analysis.judge.judgement import Advice
-from dare.analysis.measure.glance import Glance, glance, with_size_warnings
-from dare.errors import (
-    Concern,
-    InputError,
-    Notice,
-    OutputError,
-    RecipeError,
-    Strength,
-    VerificationError,
-    warn_caller,
-)
+from dare.checks.finite import check_chunks, check_tensors, is_suspect
+from dare.checks.same_model import check_inputs, with_base_among_models
+from dare.checks.sample import SampledModels, sample_models
+from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.progress import COMPILING, Display, Meter, show_progress
+from dare.documents.words import times
+from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
-from dare.output.destinations import (
-    check_target,
-    finished_before,
-    open_output,
-    settle,
-)
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
@@ -43,18 +33,13 @@ from dare.output.manifest import (
     find_manifest,
     fingerprint,
     full_manifest,
+    inputs_of_output,
     metadata_of,
     repeating_document,
 )
-from dare.output.repeated_inputs import check_inputs, with_base_among_models
 from dare.output.report import Digests, Report, make_report
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.slices import (
-    FinishingOutput,
-    Gone,
-    SliceOutput,
-    SliceReport,
-)
+from dare.output.slices import FinishingOutput, Gone, SliceOutput, SliceReport
 from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
@@ -66,14 +51,12 @@ from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
-from dare.run.finite import check_records, check_tensors
-from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.rates import keep_rate
-from dare.run.slices import Feedback, SharedCensuses
+from dare.run.slices import SharedObservations
+from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -102,7 +85,17 @@ def load_document(path: Path) -> dict[str, Any]:
 
 
 AnyPath = str | PathLike[str]
-AnyRecipe = Recipe | Advice | Mapping[str, Any] | AnyPath
+
+
+class HasRecipe(Protocol):
+    """An advice, or another result that has the tables of a recipe."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The tables; empty if nothing is to be merged."""
+
+
+AnyRecipe = Recipe | HasRecipe | Mapping[str, Any] | AnyPath
 """A recipe, its tables, the advice that has them, or where to load one from."""
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 """One model or several; one that has settings is an entry or a table."""
@@ -113,10 +106,10 @@ def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
         raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
-    if isinstance(recipe, Advice):
-        if not recipe.recipe:
+    if isinstance(tables := getattr(recipe, "recipe", None), Mapping):
+        if not tables:
             raise RecipeError("the advice is not to merge any of the models; print it to see why")
-        recipe = recipe.recipe
+        recipe = tables
     if isinstance(recipe, Recipe):
         if not given:
             return recipe
@@ -155,7 +148,7 @@ def plan(
     """
     recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
     recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
-    recipe = check_inputs(recipe, inputs.base, inputs.models)
+    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -199,7 +192,7 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
         settle(layout)
         return finished
     begun, compiled = time.perf_counter(), False
-    seen = _look(planned)
+    sample = _sample(planned)
     _rehearse(planned, layout)
     with (
         open_output(*_output_of(planned, layout), resume=resume, overwrite=overwrite) as output,
@@ -222,8 +215,8 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
             metadata = metadata_of(embedded_manifest(planned))
             records = execute_on_cluster(planned, output, metadata, **how)
         figures = time.perf_counter() - started, meter.bytes_read, len(output.resumed)
-        report = _report(planned, records, seen, noticed, *figures)
-        noticed = [*seen.notices, *noticed]
+        report = make_report(planned, records, sample, noticed, *figures)
+        noticed = [*sample.notices, *noticed]
         report = _publish(planned, output, report, noticed, overwrite=overwrite)
     if recipe.cluster is None and not (compiled or output.resumed):
         keep_rate(planned, time.perf_counter() - begun)
@@ -264,14 +257,14 @@ def merge_slice(
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
-    seen = _look(planned)
+    sample = _sample(planned)
     _rehearse(planned, layout)
     noticed: list[Notice] = []
     done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
     report = None
     if not done.unfinished:
         with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
-            report = _finish(planned, layout, seen, noticed, overwrite=overwrite, wait=wait)
+            report = _finish(planned, layout, sample, noticed, overwrite=overwrite, wait=wait)
     return replace(done, seconds=time.perf_counter() - started, report=report)
 
 
@@ -296,15 +289,14 @@ def _do_slice(
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
         identity = f"{fingerprint(planned)} {planned.stamps}"
-        feedback = Feedback(meter.advance, lambda: display.announce(COMPILING), display.announce)
-        of = planned, part, division
-        known = SharedCensuses(*of, output.folder, identity, wait, feedback).conclusions()
+        of = planned, part, division, output.folder, identity, wait
+        known = SharedObservations(*of, meter.advance, display.announce).conclusions()
         execute(
             planned,
             output,
             done=output.resumed,
-            progress=feedback.progress,
-            announce=feedback.compiling,
+            progress=meter.advance,
+            announce=lambda: display.announce(COMPILING),
             known=known,
             share=share,
         )
@@ -327,13 +319,13 @@ def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = 
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return finished
-    return _finish(planned, layout, _look(planned), [], overwrite=overwrite)
+    return _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
 
 
 def _finish(
     planned: Plan,
     layout: Layout,
-    seen: Glance,
+    sample: SampledModels,
     noticed: list[Notice],
     *,
     overwrite: bool,
@@ -347,8 +339,8 @@ def _finish(
         output.check_complete(planned)
         output.adopt()
         figures = output.seconds, output.bytes_read, output.resumed_chunks
-        report = _report(planned, output.resumed, seen, noticed, *figures)
-        return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
+        report = make_report(planned, output.resumed, sample, noticed, *figures)
+        return _publish(planned, output, report, [*sample.notices, *noticed], overwrite=overwrite)
 
 
 def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
@@ -373,13 +365,13 @@ def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[N
     noticed = []
     output.announce = display.announce
     if output.started_over:
-        text = f"{output.folder}: {output.started_over}"
-        noticed.append(Notice(Concern.LEFTOVERS, text, Strength.NOTE))
+        noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
         _warn(planned.recipe, noticed)
     if output.doubtful:
         display.announce("comparing the inputs with those of the earlier try")
         output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
-    check_records(planned, output.resumed)
+    suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
+    check_chunks(planned, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
     return noticed
 
 
@@ -404,9 +396,7 @@ def _publish(
         overwrite=overwrite,
     )
     target = output.layout.target
-    late = [
-        Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}", Strength.NOTE) for p in problems
-    ]
+    late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}
     _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
     return replace(report, warnings=(*report.warnings, *late))
@@ -419,31 +409,15 @@ def _finished_before(planned: Plan) -> Report | None:
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
-    text = f"{planned.recipe.output}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
-    noticed = [Notice(Concern.LEFTOVERS, text, Strength.NOTE)]
-    return _report(planned, records, glance(planned), noticed, 0.0, 0, len(records))
-
-
-def _report(
-    planned: Plan,
-    records: Sequence[Record],
-    seen: Glance,
-    noticed: Sequence[Notice],
-    seconds: float,
-    bytes_read: int,
-    resumed_chunks: int,
-) -> Report:
-    """What was done, with all that was noticed on the way."""
-    figures = {"bytes_read": bytes_read, "resumed_chunks": resumed_chunks}
-    notices = [*seen.notices, *noticed]
-    report = make_report(planned, records, seconds=seconds, noticed=notices, **figures)
-    return with_size_warnings(planned, report, seen)
+    target = str(planned.recipe.output)
+    noticed = [notice(LEFTOVERS, target, what="Already complete; removed temporary files")]
+    return make_report(planned, records, sample_models(planned), noticed, 0.0, 0, len(records))
 
 
 def _rehearse(planned: Plan, layout: Layout) -> None:
     """Write in memory all that will be written at the end, so that nothing fails there."""
-    report = make_report(planned, (), seconds=0.0, bytes_read=0, resumed_chunks=0)
+    report = make_report(planned, ())
     embedded = _embedded(planned, report)
     checked_metadata(layout, embedded)
     seal(full_manifest(planned, report, embedded), {})
@@ -494,15 +468,18 @@ def apply_delta(
         return restore(base, file, to_path(output), **flags, **settings)
     notes = file.notes
     entry = ModelEntry(file=delta, seed=notes.seed)
-    stages: dict[str, Any] = {}
-    if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
-        stages = {"dare": {"drop_rate": notes.drop_rate}}
+    method, stages = find_stage(adds_up=True).name, {}
+    if notes.scheme == "random":
+        dropping = find_stage(keeps="random").name
+        method = f"{dropping}+{method}"
+        if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
+            stages = {dropping: {"drop_rate": notes.drop_rate}}
     recipe = Recipe(
         base=base,
         models=[entry],
         output=output,
-        method="dare+sum" if notes.scheme == "random" else "sum",
-        stages=stages if notes.scheme == "random" else {},
+        method=method,
+        stages=stages,
         copy_from=entry.name if any(f.kind != "header" for f in notes.files.values()) else None,
         verbose=verbose,
         **settings,
@@ -549,13 +526,13 @@ def merge_arrays(
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
     planned = make_plan(recipe, tied, tuned, names, notes, backend=backend)
-    seen = _look(planned)
+    sample = _sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
     seconds = time.perf_counter() - started
-    report = _report(planned, records, seen, (), seconds, planned.cost.bytes_read, 0)
-    shown = {*planned.warnings, *seen.notices}
+    report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
+    shown = {*planned.warnings, *sample.notices}
     _warn(recipe, [notice for notice in report.warnings if notice not in shown])
     merged = {
         info.name: like_original(originals[info.name], info, sink.arrays[info.name])
@@ -588,18 +565,18 @@ def _array_recipe(
     return recipe.model_copy(update={"models": entries})
 
 
-def _look(planned: Plan) -> Glance:
-    """Glance at the weights; refuse what is not finite, and warn of what is amiss."""
-    seen = glance(planned)
-    check_tensors(planned, seen.suspects)
-    _warn(planned.recipe, [*planned.warnings, *seen.notices])
-    return seen
+def _sample(planned: Plan) -> SampledModels:
+    """Sample the weights; refuse what is not finite, and warn of what was noticed."""
+    sample = sample_models(planned)
+    check_tensors(planned, sample.not_finite)
+    _warn(planned.recipe, [*planned.warnings, *sample.notices])
+    return sample
 
 
 def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
         for notice in dict.fromkeys(notices):
-            warn_caller(notice.text)
+            warn_caller(str(notice))
 
 
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:

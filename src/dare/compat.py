@@ -18,13 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.measure.tallies import (
-    NONE,
-    Magnitudes,
-    Sums,
-    share_below,
-    with_inside,
-)
+from dare.analysis.measure.tallies import Sums, share_below, with_inside
 from dare.analysis.sparsity import (
     Configuration,
     DARESparsityAnalyzer,
@@ -33,22 +27,17 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
-from dare.errors import (
-    Concern,
-    InputError,
-    MismatchError,
-    RecipeError,
-    did_you_mean,
-    warn_caller,
-)
+from dare.checks.outliers import NONE, Magnitudes
+from dare.documents.words import times
+from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
 from dare.inputs.reading import decoded
+from dare.kernels import reference
 from dare.output.report import Report
 from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 __all__ = [
     "Configuration",
@@ -70,7 +59,7 @@ __all__ = [
 ]
 
 AnyPath = str | PathLike[str]
-BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
+BESIDE_A_BASE = ("large_deltas", "far_from_base", "equals_base")
 """What can only be said of a model that has a base."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
@@ -80,7 +69,7 @@ MERGE_METHODS = ("linear", "ties", "sum")
 
 @dataclass(frozen=True)
 class DareConfig:
-    """How to merge; `method` is that of a recipe, so that `dare+ties` trims nothing.
+    """Settings of a merge; `method` is that of a recipe, so that `dare+ties` trims nothing.
 
     >>> DareConfig(drop_rate=0.95).delta_threshold
     0.002
@@ -154,8 +143,8 @@ def dare_drop(
         zeros, [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
     )
     for notice in report.warnings:
-        if notice.about not in BESIDE_A_BASE:
-            warn_caller(notice.text)
+        if notice.code not in BESIDE_A_BASE:
+            warn_caller(str(notice))
     realised = report.models[0].drop_rate_realised
     if verbose and realised is not None:
         print(f"DARE: dropped {realised:.2%} (target: {drop_rate:.2%})")
@@ -184,14 +173,12 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
 
     def trimmed(name: str, delta: Any) -> Any:
         values = _as_floats(delta, name)
-        sizes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)  # in the order of magnitudes
+        sizes = reference.magnitude_bits(values)
         changed = np.count_nonzero(sizes)
         kept = max(1, int(keep_ratio * changed))
         if kept < changed:
             cut = np.partition(sizes, -kept)[-kept]
-            ties = np.flatnonzero(sizes == cut)
-            values[sizes < cut] = 0
-            values[ties[kept - np.count_nonzero(sizes > cut) :]] = 0
+            reference.trim(values, cut, kept - int(np.count_nonzero(sizes > cut)))
         return _as_original(delta, name, values)
 
     deltas = named_arrays(task_vector, "task_vector")
@@ -405,7 +392,7 @@ def _merge_and_print(recipe: Recipe, *, overwrite: bool) -> Report:
 
 
 def _by_name(task_vectors: Sequence[Arrays]) -> Iterator[tuple[str, list[Any]]]:
-    """Every name, in the order in which they first occur, and its arrays, all of one shape."""
+    """Yield every name, in the order of first occurrence, and its arrays, all of one shape."""
     vectors = [named_arrays(vector, "task_vectors") for vector in task_vectors]
     for name in dict.fromkeys(name for vector in vectors for name in vector):
         arrays = [vector[name] for vector in vectors if name in vector]
@@ -422,7 +409,7 @@ def _merge(
 
 
 def _checked(stages: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Settings by stage; None is refused, because a recipe would take its default for it."""
+    """Return settings by stage; refuse None, because a recipe would take its default for it."""
     for table in stages.values():
         for name, value in table.items():
             if value is None:
@@ -435,7 +422,7 @@ def _seed(seed: int | None) -> int:
 
 
 def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
-    """A flat float32 copy of an array of any weight type."""
+    """Return a flat float32 copy of an array of any weight type."""
     kind, _, raw = stored(array, name)
     if not kind.is_weight:
         raise InputError(f"{name}: {kind.name} is not a weight type")
@@ -443,7 +430,7 @@ def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
 
 
 def _as_original(original: Any, name: str, values: NDArray[np.float32] | None) -> Any:
-    """Flat float32 values, or zeros, as an array of the type and shape of `original`."""
+    """Return flat float32 values, or zeros, as an array of the type and shape of `original`."""
     kind, shape, stored_bytes = stored(original, name)
     raw = np.zeros(stored_bytes.size // kind.itemsize, kind.carrier)
     if values is not None:

@@ -1,6 +1,6 @@
-"""Finding the q of DAREx, by which what is kept is divided (arXiv:2410.09344).
+"""Finding q, the divisor of the elements that DAREx keeps (arXiv:2410.09344).
 
-Three ways, by what there is to judge by:
+Three ways, by the means of judging:
 
 - `find_q_by_score`: a number to be made large, such as accuracy on a validation set;
 - `find_q_by_outputs`: the model's outputs on any texts, without labels;
@@ -164,7 +164,7 @@ def find_q_by_outputs(
 
 
 def score_of_merges(recipe: Recipe, judge: Callable[[Path], float]) -> Callable[[float], float]:
-    """A score for `find_q_by_score`: merge with each q, and judge the merged model by its path.
+    """Make a score for `find_q_by_score`: merge with each q, and judge the merged model.
 
     The recipe's method must have the stage `darex`. Merged models lie in a temporary folder and
     are deleted when they have been judged.
@@ -257,7 +257,7 @@ def analytic_q(delta: Any, mean_inputs: Any, drop_rate: float, *, eta: float = 0
 
 
 def spread(drop_rate: float) -> float:
-    """Φ(p) = (1 - 2p)/ln((1 - p)/p), and ½ at p = ½.
+    """Return Φ(p) = (1 - 2p)/ln((1 - p)/p), and ½ at p = ½.
 
     >>> spread(0.5), spread(0.9)
     (0.5, 0.364095...)
@@ -267,7 +267,7 @@ def spread(drop_rate: float) -> float:
 
 
 def rules_for_q(by_tensor: Mapping[str, float]) -> tuple[TensorRule, ...]:
-    """Rules for a recipe that give each tensor its own q.
+    """Make rules for a recipe that give each tensor its own q.
 
     >>> rules_for_q({"model.layers.0.mlp.up_proj.weight": 0.2})[0].settings
     {'q': 0.2}

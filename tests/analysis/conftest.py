@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import sample
 
+from dare.analysis.document import Analysis, make_document
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.page.assembly import write_page
-from dare.analysis.page.series import Outcome
-from dare.analysis.results import Analysis
+from dare.analysis.results import Outcome
+from dare.documents.document import Document
+from dare.documents.page import render_page
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class Subject:
     readiness: Readiness
     advice: Advice
     outcome: Outcome
+
+    def document(self) -> Document:
+        return make_document(self.analysis, self.readiness, self.advice, self.outcome)
 
 
 @pytest.fixture(scope="session")
@@ -41,12 +45,12 @@ def crowd() -> Subject:
 @pytest.fixture(scope="session")
 def crowded_page(crowd: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "crowded.html"
-    write_page(path, crowd.analysis, crowd.readiness, crowd.advice, crowd.outcome)
+    path.write_text(render_page(crowd.document()), "utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
 def page(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(path, subject.analysis, subject.readiness, subject.advice, subject.outcome)
+    path.write_text(render_page(subject.document()), "utf-8")
     return path

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dare.analysis.document import Analysis
 from dare.analysis.results import (
     OUTSIDE,
-    Analysis,
     Cell,
     Histogram,
     Inliers,
@@ -257,6 +257,7 @@ def analysis(
         "pairs": tuple(pairs),
         "together": Interference(cancelled(list(deltas.values())), 0.0, inside),
         "notes": (),
+        "vocabularies": {},
         "left_out": (),
         "tied": (),
         "bytes_read": 0,

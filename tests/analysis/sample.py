@@ -10,17 +10,11 @@ from pathlib import Path
 import made_up
 import numpy as np
 
-from dare.analysis.judge.judgement import (
-    Advice,
-    Evidence,
-    Finding,
-    Readiness,
-    Severity,
-    Suggestion,
-    Verdict,
-)
-from dare.analysis.page.series import Outcome, outcome_of_manifest
-from dare.analysis.results import OUTSIDE, Analysis, Origin, Overlap, PairAnalysis
+from dare.analysis.document import Analysis
+from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Suggestion, Verdict
+from dare.analysis.results import OUTSIDE, Origin, Outcome, Overlap, PairAnalysis
+from dare.documents.notices import Notice, Severity, notice
+from dare.inputs.fit import LeftOut, Misfit
 from dare.output.report import Digests, ModelReport, Report, TensorReport
 
 LAYERS = 6
@@ -94,7 +88,7 @@ def _analysed(base: Tensors, made: dict[str, tuple[str, int, float]]) -> Analysi
         base="models/base.safetensors",
         together=replace(analysis.together, conflicted=0.47),
         notes=("code: 12 matrices computed from an adapter",),
-        left_out=("rotary.inv_freq: is in the base alone",),
+        left_out=(LeftOut("extra.weight", Misfit.NOT_IN_BASE, ("code",)),),
         tied=("embed.weight",),
         bytes_read=123_456_789,
         seconds=1.25,
@@ -128,21 +122,20 @@ def make_readiness(names: tuple[str, ...] = NAMES) -> Readiness:
         Verdict.WITH_CHANGES,
         {name: Verdict.WITH_CHANGES if name == large else Verdict.NO_DEFECT for name in names},
         (
-            Finding(
-                "large_deltas",
-                Severity.CHANGE,
+            Notice(
+                "large_change",
+                Severity.WARNING,
                 (large,),
-                "Its last layers are changed by 13% of the base",
-                "DARE's error grows with the size of a delta; at 0.9 it would be 39% there",
+                "Its last layers are changed by 13% of the base. DARE's error grows with the size "
+                "of a delta; at 0.9 it would be 39% there",
                 "Lower drop_rate to 0.8 for this model",
                 {"relative_norm": 0.13, "threshold": 0.1},
             ),
-            Finding(
-                "low_rank",
+            Notice(
+                "lora",
                 Severity.NOTE,
                 (lora,),
-                "Its delta has rank 4, as a LoRA's has",
-                "Few directions carry all of it, and high drop rates hurt them",
+                "Its delta has rank 4, as a LoRA's has. High drop rates hurt that",
                 "Stay at a drop rate of 0.75 or below",
                 {"rank": 4.0},
             ),
@@ -170,7 +163,7 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
             "method": "tsv",
             "scale": 0.7,
         },
-        ("What the models were trained for is not known here; measure the merged one.",),
+        (notice("only_data_tell"),),
     )
 
 
@@ -232,4 +225,4 @@ def outcome_of(
 ) -> Outcome:
     """What a page shows of a merge, by its report."""
     manifest = {"report": report.to_dict()}
-    return outcome_of_manifest(manifest, analysis, survival, output=report.output)
+    return Outcome.of_manifest(manifest, analysis, survival, output=report.output)

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
 from dare import merge
-from dare.analysis.judge.advice import METHODS, OUTCOMES, TEXTS, advise, find_guidelines, judge
+from dare.analysis.judge.advice import METHODS, OUTCOMES, advise, find_guidelines, judge
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import analyze, analyze_arrays
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
+from dare.inputs.fit import LeftOut, Misfit
 from dare.recipe.document import read_toml, recipe_from_document
 from helpers import save
 
@@ -87,13 +88,12 @@ def test_nothing_is_dropped():
 
 
 def is_said(doubt, seen, **size):
-    start = TEXTS["doubts"][doubt].partition("{")[0]
-    return any(said.startswith(start) for said in advise(seen, **size).doubts)
+    return any(said.code == doubt for said in advise(seen, **size).doubts)
 
 
 def test_advice_ends_with_a_comparison():
     for models in (many(1), many(3)):
-        assert is_said("search", analysis(ROOT, models))
+        assert is_said("only_data_tell", analysis(ROOT, models))
 
 
 def test_it_says_when_it_extrapolates():
@@ -146,8 +146,7 @@ def test_what_is_often_recommended_is_named_and_decides_nothing():
     def often(**size):
         advice = advise(seen, **size)
         assert advice.recipe == advise(seen).recipe
-        start = TEXTS["doubts"]["often"].partition("{")[0]
-        return next(doubt for doubt in advice.doubts if doubt.startswith(start))
+        return next(doubt.text for doubt in advice.doubts if doubt.code == "often_recommended")
 
     assert "dare+ties" in often()
     assert SHORT in often(parameters=6.7e9, steps=1_000)
@@ -198,15 +197,16 @@ def test_nothing_left_is_no_recipe():
 
 
 @pytest.mark.parametrize(
-    ("line", "setting", "value"),
+    ("tensor", "reason", "setting", "value"),
     [
-        ("layers.0.w: base is 8×4 F32, m1 is 9×4 F32", "on_mismatch", "base"),
-        ("lm_head.weight: base is 8×4 F32, m1 is 9×4 F32", "vocabulary", "base"),
-        ("layers.9.w: in m1, not in the base", "on_extra", "drop"),
+        ("layers.0.w", Misfit.UNLIKE_BASE, "on_mismatch", "base"),
+        ("lm_head.weight", Misfit.UNLIKE_BASE, "vocabulary", "base"),
+        ("layers.9.w", Misfit.NOT_IN_BASE, "on_extra", "drop"),
     ],
 )
-def test_what_a_setting_can_mend_is_set(line, setting, value):
-    advice = advise(analysis(ROOT, many(2), left_out=(line,)))
+def test_what_a_setting_can_mend_is_set(tensor, reason, setting, value):
+    left_out = (LeftOut(tensor, reason, ("m1",)),)
+    advice = advise(analysis(ROOT, many(2), left_out=left_out))
     assert advice.recipe[setting] == value
     assert values(advice, setting) == {None: value}
     assert getattr(recipe_of(advice), setting) == value
@@ -257,8 +257,8 @@ def test_the_kernels_and_numpy_lead_to_the_same_judgement():
     measured = analyze_arrays(ROOT, models, spectra="none")
     own = {name: {"file": name, "origin": Origin.UNKNOWN} for name in models}
     computed = analysis(ROOT, models, own=own, base="base")
-    assert [(each.rule, each.models) for each in assess(measured).findings] == [
-        (each.rule, each.models) for each in assess(computed).findings
+    assert [(each.code, each.subjects) for each in assess(measured).findings] == [
+        (each.code, each.subjects) for each in assess(computed).findings
     ]
     assert advise(measured).recipe == advise(computed).recipe
 

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
-from dare.analysis.measure.tallies import BIN_SHIFT
-from dare.analysis.results import Analysis, Kind, Origin
+from dare.analysis.results import Kind, Origin
+from dare.checks.outliers import BIN_SHIFT
+from dare.documents.progress import Display
 from dare.errors import InputError, RecipeError
-from dare.run.progress import Display
+from dare.inputs.fit import Form, LeftOut, Misfit
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
@@ -327,7 +329,14 @@ def test_what_does_not_fit_is_left_out():
     code_model = {**base, "b": np.ones((2, 3), np.int32), "a": 2 * base["a"]}
     del math_model["lost"], code_model["lost"]
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
-    assert found.left_out == (
+    assert Analysis.from_json(found.to_json()).left_out == found.left_out
+    assert found.left_out[:2] == (
+        LeftOut("a", Misfit.UNLIKE_BASE, ("math",), Form((3,), "F32"), Form((4,), "F32")),
+        LeftOut("b", Misfit.UNLIKE_BASE, ("code",), Form((2, 3), "F32"), Form((2, 3), "I32")),
+    )
+    assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
+    assert (found.left_out[3].reason, found.left_out[3].models) == (Misfit.NOT_IN_BASE, ("math",))
+    assert tuple(map(str, found.left_out)) == (
         "a: base is 3 F32, math is 4 F32",
         "b: base is 2×3 F32, code is 2×3 I32",
         "ids: I64 is no type of weights",

@@ -136,7 +136,7 @@ def test_a_figure_is_a_chart(results):
 
 
 def test_without_the_packages_for_it_there_is_no_page(results, monkeypatch):
-    monkeypatch.setattr("dare.output.page.writing.find_spec", lambda _name: None)
+    monkeypatch.setattr("dare.documents.page.find_spec", lambda _name: None)
     for make in (results["Analysis"].to_html, results["Analysis"].plot):
         with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
             make()

@@ -6,9 +6,8 @@ import pytest
 
 from dare import analyze_arrays, plan
 from dare.analysis.judge.advice import judge
-from dare.analysis.measure.glance import glance
 from dare.analysis.results import Origin
-from dare.errors import Concern
+from dare.checks.sample import sample_models
 from helpers import write_recipe
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
@@ -68,7 +67,7 @@ def judged(analysis):
     readiness, advice = judge(analysis)
     return (
         readiness.verdict,
-        {f.rule for f in readiness.findings} - {"outliers"},
+        {f.code for f in readiness.findings} - {"outliers"},
         advice.recipe,
         [(model.origin, model.likely_rank) for model in analysis.models],
     )
@@ -98,8 +97,8 @@ def test_outliers_move_no_judgement_of_one_model(change, dtype, planted):
     is_full = change is full
     assert found.models[0].origin is (Origin.FULL if is_full else Origin.LORA)
     if PLANTED[planted][1] >= 5:
-        (finding,) = [f for f in judge(found)[0].findings if f.rule == "outliers"]
-        assert NAMES[0] in finding.seen
+        (finding,) = [f for f in judge(found)[0].findings if f.code == "outliers"]
+        assert NAMES[0] in finding.text
         assert found.models[0].total.largest == pytest.approx(PLANTED[planted][1], rel=0.01)
 
 
@@ -148,16 +147,16 @@ def test_an_element_in_a_tensor_that_nobody_changed_moves_nothing():
 def test_a_merge_warns_of_nothing_that_only_outliers_show(tmp_path, planted):
     base, (tuned,) = make(512, full)
     tuned = {name: plant(values, planted) for name, values in tuned.items()}
-    seen = glance(plan(write_recipe(tmp_path, base, [tuned])))
-    assert [notice.about for notice in seen.notices] == []
-    for change in seen.changes[0]:
-        assert change.relative_norm == pytest.approx(0.046, rel=0.03)
-        assert change.concentration == pytest.approx(3, rel=0.1)
+    seen = sample_models(plan(write_recipe(tmp_path, base, [tuned])))
+    assert [notice.code for notice in seen.notices] == []
+    for exposure in seen.exposures[0].values():
+        assert exposure.relative_norm == pytest.approx(0.046, rel=0.03)
+        assert exposure.carriers == pytest.approx(512 / 3, rel=0.1)  # of a Gaussian
 
 
 def test_a_merge_still_finds_a_lora_beside_outliers(tmp_path):
     base, (tuned,) = make(512, low_rank(8))
     tuned = {name: plant(values, "a thousandth of 5") for name, values in tuned.items()}
-    (notice,) = glance(plan(write_recipe(tmp_path, base, [tuned]))).notices
-    assert notice.about is Concern.LOW_RANK
+    (notice,) = sample_models(plan(write_recipe(tmp_path, base, [tuned]))).notices
+    assert notice.code == "low_rank"
     assert "rank of about 8," in notice.text

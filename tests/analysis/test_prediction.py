@@ -7,20 +7,18 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.judge.judgement import limit
 from dare.analysis.judge.prediction import (
-    Exposure,
     Prediction,
-    bounded_error,
     exposure_of,
-    make_exposure,
     mean_bounded_error,
     predict,
     relative_error,
     tolerated_drop_rate,
 )
+from dare.checks.large_deltas import Exposure, bounded_error
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
+from dare.documents.notices import LIMIT
 from dare.errors import RecipeError
 from dare.stages.darex import balanced_q
 
@@ -101,16 +99,16 @@ def test_the_variance_of_a_few_merges_of_a_real_model(demo):
 )
 def test_a_row_is_what_makes_one_output(shape, width):
     delta = np.resize([1.0, -1.0], shape)
-    assert make_exposure(statistics(delta, delta), shape).carriers == pytest.approx(width)
+    assert exposure_of(statistics(delta, delta), shape).carriers == pytest.approx(width)
 
 
 def test_an_unchanged_tensor_has_no_carriers():
     zeros = np.zeros((4, 4))
-    assert make_exposure(statistics(zeros, np.ones((4, 4))), (4, 4)).carriers == 0
+    assert exposure_of(statistics(zeros, np.ones((4, 4))), (4, 4)).carriers == 0
 
 
 def test_a_scalar_is_one_row():
-    assert make_exposure(statistics(np.array(2.0), np.array(1.0)), ()).carriers == 1
+    assert exposure_of(statistics(np.array(2.0), np.array(1.0)), ()).carriers == 1
 
 
 # ---------------------------------------------------------------- the bound
@@ -143,7 +141,7 @@ def test_nineteen_of_twenty_rows_stay_within_the_bound(rate, kind):
     delta = delta.astype(np.float32)
     dropped = dare.dare_drop({"w": delta}, drop_rate=rate, seed=3)["w"]
     errors = np.linalg.norm(dropped - delta, axis=1)
-    bound = bounded_error(make_exposure(statistics(delta, delta), shape), rate)
+    bound = bounded_error(exposure_of(statistics(delta, delta), shape), rate)
     assert (errors <= bound).mean() >= 0.95
 
 
@@ -186,8 +184,8 @@ def test_rates_by_hand(exposure, expected):
 def test_the_rate_keeps_what_it_promises(size, count):
     exposure = Exposure(10, size, count)
     rate = tolerated_drop_rate([exposure])
-    assert 0 <= rate <= limit("highest_rate")
-    assert bounded_error(exposure, rate) <= limit("output_error")
+    assert 0 <= rate <= LIMIT.highest_rate
+    assert bounded_error(exposure, rate) <= LIMIT.output_error
     halves = [Exposure(5, size, count), Exposure(5, size, count)]
     assert tolerated_drop_rate(halves) == rate
     assert tolerated_drop_rate([exposure], bound=100.0, highest=0.333) == 0.33
@@ -202,7 +200,9 @@ def test_larger_and_more_concentrated_changes_bear_no_more(size, count, larger, 
 def test_the_exposure_of_an_analysed_tensor():
     base = make_base()
     (model,) = analysis(base, {"m": tune(base, 0.04)}).models
-    found = {t.name: exposure_of(t) for t in model.tensors}["layers.0.mlp.up_proj.weight"]
+    found = {t.name: exposure_of(t.statistics, t.shape) for t in model.tensors}[
+        "layers.0.mlp.up_proj.weight"
+    ]
     assert found.elements == 192 * 128
     assert found.relative_norm == pytest.approx(0.04, rel=1e-3)
     assert found.carriers == pytest.approx(128 / 3, rel=0.05)

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict, limit
+from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
     BASE,
-    FAMILIES,
+    GRAVITY,
     RULES,
     assess,
     body_of,
@@ -23,9 +24,11 @@ from dare.analysis.judge.readiness import (
     rounding_norm,
 )
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.results import Analysis, Origin
+from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
+from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity
+from dare.inputs.fit import LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()
@@ -33,7 +36,7 @@ ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 
 def found(seen: Analysis, **settings) -> set[str]:
-    return {finding.rule for finding in assess(seen, **settings).findings}
+    return {finding.code for finding in assess(seen, **settings).findings}
 
 
 def of(models, **changes) -> set[str]:
@@ -41,7 +44,7 @@ def of(models, **changes) -> set[str]:
 
 
 def finding(seen: Analysis, rule: str):
-    (only,) = [each for each in assess(seen).findings if each.rule == rule]
+    (only,) = [each for each in assess(seen).findings if each.code == rule]
     return only
 
 
@@ -65,12 +68,12 @@ def test_the_gravest_finding_decides():
     assert readiness.by_model["broken"] is Verdict.UNFIT
     severities = [GRAVITY.index(each.severity) for each in readiness.findings]
     assert severities == sorted(severities)
-    assert [each.rule for each in readiness.of("copy")] == ["equals_base"]
+    assert [each.code for each in readiness.of("copy")] == ["equals_base"]
 
 
 def test_a_note_does_not_change_the_verdict():
     readiness = assess(analysis(ROOT, {"m": ONE}, own={"m": {"origin": Origin.LORA}}))
-    assert [each.rule for each in readiness.findings] == ["lora"]
+    assert [each.code for each in readiness.findings] == ["lora"]
     assert readiness.verdict is Verdict.NO_DEFECT
 
 
@@ -79,14 +82,14 @@ def test_the_order_of_models_does_not_matter():
     there = assess(analysis(ROOT, models))
     back = assess(analysis(ROOT, dict(reversed(models.items()))))
     assert there.by_model == back.by_model
-    assert {each.rule for each in there.findings} == {each.rule for each in back.findings}
+    assert {each.code for each in there.findings} == {each.code for each in back.findings}
 
 
 def test_json_has_no_infinities():
     zeros = {name: np.zeros_like(value) for name, value in ROOT.items()}
     readiness = assess(analysis(zeros, {"m": ROOT}))
     json.loads(readiness.to_json(), parse_constant=pytest.fail)
-    endless = Finding("rule", Severity.NOTE, (), "seen", "why", "do", {"ratio": math.inf})
+    endless = Notice("lora", Severity.NOTE, (), "seen", "do", {"ratio": math.inf})
     document = json.loads(dataclasses.replace(readiness, findings=(endless,)).to_json())
     assert document["findings"][0]["figures"] == {"ratio": "inf"}
 
@@ -112,34 +115,34 @@ def test_what_matters_in_a_vote_only(method, verdict):
     assert (readiness.verdict, readiness.method) == (verdict, method)
     assert readiness.by_model == {"a": Verdict.NO_DEFECT, "b": verdict}
     (only,) = readiness.findings
-    assert (only.rule, only.only_for) == ("outweighed", "ties")
-    assert only.severity.verdict is verdict
+    assert only.code == "outweighed"
+    assert (only.severity is Severity.NOTE) == (verdict is Verdict.NO_DEFECT)
 
 
 @pytest.mark.parametrize(
     ("method", "severity"),
     [
-        ("dare+sum", "change"),
-        ("darex+linear", "change"),
-        ("della", "change"),
+        ("dare+sum", "warning"),
+        ("darex+linear", "warning"),
+        ("della", "warning"),
         ("sum", "note"),
         ("trim+ties", "note"),
     ],
 )
 def test_what_matters_for_random_dropping_only(method, severity):
     readiness = assess(analysis(ROOT, {"m": tune(ROOT, 0.1)}), method=method)
-    (only,) = [each for each in readiness.findings if each.rule == "large_change"]
+    (only,) = [each for each in readiness.findings if each.code == "large_change"]
     assert only.severity == severity
 
 
 def test_findings_are_in_order_again_for_a_method():
     models = {"a": tune(ROOT, 0.1), "copy": ROOT}
-    assert [e.rule for e in assess(analysis(ROOT, models)).findings] == [
+    assert [e.code for e in assess(analysis(ROOT, models)).findings] == [
         "large_change",
         "equals_base",
     ]
     readiness = assess(analysis(ROOT, models), method="sum")
-    assert [e.rule for e in readiness.findings] == ["equals_base", "large_change"]
+    assert [e.code for e in readiness.findings] == ["equals_base", "large_change"]
 
 
 def test_the_verdict_is_for_the_method_that_is_advised():
@@ -149,8 +152,18 @@ def test_the_verdict_is_for_the_method_that_is_advised():
     assert judge(analysis(ROOT, SMALL_AND_LARGE), method="ties")[0].method == "ties"
     nothing, none = judge(analysis(ROOT, {"m": make_base(seed=9)}))
     assert (nothing.method, nothing.verdict, none.recipe) == ("", Verdict.UNFIT, {})
-    assert {rule.only_for for rule in RULES} <= {"", *STAGES}
-    assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
+
+
+def test_stages_declare_what_matters_for_them():
+    declared = {
+        name: {stage.name for stage in STAGES.values() if getattr(stage, name)}
+        for name in {CATALOGUE[code].only_for for code in RULES} - {""}
+    }
+    assert declared == {
+        "drops_at_random": {"dare", "darex", "della"},
+        "votes": {"ties", "emr", "knots"},
+        "adds_up": {"sum"},
+    }
 
 
 OPPOSITE = mixed(ROOT, ONE, -1.0, ONE, 0.0)
@@ -195,9 +208,9 @@ def test_how_far_a_model_is(ratio, rules):
 def test_a_model_trained_apart_is_unrelated():
     assert of({"m": make_base(seed=9)}) == {"unrelated"}
     seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
-    assert seen.severity is Severity.CHANGE
+    assert seen.severity is Severity.WARNING
     assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
-    assert seen.figures["limit.unrelated_ratio"] == limit("unrelated_ratio")
+    assert seen.figures["limit.unrelated_ratio"] == LIMIT.unrelated_ratio
     alien = {"other.weight": np.ones((3, 3), np.float32)}
     assert "nothing_compared" in of({"m": alien, "n": ONE})
 
@@ -245,8 +258,8 @@ def test_elements_that_are_not_finite(value):
     broken["layers.0.mlp.up_proj.weight"][0, 0] = value
     seen = analysis(ROOT, {"bad": broken, "good": TWO})
     only = finding(seen, "not_finite")
-    assert only.models == ("bad",)
-    assert "layers.0.mlp.up_proj.weight" in only.seen
+    assert only.subjects == ("bad",)
+    assert "layers.0.mlp.up_proj.weight" in only.text
     assert assess(seen).by_model["good"] is Verdict.NO_DEFECT
 
 
@@ -254,7 +267,7 @@ def test_missing_tensors():
     less = {name: value for name, value in ONE.items() if "norm" not in name}
     assert of({"m": less}) == {"missing_tensors"}
     seen = finding(analysis(ROOT, {"m": less}), "missing_tensors")
-    assert "layers.0.norm.weight" in seen.seen
+    assert "layers.0.norm.weight" in seen.text
     assert 'on_missing = "base"' in seen.remedy
     assert of({"m": less}, own={"m": {"is_adapter": True}}) == set()
 
@@ -331,15 +344,15 @@ def test_large_changes_have_the_numbers_of_the_predictions():
         seen = analysis(ROOT, {"m": tune(ROOT, ratio)})
         only = finding(seen, "large_change")
         rate, exposures = only.figures["tolerated_drop_rate"], exposures_of(seen.models[0])
-        error = mean_bounded_error(exposures, limit("easy_rate"))
-        assert only.figures["error"] == error > limit("output_error")
-        assert mean_bounded_error(exposures, rate) <= limit("output_error")
+        error = mean_bounded_error(exposures, LIMIT.easy_rate)
+        assert only.figures["error"] == error > LIMIT.output_error
+        assert mean_bounded_error(exposures, rate) <= LIMIT.output_error
 
 
 def test_large_changes_of_several_models_are_one_finding():
     models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2), "c": tune(ROOT, 0.08, 3), "d": TWO}
     only = finding(analysis(ROOT, models), "large_change")
-    assert only.models == ("a", "b", "c")
+    assert only.subjects == ("a", "b", "c")
 
 
 # ---------------------------------------------------------------- groups of models
@@ -350,7 +363,7 @@ def test_copies_are_one_finding_even_if_one_of_them_is_broken():
     broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
     models = {"a": ONE, "x": TWO, "nan": broken, "again": ONE, "y": TWO}
     found = assess(analysis(ROOT, models)).findings
-    groups = [each.models for each in found if each.rule == "same_model"]
+    groups = [each.subjects for each in found if each.code == "same_model"]
     assert groups == [("a", "nan", "again"), ("x", "y")]
 
 
@@ -358,7 +371,7 @@ def test_multiples_are_one_finding():
     models = {"a": ONE, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0), "again": ONE}
     models |= {"twice": mixed(ROOT, ONE, 2.0, TWO, 0.0), "against": OPPOSITE}
     seen = finding(analysis(ROOT, models), "multiple")
-    assert seen.models == tuple(models)
+    assert seen.subjects == tuple(models)
     assert seen.figures["ratio.twice"] == pytest.approx(2, rel=1e-4)
     assert [seen.figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
 
@@ -367,13 +380,13 @@ def test_alike_models_are_one_finding():
     models = {"a": ONE, "b": mixed(ROOT, ONE, 0.6, THREE, 0.8)}
     models |= {"c": mixed(ROOT, ONE, 0.6, THREE, -0.8), "d": TWO}
     only = finding(analysis(ROOT, models), "alike")
-    assert only.models == ("a", "b", "c")
-    assert "a and b, a and c" in only.seen
+    assert only.subjects == ("a", "b", "c")
+    assert "a and b, a and c" in only.text
 
 
 def test_ten_models_against_one_are_one_finding():
     models = {f"m{n}": mixed(ROOT, ONE, -0.5, tune(ROOT, seed=n), 0.86) for n in range(3, 12)}
-    assert len(finding(analysis(ROOT, {"one": ONE, **models}), "opposed").models) == 10
+    assert len(finding(analysis(ROOT, {"one": ONE, **models}), "opposed").subjects) == 10
 
 
 @pytest.mark.parametrize(
@@ -397,10 +410,10 @@ def test_models_that_share_another_base():
 def test_a_base_that_is_a_fine_tune_of_a_model():
     models = {"root": ROOT, "b": TWO, "c": tune(ROOT, 0.03, seed=3)}
     seen = finding(analysis(ONE, models), "contained")
-    assert (seen.models, seen.severity) == (("root",), Severity.CHANGE)
+    assert (seen.subjects, seen.severity) == (("root",), Severity.WARNING)
     assert seen.figures["share.b"] == pytest.approx(1, abs=0.02)
     two = {"b": TWO, "root": ROOT}
-    assert finding(analysis(ONE, two), "contained").models == ("root",)
+    assert finding(analysis(ONE, two), "contained").subjects == ("root",)
 
 
 def test_the_demonstration_with_a_fine_tune_as_its_base():
@@ -408,7 +421,7 @@ def test_the_demonstration_with_a_fine_tune_as_its_base():
     seen = analyze(TUNED["add"], [DEMO_BASE, TUNED["sort"]], spectra="none", verbose=False)
     readiness, advice = judge(seen)
     assert readiness.verdict is Verdict.WITH_CHANGES
-    assert [each.models for each in readiness.findings if each.rule == "contained"] == [("base",)]
+    assert [each.subjects for each in readiness.findings if each.code == "contained"] == [("base",)]
     assert any("another base" in doubt for doubt in advice.doubts)
     right = analyze(DEMO_BASE, list(TUNED.values()), spectra="none", verbose=False)
     assert found(right) == {"outweighed"}
@@ -418,7 +431,7 @@ def test_one_model_outweighs_another():
     assert of({"a": ONE, "b": tune(ROOT, 0.0062, seed=2)}) == {"outweighed"}
     assert of({"a": ONE, "b": tune(ROOT, 0.007, seed=2)}) == set()
     seen = finding(analysis(ROOT, {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}), "outweighed")
-    assert seen.models == ("b",)
+    assert seen.subjects == ("b",)
     assert seen.figures["ratio.b"] == pytest.approx(4, rel=0.01)
 
 
@@ -440,28 +453,33 @@ def test_cancelling():
     models = {"a": ONE, "b": TWO, "c": mixed(ROOT, ONE, -0.9, TWO, -0.9)}
     seen = analysis(ROOT, models)
     assert "cancelling" in found(seen)
-    assert finding(seen, "cancelling").models == ()
+    assert finding(seen, "cancelling").subjects == ()
 
 
 @pytest.mark.parametrize(
     ("given", "rule", "models"),
     [
-        ("model.embed_tokens.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
-        ("lm_head.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
-        ("layers.0.w: base is 8×4 F32, a is 9×4 F32", "mismatched", ("a",)),
-        ("layers.9.w: in a, b, not in the base", "extra_tensors", ("a", "b")),
-        ("lm_head.weight: in b, not in the base", "extra_tensors", ("b",)),
-        ("position_ids: I64 is no type of weights", None, ()),
+        (("model.embed_tokens.weight", Misfit.UNLIKE_BASE, ("b",)), "vocabulary", ("b",)),
+        (("lm_head.weight", Misfit.UNLIKE_BASE, ("b",)), "vocabulary", ("b",)),
+        (("layers.0.w", Misfit.UNLIKE_BASE, ("a",)), "mismatched", ("a",)),
+        (("layers.9.w", Misfit.NOT_IN_BASE, ("a", "b")), "extra_tensors", ("a", "b")),
+        (("lm_head.weight", Misfit.NOT_IN_BASE, ("b",)), "extra_tensors", ("b",)),
+        (("position_ids", Misfit.NOT_WEIGHTS, ("a", "b")), None, ()),
     ],
 )
 def test_what_was_left_out(given, rule, models):
-    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(given,))
+    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(LeftOut(*given),))
     assert found(seen) == ({rule} if rule else set())
     if rule:
-        assert finding(seen, rule).models == models
-    note = "b: 2 of its tokens are not in the base: '<x>' 8; rows are matched by token where both"
-    matched = analysis(ROOT, {"a": ONE, "b": TWO}, notes=(note,))
-    assert finding(matched, "vocabulary").models == ("b",)
+        assert finding(seen, rule).subjects == models
+
+
+def test_rows_that_were_matched_by_token_are_of_another_vocabulary():
+    differences = {"b": "b: 2 of its tokens are not in the base: '<x>' 8"}
+    matched = finding(analysis(ROOT, {"a": ONE, "b": TWO}, vocabularies=differences), "vocabulary")
+    assert matched.subjects == ("b",)
+    assert matched.figures == {"tensors": 0, "models": 1}
+    assert differences["b"] in matched.text
 
 
 def test_tied_weights_matter_where_they_change():
@@ -479,10 +497,10 @@ def test_other_configurations():
     assert found(seen, configs={"b": other}) == set()  # nothing to compare with
     configs = {BASE: same, "a": same, "b": other}
     (only,) = assess(seen, configs=configs).findings
-    assert (only.rule, only.models) == ("other_configuration", ("b",))
-    assert "rope_theta is 500000.0, the base's 10000.0" in only.seen
+    assert (only.code, only.subjects) == ("other_configuration", ("b",))
+    assert "rope_theta is 500000.0, the base's 10000.0" in only.text
 
 
 def test_every_rule_was_seen_in_these_tests():
     text = Path(__file__).read_text(encoding="utf-8")
-    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
+    assert [code for code in RULES if f'"{code}"' not in text] == []

@@ -130,7 +130,7 @@ def test_a_delta_of_a_coarse_type_has_not_been_rounded():
     delta = np.random.default_rng(0).normal(0, 0.0005, SHAPE)
     coarse, fine = (analyze({"w": delta.astype(kind)}) for kind in (ml_dtypes.bfloat16, np.float32))
     assert coarse.recommended_drop_rate == fine.recommended_drop_rate
-    assert [finding.rule for finding in dare_merge_readiness(coarse).findings] == ["fit"]
+    assert [finding.code for finding in dare_merge_readiness(coarse).findings] == ["fit"]
 
 
 def test_layers_are_selected_by_patterns():
@@ -335,8 +335,8 @@ def test_the_verdict_is_that_of_assess(name):
     analyzed = dare.assess(dare.analyze_arrays(base, {"delta": tuned}, spectra="none"))
     assert own.verdict is analyzed.verdict is verdict
     assert own.by_model == analyzed.by_model
-    assert {each.rule for each in analyzed.findings} == rules
-    assert [str(each) for each in own.findings if each.rule != "fit"] == list(
+    assert {each.code for each in analyzed.findings} == rules
+    assert [str(each) for each in own.findings if each.code != "fit"] == list(
         map(str, analyzed.findings)
     )
 
@@ -366,7 +366,7 @@ def test_words_and_json():
     readiness = dare_merge_readiness(analysis)
     assert json.loads(readiness.to_json())["verdict"] == "no defect found"
     (finding,) = readiness.findings
-    assert finding.rule == "fit"
+    assert finding.code == "fit"
     assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
     loose = analyze(*shaped("gaussian", ratio=0.08), output_error=0.3)
     assert dare_merge_readiness(loose).verdict is Verdict.NO_DEFECT

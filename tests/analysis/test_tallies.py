@@ -9,18 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis.measure.tallies import (
-    BIN_SHIFT,
-    BINS,
-    NONE,
-    Magnitudes,
-    Sums,
-    bin_edge,
-    statistics_of,
-    top_bin,
-    with_inside,
-)
+from dare.analysis.measure.tallies import Sums, statistics_of, with_inside
 from dare.analysis.results import Histogram, Quantiles
+from dare.checks.outliers import BIN_SHIFT, BINS, NONE, Magnitudes, bin_edge, top_bin
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
@@ -35,7 +26,7 @@ def tally(values, base_squares=0.0):
         values.size,
         finite.size - changed.size,
         values.size - finite.size,
-        tuple(float((finite**power).sum()) for power in (1, 2, 3, 4)),
+        *(float((finite**power).sum()) for power in (1, 2, 3, 4)),
         float(changed.sum()),
         float(changed.min(initial=math.inf)),
         float(changed.max(initial=0)),

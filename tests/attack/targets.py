@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from mutating import change_bytes, change_json, change_text, change_values
-from rich.console import Console
 from small_deltas import (
     KINDS,
     Parts,
@@ -27,8 +25,8 @@ from small_deltas import (
 )
 
 import dare
+from dare.analysis.document import Analysis
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.results import Analysis
 from dare.deltas.restoring import open_delta
 from dare.inputs import directory, vocabulary
 from dare.inputs.delta_files import DeltaSource
@@ -683,17 +681,13 @@ class Analyses(OneFile):
 
     def open(self) -> None:
         from dare.analysis.judge.advice import to_json
-        from dare.analysis.page.terminal import show_gravest, show_summary
         from dare.cli.template import advised_toml
 
         judged = self.judge()
         to_json(*judged)
         advised_toml(judged[2], Path("merged"))
-        str(judged[0])
-        console = Console(file=io.StringIO(), width=120)
-        analysis, readiness, advice = judged
-        show_summary(console, analysis, readiness, advice)
-        show_gravest(console, analysis, readiness)
+        for result in judged:
+            str(result)
 
     def judge(self) -> Judged:
         """Read the analysis; what is made of it."""
@@ -709,13 +703,12 @@ class Reports(Analyses):
     """The pages that are made of analyses."""
 
     def open(self) -> None:
-        from dare.analysis.page.assembly import assemble_page
-        from dare.analysis.page.figures import draw_figures
+        from dare.analysis.document import make_document
+        from dare.documents.page import render_page
 
-        analysis, readiness, advice = self.judge()
-        if analysis.models:
-            figures = draw_figures(analysis, advice, None)
-            assemble_page(analysis, readiness, advice, None, figures, "")
+        judged = self.judge()
+        if judged[0].models:
+            render_page(make_document(*judged), library="")
 
 
 TARGETS: dict[str, type[Target]] = {

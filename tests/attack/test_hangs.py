@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dare
-from dare.analysis.results import Analysis
+from dare.analysis.document import Analysis
 from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import choose_chat_template, collect
 from dare.inputs.formats import convert_yaml, open_model

@@ -24,8 +24,7 @@ from mutating import TEXTS, change_bytes, change_json
 
 from dare.web import jobs
 from dare.web.guard import LOOPBACK, Key
-from dare.web.job_process import ANALYSIS
-from dare.web.jobs import MOST_FINISHED, MOST_WAITING
+from dare.web.jobs import ANALYSIS, MOST_FINISHED, MOST_WAITING
 from dare.web.own import OwnModels
 from dare.web.server import make_app
 from helpers import save

@@ -30,7 +30,7 @@ def folder(some_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where measured rates are kept
     # The JavaScript of the real page takes seconds to make; tests/analysis/page has it.
-    monkeypatch.setattr("dare.output.page.writing.drawing_bundle", lambda _version: "/* library */")
+    monkeypatch.setattr("dare.documents.page.drawing_bundle", lambda _version: "/* library */")
     for variable in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
     return place

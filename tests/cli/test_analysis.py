@@ -15,7 +15,7 @@ from calling import base_arrays, dare, dare_succeeds, tuned_arrays
 from safetensors.numpy import load_file
 
 from dare import Recipe, load_recipe, merge
-from dare.analysis.results import Analysis
+from dare.analysis.document import Analysis
 from helpers import save
 
 INPUTS = ("base.safetensors", "math.safetensors", "code.safetensors")
@@ -61,7 +61,7 @@ def test_the_next_commands_can_be_typed(folder, monkeypatch):
 
 def test_the_json_document_has_analysis_readiness_and_advice(folder):
     found = dare_succeeds("analyze", *INPUTS, "--json").json
-    assert found["schema"] == "dare-analysis/3"
+    assert found["schema"] == "dare-analysis/4"
     assert [model["name"] for model in found["models"]] == ["math", "code"]
     assert found["readiness"]["verdict"] == "no defect found"
     (half,) = (

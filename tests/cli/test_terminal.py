@@ -94,7 +94,7 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Call the command in this process, as wide as a terminal would be; all lines must fit."""
 
     def call(columns: int, *arguments: str) -> str:
-        monkeypatch.setattr("dare.cli.show.PIPE_WIDTH", columns)
+        monkeypatch.setattr("dare.documents.terminal.PIPE_WIDTH", columns)
         monkeypatch.setenv("COLUMNS", str(columns))
         text = dare_succeeds(*arguments).out
         assert [line for line in text.splitlines() if cell_len(line) > columns] == []
@@ -137,7 +137,7 @@ def test_the_methods_fit_and_no_name_is_cut(columns, page):
         assert f"\n {stage.name} " in text
         assert stage.paper in text
         for parameter in stage.parameters:
-            assert f" {parameter} = " in text
+            assert f" {parameter}=" in text
 
 
 @WIDTHS
@@ -159,9 +159,9 @@ def test_a_merge_fits_from_plan_to_report(columns, folder):
     assert_fits(terminal)
     assert COLOUR.search(terminal.raw)
     rows = [line.split() for line in terminal.lines]
-    header = ["model", "dropped", "asked", "largest", "|δ|", "above", "0.0001"]
+    header = ["model", "weight", "dropped", "asked", "largest", "|δ|", "above", "0.0001"]
     assert [*header, *(["largest", "in"] if columns >= 100 else [])] in rows
-    assert terminal.text.count("Strong warning  large deltas") == 1
+    assert terminal.text.count("Severe  large deltas") == 1
     assert "  verify  dare verify merged.safetensors\n" in terminal.text
     assert "  repeat  dare merged.safetensors --output OTHER\n" in terminal.text
     bars = [line for line in terminal.lines if line.startswith("merging ━")]

@@ -11,17 +11,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from dare.demo import merges, story
 from dare.demo.llama import Llama
-from dare.demo.merges import (
-    TUNED,
-    Curve,
-    Figure,
-    Job,
-    Merge,
-    Row,
-    Score,
-    Writing,
-    measure,
-)
+from dare.demo.merges import TUNED, Curve, Figure, Measurement, Merge, Row, Score, Writing, measure
 from dare.demo.story import run_demo
 from dare.errors import OutputError
 
@@ -35,7 +25,9 @@ def ran(tmp_path_factory):
     written = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(story, "QUICK", SMALL)
-        patch.setattr(merges, "JOBS_FOR_A_WORKER", 99)  # a process takes longer than its jobs
+        patch.setattr(
+            merges, "MEASUREMENTS_PER_PROCESS", 99
+        )  # a process takes longer than its measurements
         result = run_demo(Console(file=written, width=80), output=folder, quick=True)
     return result, written.getvalue(), folder
 
@@ -100,10 +92,10 @@ def test_picture(ran, tmp_path):
 
 
 def test_workers_find_what_this_process_finds(ran):
-    score = measure(Job(TUNED["add"], SMALL.prompts, 256, ("add",)))
+    score = measure(Measurement(TUNED["add"], SMALL.prompts, 256, ("add",)))
     assert score.correct == {"add": row(ran, "add").correct("add").mean}
     assert 0.5 < score.bits_per_byte < 2
-    merged = measure(Job(Merge("sum", 0.5), SMALL.prompts, 0, ("add",)))
+    merged = measure(Measurement(Merge("sum", 0.5), SMALL.prompts, 0, ("add",)))
     assert merged.correct == {"add": row(ran, "dare+sum p=0.5").correct("add").mean}
 
 

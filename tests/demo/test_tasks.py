@@ -3,13 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dare.demo.story import SHOWN
-from dare.demo.tasks import (
-    TASKS,
-    add,
-    in_words,
-    sort,
-    split_of,
-)
+from dare.demo.tasks import TASKS, add, in_words, sort, split_of
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

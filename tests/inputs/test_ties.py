@@ -96,8 +96,8 @@ def test_a_rule_for_the_second_name_alone_has_no_effect_and_that_is_said():
     rule = {"match": ["lm_head*"], "weight": 2.0}
     settings = {"method": "linear", "verbose": False, "tensors": [rule]}
     _, report = dare.merge_arrays(twice(1, HEAD), [twice(2, HEAD)], **settings)
-    (warning,) = (w for w in report.warnings if w.about == "rule without effect")
-    assert warning.text.endswith(f"{HEAD} is {EMBED}, whose rules hold, so the rule has no effect")
+    (warning,) = (w for w in report.warnings if w.code == "unused_rule")
+    assert f"{HEAD} is {EMBED}" in warning.text
 
 
 # ---------------------------------------------------------------- files

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Part, native, reference
+from dare.kernels import LANES_MULTIPLE, Operand, native, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -118,7 +118,7 @@ def merges(draw):
         return None if high == 256 else (*mask_key(draw(ANY_BITS), "w"), high, low)
 
     parts = [
-        Part(
+        Operand(
             elements(tuned_type),
             mask(),
             draw(st.sampled_from([0, 1, 0x3A000000, 0x40000000])),
@@ -168,7 +168,7 @@ def test_figures_are_those_of_each_chunk():
     size = 2 * CHUNK + 5
     generator = np.random.default_rng(0)
     base, tuned = generator.standard_normal((2, size), np.float32)
-    part = Part(tuned, (1, 2, 128, 0), 0, np.float32(1), 0.0)
+    part = Operand(tuned, (1, 2, 128, 0), 0, np.float32(1), 0.0)
     for backend in (reference, native):
         out = np.empty(size, np.float32)
         together = backend.combine(base, [part], 0, False, THRESHOLD, out)

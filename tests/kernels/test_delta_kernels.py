@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Part, native, reference
+from dare.kernels import LANES_MULTIPLE, Operand, native, reference
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
@@ -286,7 +286,7 @@ def live(draw):
 def test_applying_is_merging(case, factor):
     base, tuned, mask, lane = case
     merged, expected = np.empty(base.size, np.float32), np.empty_like(base)
-    reference.combine(base, [Part(tuned, mask, 0, factor, 1.0)], 0, False, 0, merged)
+    reference.combine(base, [Operand(tuned, mask, 0, factor, 1.0)], 0, False, 0, merged)
     reference.add_to_base(base, merged, np.float32(1), expected)
     kept = np.flatnonzero(lane)
     packed = tuned[kept]

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from dare import merge, plan
-from dare.errors import Concern, InputError, Notice
+from dare.documents.notices import LEFTOVERS, notice
+from dare.errors import InputError
 from dare.output.report import Report
 from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
 from dare.planning.plan import Plan
@@ -161,8 +162,8 @@ def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
 
 def test_no_folder_is_told(merged: tuple[Plan, Report], tmp_path: Path) -> None:
     planned, report = merged
-    noticed = Notice(Concern.MISSING_TENSORS, f"{tmp_path}/some/x.json: [is](not) <b>\nhere")
-    leftover = Notice(Concern.LEFTOVERS, "left by another merge")
+    noticed = notice("missing_as_zero", f"{tmp_path}/some/x.json", models="[is](not) <b>\nhere")
+    leftover = notice(LEFTOVERS, what="left by another merge")
     report = dataclasses.replace(report, warnings=(noticed, leftover))
     card = model_card(planned, report).decode()
     assert "somebody" not in card

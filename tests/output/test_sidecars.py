@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import dare
-from dare.errors import Concern
 from helpers import save
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -93,8 +92,8 @@ def merged(folder: Path, base: Path, models: Sequence[Path], **settings: Any) ->
     )
 
 
-def concerns(report: dare.Report) -> list[Concern]:
-    return [notice.about for notice in report.warnings]
+def codes(report: dare.Report) -> list[str]:
+    return [notice.code for notice in report.warnings]
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_who_gives_the_template_gives_the_stop_tokens(tmp_path, base):
     assert stops(out) == ("<|im_end|>", "<|im_end|>", 6, [2, 6])
     assert read(out, "config.json")["pad_token_id"] == 7
     assert read(out, "tokenizer_config.json")["pad_token"] == "<pad>"
-    assert concerns(report) == [Concern.STOP_TOKENS]
+    assert codes(report) == ["stop_tokens"]
     assert "base with </s>" in report.warnings[0].text
     assert dare.verify(out).ok
     transformers = pytest.importorskip("transformers")
@@ -157,9 +156,9 @@ def test_a_base_with_a_template_keeps_all_its_files_and_says_who_differs(tmp_pat
     report = merged(tmp_path, base, [model])
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    assert concerns(report) == [Concern.STOP_TOKENS]
+    assert codes(report) == ["stop_tokens"]
     assert "math with </s>, <|im_end|>" in report.warnings[0].text
-    assert "set chat_template" in report.warnings[0].text
+    assert "Set chat_template" in report.warnings[0].remedy
 
 
 def test_a_model_that_is_named_gives_both(tmp_path):
@@ -201,10 +200,10 @@ def test_a_base_without_a_configuration_says_whom_to_copy_it_from(tmp_path):
     alone = tmp_path / "base.safetensors"
     alone.write_bytes((chat_model(tmp_path / "base") / "model.safetensors").read_bytes())
     report = merged(tmp_path, alone, [chat])
-    assert concerns(report) == [Concern.NO_CONFIGURATION]
-    assert f"--copy-from {shlex.quote('my chat')}" in report.warnings[0].text
+    assert codes(report) == ["no_configuration"]
+    assert f"--copy-from {shlex.quote('my chat')}" in report.warnings[0].remedy
     (tmp_path / "out").rename(tmp_path / "without")
-    assert concerns(merged(tmp_path, alone, [chat], copy_from="my chat")) == []
+    assert codes(merged(tmp_path, alone, [chat], copy_from="my chat")) == []
     assert stops(tmp_path / "out") == stops(chat)
     plan = dare.plan(base=alone, models=[chat / "model.safetensors"], output=tmp_path / "none")
     assert plan.warnings == ()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dare.api import merge_arrays, plan
-from dare.errors import Concern, MismatchError, RecipeError
+from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.planning.cost import INTERPRETER_BYTES, TENSOR_BYTES
 from dare.planning.data import Fate
@@ -346,33 +346,33 @@ SHARED = {"models": [ModelEntry(file="math", seed=1), ModelEntry(file="code", se
 
 
 @pytest.mark.parametrize(
-    ("settings", "about", "text", "silent"),
+    ("settings", "code", "text", "silent"),
     [
-        (SHARED, Concern.EQUAL_SEEDS, "(1, 1)", {**SHARED, "method": "sum"}),
+        (SHARED, "equal_seeds", "(1, 1)", {**SHARED, "method": "sum"}),
         (
             {"stages": {"dare": {"drop_rate": 0.99}}},
-            Concern.HIGH_DROP_RATE,
+            "high_drop_rate",
             "--method darex+linear --q 0.0298",  # 0.01 + 2·0.99/100
             {"stages": {"dare": {"drop_rate": 0.95}}},
         ),
         (
             {"stages": {"dare": {"rescale": False}}},
-            Concern.NO_RESCALE,
+            "no_rescale",
             "rescale = false",
             {"stages": {"dare": {"rescale": "l1"}}},
         ),
     ],
 )
-def test_what_is_usually_a_mistake_is_warned_of(settings, about, text, silent):
+def test_what_is_usually_a_mistake_is_warned_of(settings, code, text, silent):
     (warning,) = plan_of(BASE, BASE, BASE, **settings).warnings
-    assert warning.about is about
-    assert text in warning.text
+    assert warning.code == code
+    assert text in str(warning)
     assert plan_of(BASE, BASE, BASE, **silent).warnings == ()
 
 
 def test_the_q_of_the_warning_can_be_used_as_it_is_given():
     (warning,) = plan_of(BASE, BASE, BASE, stages={"dare": {"drop_rate": 0.98}}).warnings
-    method, _, q = re.search(r"--method (\S+) (--q) ([0-9.]+),", warning.text).groups()
+    method, _, q = re.search(r"--method (\S+) (--q) ([0-9.]+),", warning.remedy).groups()
     assert (method, float(q)) == ("darex+linear", 0.0396)  # 0.02 + 2·0.98/100
     tables = {"darex": {"drop_rate": 0.98, "q": float(q)}}
     assert plan_of(BASE, BASE, BASE, method=method, stages=tables).warnings == ()

@@ -67,7 +67,7 @@ def readiness(found):
 
 
 def rules(readiness, name):
-    return {finding.rule for finding in readiness.findings if name in finding.models}
+    return {finding.code for finding in readiness.findings if name in finding.subjects}
 
 
 def test_a_full_fine_tune_is_told_and_fit_to_be_merged(found):
@@ -92,7 +92,7 @@ def test_a_lora_is_told_with_its_rank_merged_or_not(found, readiness, name):
 
 
 def test_a_lora_and_its_merged_weights_are_the_same_model(readiness):
-    pairs = [finding.models for finding in readiness.findings if finding.rule == "same_model"]
+    pairs = [finding.subjects for finding in readiness.findings if finding.code == "same_model"]
     assert ("lora", "lora-adapter") in pairs
 
 

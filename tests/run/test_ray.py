@@ -23,7 +23,7 @@ from dare.errors import ClusterError, InputError, OutputError, RecipeError
 from dare.output.manifest import embedded_manifest, fingerprint, metadata_of
 from dare.output.writer import PartialOutput
 from dare.planning.slices import Division
-from dare.run.cluster import MergeJob, _check_arrival, _conclude, portable_recipe
+from dare.run.cluster import MergeWork, _check_arrival, _conclude, portable_recipe
 from dare.tensors.chunks import CHUNK
 from helpers import save, sha256, write_recipe
 
@@ -197,7 +197,7 @@ def job(recipe):
     plan = dare.plan(recipe)
     metadata = metadata_of(embedded_manifest(plan))
     with PartialOutput(plan.layout, metadata, fingerprint(plan), plan.stamps) as output:
-        yield MergeJob.of(plan, output.folder, metadata, 1 << 28), plan
+        yield MergeWork.of(plan, output.folder, metadata, 1 << 28), plan
 
 
 class Here:
@@ -223,7 +223,7 @@ def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
     monkeypatch.chdir(recipe.output.parent)  # tasks are elsewhere
     metadata = metadata_of(embedded_manifest(plan))
     with PartialOutput(plan.layout, metadata, fingerprint(plan), plan.stamps) as output:
-        job, division = MergeJob.of(plan, output.folder, metadata, 1 << 28), Division(plan, 3)
+        job, division = MergeWork.of(plan, output.folder, metadata, 1 << 28), Division(plan, 3)
         known = _conclude(plan, division, job, Here(), lambda _nbytes: None)
         pieces = [share for share in division.shares() if share]
         assert len(pieces) > 1

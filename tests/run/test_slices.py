@@ -375,11 +375,11 @@ def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypat
 # ---------------------------------------------------------------- censuses
 
 
-def test_a_slice_waits_for_the_looks_of_one_that_runs(tmp_path, expected, monkeypatch):
+def test_a_slice_waits_for_the_observations_of_one_that_runs(tmp_path, expected, monkeypatch):
     recipe = recipe_for(tmp_path, "trim+ties", verbose=True)
     said = []
     printing = lambda text, **_to: said.append(text)  # noqa: E731
-    monkeypatch.setattr(dare.run.progress, "print", printing, raising=False)
+    monkeypatch.setattr(dare.documents.progress, "print", printing, raising=False)
     monkeypatch.setattr(sharing, "POLL_SECONDS", 0.01)
     reports = {}
 
@@ -398,7 +398,7 @@ def test_a_slice_waits_for_the_looks_of_one_that_runs(tmp_path, expected, monkey
     assert sha256(recipe.output) == expected("trim+ties")
 
 
-def test_damaged_looks_are_made_again(tmp_path, expected):
+def test_damaged_observations_are_made_again(tmp_path, expected):
     recipe = recipe_for(tmp_path, "trim+ties")
     dare.merge_slice(recipe, "1/2")
     files = list(partial(recipe).glob("*.looks-*"))

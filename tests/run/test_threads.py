@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dare.run.threads import BATCH, READ_AHEAD, run_steps
+from dare.run.threads import BATCH_ELEMENTS, STEPS_READ_AHEAD, run_steps
 
 
 class Task:
@@ -57,7 +57,7 @@ def test_what_comes_later_is_prefetched_before():
     log, seen = [], []
     tasks = [Task(lambda _w: seen.append(len(log)), log) for _ in range(20)]
     run_tasks(tasks, make_list, 1)
-    assert all(count >= min(20, n + READ_AHEAD + 1) for n, count in enumerate(seen))
+    assert all(count >= min(20, n + STEPS_READ_AHEAD + 1) for n, count in enumerate(seen))
 
 
 def test_an_error_in_a_thread_tells_the_others_to_stop():
@@ -79,8 +79,7 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import time\n"
-        "from dare.run.graph import Step\n"
-        "from dare.run.threads import run_steps\n"
+        "from dare.run.threads import Step, run_steps\n"
         "class Worker:\n"
         "    def __init__(self, stop): self.stop = stop\n"
         "    def prefetch(self, step): pass\n"
@@ -147,7 +146,7 @@ def test_batches_get_smaller_towards_the_end():
             sizes.append(len(batch.steps))
             return super().run_batch(batch)
 
-    steps = [Step(str(n), elements=BATCH // 4) for n in range(32)]
+    steps = [Step(str(n), elements=BATCH_ELEMENTS // 4) for n in range(32)]
     run_steps(steps, lambda _stop: Worker(), 1)
     assert sizes == [4, 4, 4, 4, 4, 4, 4, 2, 1, 1]
 
@@ -161,7 +160,7 @@ def test_every_step_is_done_once_with_what_it_needs(seed):
             str(n),
             needs=tuple(map(str, chance.sample(range(n), min(n, chance.randint(0, 3))))),
             group=n // 4,
-            elements=chance.randint(0, BATCH),
+            elements=chance.randint(0, BATCH_ELEMENTS),
         )
         for n in range(chance.randint(1, 30))
     ]

@@ -193,10 +193,10 @@ def test_keys_do_not_go_over_the_net_in_the_clear(monkeypatch, endpoint, allow, 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     bucket = to_path("s3://bucket/key")
     if is_allowed:
-        reading._locate(bucket)
+        reading.locate(bucket)
         return
     with pytest.raises(InputError, match="use https, or set AWS_ALLOW_HTTP=true"):
-        reading._locate(bucket)
+        reading.locate(bucket)
 
 
 # ---------------------------------------------------------------- passwords, folders, the end

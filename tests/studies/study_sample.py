@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from dare.documents.notices import notice
 from dare.studies.results import (
     Conclusion,
     Difference,
@@ -114,7 +115,7 @@ def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyDa
             "guards": ("english:max:1.25",),
             "baselines": make_baselines(items),
             "trials": tuple(made),
-            "remarks": ("There is no advice: the models were not analysed.",),
+            "notices": (notice("no_advice", reason="the models were not analysed"),),
             **known,
         }
     )
@@ -204,7 +205,7 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             )
             if best
             else None,
-            "remarks": ("40 settings were compared, so the best one was lucky too.",),
+            "notices": (notice("winners_curse", settings=40, intervals="", remedy=""),),
             **known,
         }
     )

@@ -8,9 +8,17 @@ import pytest
 
 from dare.errors import RecipeError
 from dare.studies.conclusions import conclude
-from dare.studies.results import Conclusion, Estimate, Role, Scored, State, StudyData, Trial
-from dare.studies.scores import group_means
-from dare.studies.words import holdout_text
+from dare.studies.document import holdout_text
+from dare.studies.results import (
+    Conclusion,
+    Estimate,
+    Role,
+    Scored,
+    State,
+    StudyData,
+    Trial,
+    group_means,
+)
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
 

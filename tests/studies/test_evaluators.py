@@ -22,11 +22,15 @@ from hypothesis import strategies as st
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.document import with_settings
-from dare.studies.evaluators import check_evaluator, open_scorer
-from dare.studies.functions import find_function
+from dare.studies.evaluators import (
+    check_evaluator,
+    compare_items,
+    find_function,
+    open_scorer,
+    read_scores,
+)
+from dare.studies.processes import MOST_SHOWN_BYTES, Tail
 from dare.studies.results import Scored
-from dare.studies.scores import check_items, read_scores
-from dare.studies.watched import MOST_SHOWN, Tail
 from helpers import listing, write_recipe
 
 PYTHON = shlex.quote(sys.executable)
@@ -175,7 +179,7 @@ FIRST = Scored({"add": 0.5}, {"add/1": 1.0, "add/2": 0.0})
     ],
 )
 def test_other_items_are_told(now, asked, said):
-    found = check_items(FIRST, now, asked)
+    found = compare_items(FIRST, now, asked)
     assert found == said or (said is not None and said in found)
 
 
@@ -191,7 +195,7 @@ def test_the_end_of_what_is_printed_is_kept(pieces):
 
 
 def test_lines_are_shown_as_a_terminal_would():
-    tail = Tail(MOST_SHOWN)
+    tail = Tail(MOST_SHOWN_BYTES)
     tail.add(b"first\r\n 10 %\r 99 %\rdone\n\xff\x1b[2J\n\n")
     assert tail.shown() == "first\ndone\n\ufffd\\x1b[2J"
     assert tail.last_line() == "\ufffd\x1b[2J"
@@ -453,7 +457,7 @@ def test_a_crash_at_import_is_told(recipe):
 
 
 def test_a_hang_at_import_ends(recipe, monkeypatch):
-    monkeypatch.setattr("dare.studies.scoring_process.READY_SECONDS", 0.5)
+    monkeypatch.setattr("dare.studies.evaluators.READY_SECONDS", 0.5)
     write_module("import time; time.sleep(60)")
     error = raised(lambda: open_scorer("own:f", recipe, time_limit=0.1))
     assert str(error) == "own:f: took longer than 0.5 s and was stopped"
@@ -481,11 +485,9 @@ DOING = """
 WITHOUT_MODELS = """
     from types import SimpleNamespace
 
-    class Candidates:
-        def __init__(self, recipe, threads): ...
-        def make(self, recipe, into): return SimpleNamespace(arrays={}, digest="0")
-
-    sys.modules["dare.studies.candidates"] = SimpleNamespace(Candidates=Candidates)
+    form = SimpleNamespace(candidate={}, make=lambda recipe: "0", close=lambda: None)
+    made = SimpleNamespace(make_form=lambda *given: form)
+    sys.modules["dare.studies.candidates"] = made
 """
 """What is put in place of candidates where only the process matters: it starts three times as
 fast."""
@@ -675,7 +677,7 @@ HANGING = """
 """
 LOOKING = "from dare.studies.evaluators import check_evaluator; check_evaluator('own:score')"
 RUNNING = (
-    "from dare.studies.watched import Watched; Watched(['sh', '-c', "
+    "from dare.studies.processes import Watched; Watched(['sh', '-c', "
     "'echo $$ >p; mv p pid; sleep 60; true']).pump(lambda: False, None)"
 )
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.studies.results import Scored, group_of
-from dare.studies.scores import group_means, groups_of, groups_of_scores, rungs
+from dare.studies.results import Scored, group_means, group_of, groups_of, groups_of_scores
+from dare.studies.statistics import rungs
 
 
 def test_scores_are_means_of_groups():

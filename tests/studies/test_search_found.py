@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import study_sample as sample
+from dare.studies.terminal import show_study
 from rich.console import Console
 
 import dare
@@ -18,9 +19,9 @@ from dare.recipe.schema import Recipe
 from dare.studies.conclusions import conclude
 from dare.studies.reading import read_result
 from dare.studies.results import Estimate, Scored, State, Trial
+from dare.studies.searching import trial_line
 from dare.studies.space import Space, parse_over
 from dare.studies.study import BASELINE, Study
-from dare.studies.terminal import show_study, trial_line
 from helpers import save
 
 MENDED = sample.CHARTER
@@ -39,13 +40,13 @@ def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
     path = tmp_path / "study.db"
     with closing(Study(path, CHARTER)) as study:
         study.keep("starts", [{"scale": 0.5}])
-        study.take_beside(BASELINE, {"base": {}}).fail("there is no such file")
+        study.take_beside(BASELINE, {"base": {}}).end(State.FAILED, message="there is no such file")
         study.take_beside(BASELINE, {"average": {}})
     with closing(Study(path, MENDED)) as study:
         assert study.charter == MENDED
         assert (study.note("starts"), study.beside(BASELINE)) == (None, [])
         claim = study.take_beside(BASELINE, {"base": {}})
-        claim.finish(Scored({"score": 1.0}), 1.0, slacks={})
+        claim.end(State.DONE, scored=Scored({"score": 1.0}), objective=1.0)
     with pytest.raises(InputError, match=r"evaluator: score\.py:score before, scor\.py"):
         Study(path, CHARTER)
 
@@ -54,7 +55,7 @@ def test_a_study_that_somebody_works_on_is_left_alone(tmp_path: Path, monkeypatc
     path = tmp_path / "study.db"
     with closing(Study(path, CHARTER)) as study:
         study.take_beside(BASELINE, {"base": {}})
-    monkeypatch.setattr("dare.studies.locks.Presence.is_alive", lambda _presence, _mark: True)
+    monkeypatch.setattr("dare.studies.study.Presence.is_alive", lambda _presence, _mark: True)
     with pytest.raises(InputError, match="the study of another search"):
         Study(path, MENDED)
 
@@ -172,7 +173,7 @@ def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
 
 def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):
     absent = {"torch", "cmaes"}
-    monkeypatch.setattr("dare.studies.request.find_spec", lambda name: name not in absent or None)
+    monkeypatch.setattr("dare.studies.searching.find_spec", lambda name: name not in absent or None)
     for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
         with pytest.raises(InputError, match=f"sampler {sampler}: needs {package}: pip install"):
             search_scales(tmp_path, sampler=sampler)

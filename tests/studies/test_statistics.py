@@ -10,8 +10,7 @@ from scipy import stats
 
 from dare.errors import InputError, RecipeError
 from dare.studies.judging import Entry, Objective
-from dare.studies.results import Estimate, Scored
-from dare.studies.scores import group_means
+from dare.studies.results import Estimate, Scored, State, Trial, group_means
 from dare.studies.statistics import pareto_front, resample, verdict
 
 MEAN = Objective()
@@ -27,7 +26,8 @@ def right_or_wrong(random, count: int, chance=0.5, groups: str = "ab") -> dict[s
 
 
 def contender(*scored: Scored, is_random: bool = True) -> Entry:
-    return Entry((), scored, "", is_random)
+    trials = tuple(Trial(0, {}, 0, State.DONE, scored=one) for one in scored)
+    return Entry(trials, is_random=is_random)
 
 
 def alone(*scored: Scored) -> list[Entry]:

@@ -16,7 +16,7 @@ from dare.errors import InputError
 from dare.recipe.schema import Recipe
 from dare.studies.results import Scored, State
 from dare.studies.space import Space, parse_over
-from dare.studies.study import BASELINE, Planned, Study  # noqa: F401
+from dare.studies.study import BASELINE, Study
 
 SPACE = Space(
     Recipe(base="base", models=["math", "code"]),
@@ -29,7 +29,8 @@ def leave_to_sampler(_place, _found):
 
 
 def finish(claim, value: float) -> None:
-    claim.finish(Scored({"score": value}, {"score/a": value}), value, slacks={})
+    scored = Scored({"score": value}, {"score/a": value})
+    claim.end(State.DONE, scored=scored, objective=value)
 
 
 def quality(settings) -> float:
@@ -117,20 +118,20 @@ def test_two_processes_share_the_work_and_do_nothing_twice(tmp_path: Path):
 def test_failed_trials_are_tried_again_only_if_asked(tmp_path: Path):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         claim = study.take_next(SPACE, 1, leave_to_sampler)
-        claim.fail("it crashed", output="Traceback", seconds=1.5)
+        claim.end(State.FAILED, message="it crashed", output="Traceback", seconds=1.5)
         assert study.take_next(SPACE, 1, leave_to_sampler) is None
         (placed,) = study.trials()
         assert (placed.trial.state, placed.trial.message) == (State.FAILED, "it crashed")
         assert (placed.trial.output, placed.trial.objective) == ("Traceback", None)
         again = study.take_next(SPACE, 1, leave_to_sampler, retry_before=1)
         assert again.number == 1
-        again.fail("it crashed again", output="")
+        again.end(State.FAILED, message="it crashed again", output="")
         assert study.take_next(SPACE, 1, leave_to_sampler, retry_before=1) is None
 
 
 def test_a_baseline_that_failed_is_tried_again_by_the_next_process(tmp_path: Path):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
-        study.take_beside(BASELINE, {"base": {}}).fail("it crashed")
+        study.take_beside(BASELINE, {"base": {}}).end(State.FAILED, message="it crashed")
         assert study.take_beside(BASELINE, {"base": {}}) is None
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         finish(study.take_beside(BASELINE, {"base": {}}), 0.5)
@@ -147,7 +148,7 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
             value = (0.9, 0.1, 0.2, 0.95, 0.3, 0.4, 0.96, 0.5, 0.97)[place]
             if claim.report(value, 0):
                 stopped.append(value)
-                claim.stop(Scored({"score": value}), value, "stopped")
+                claim.end(State.STOPPED, scored=Scored({"score": value}), objective=value)
             else:
                 finish(claim, value)
         assert stopped == [0.1, 0.2, 0.3, 0.4, 0.5]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import study_sample as sample
 
-from dare.studies.page import write_study_page
+from dare.studies.reading import SearchResult
 from pages import Tab, open_address
 
 DESKTOP = {"width": 1280, "height": 900}
@@ -19,7 +19,7 @@ DESKTOP = {"width": 1280, "height": 900}
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("study") / "study.html"
     data = sample.make_search()
-    write_study_page(path, data, sample.make_conclusion(data))
+    SearchResult(path, data, sample.make_conclusion(data), None, None).to_html(path)
     return path
 
 
@@ -42,7 +42,7 @@ def nothing_is_said_or_asked_for(opened, path) -> Iterator[None]:
 
 
 def names(page) -> list[str]:
-    return page.locator("#trial-table tbody tr:visible th").all_text_contents()
+    return page.locator("#sortable tbody tr:visible th").all_text_contents()
 
 
 def test_every_figure_is_drawn_and_described(tab):
@@ -60,22 +60,22 @@ def test_every_figure_is_drawn_and_described(tab):
 
 
 def test_headings_sort_by_keyboard_and_say_so(tab):
-    heading = tab.locator("#trial-table th button", has_text="objective")
+    heading = tab.locator("#sortable th button", has_text="objective")
     heading.focus()
     tab.keyboard.press("Enter")
-    values = tab.locator("#trial-table tbody tr td:nth-child(3)").all_text_contents()
+    values = tab.locator("#sortable tbody tr td:nth-child(3)").all_text_contents()
     numbers = [float(value) for value in values if value != "–"]
     assert numbers == sorted(numbers, reverse=True)
     assert values[len(numbers) :] == ["–"] * 3  # failed, and last either way
-    assert tab.get_attribute("#trial-table th:nth-child(3)", "aria-sort") == "descending"
+    assert tab.get_attribute("#sortable th:nth-child(3)", "aria-sort") == "descending"
     assert tab.inner_text("#status") == "Sorted by objective, descending."
     tab.keyboard.press("Enter")
-    values = tab.locator("#trial-table tbody tr td:nth-child(3)").all_text_contents()
+    values = tab.locator("#sortable tbody tr td:nth-child(3)").all_text_contents()
     assert values[0] == "0.05"
     assert values[-3:] == ["–"] * 3
-    assert tab.get_attribute("#trial-table th:nth-child(3)", "aria-sort") == "ascending"
-    tab.locator("#trial-table th button", has_text="trial").click()
-    tab.locator("#trial-table th button", has_text="trial").click()
+    assert tab.get_attribute("#sortable th:nth-child(3)", "aria-sort") == "ascending"
+    tab.locator("#sortable th button", has_text="trial").click()
+    tab.locator("#sortable th button", has_text="trial").click()
     assert names(tab)[:3] == ["0", "1", "2"]
 
 
@@ -143,6 +143,6 @@ def test_without_scripts_the_table_is_still_there(browser, path):
     context = browser.new_context(java_script_enabled=False, offline=True)
     page = context.new_page()
     page.goto(path.as_uri())
-    assert page.locator("#trial-table tbody tr").count() == 29
+    assert page.locator("#sortable tbody tr").count() == 29
     assert page.locator("noscript").first.is_visible()
     context.close()

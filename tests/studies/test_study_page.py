@@ -13,8 +13,12 @@ import vl_convert
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.output.page.writing import _version
-from dare.studies.page import assemble_study_page, figures, series, write_study_page
+from dare.documents.notices import notice
+from dare.documents.page import _version, render_page
+from dare.errors import RecipeError
+from dare.studies import figures
+from dare.studies.document import study_document
+from dare.studies.reading import SearchResult
 from dare.studies.results import Estimate, State, Trial
 from pages import Outline
 
@@ -24,7 +28,8 @@ HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a
 def assemble(data, conclusion=None, drawn=()):
     """The page; without figures, which take most of the time, unless they are given."""
     conclusion = conclusion or sample.make_conclusion(data)
-    return assemble_study_page(data, conclusion, list(drawn), "/* library */")
+    document = replace(study_document(data, conclusion), draw=lambda: list(drawn))
+    return render_page(document, "/* library */")
 
 
 def embedded(text, name):
@@ -66,7 +71,9 @@ def outline(text):
 
 def test_sections_are_there_in_their_order(outline):
     sections = [a["id"] for tag, a in outline.elements if tag == "section" and "id" in a]
-    assert sections == ["against", "settings", "scores", "trials", "failed", "recipe", "study"]
+    assert sections == [
+        *("against", "settings", "scores", "trials", "failed", "recipe", "notices", "study")
+    ]
     assert len(outline.ids()) == len(set(outline.ids()))
 
 
@@ -84,7 +91,7 @@ def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, 
 
 
 def test_the_verdict_names_the_best_the_simplest_and_the_holdout(text):
-    top = text[text.index('<section class="verdict change"') : text.index("</section>")]
+    top = text[text.index('<section class="verdict fair"') : text.index("</section>")]
     best, held_out = "method=sum scale=1: 0.7 (0.66 … 0.73)", "0.78 (0.7 … 0.85)"
     for fact in (best, held_out, "0.85", "0.07 lower", "0.01 lower", "0.06"):
         assert fact in top
@@ -113,7 +120,7 @@ def test_rows_without_scores_cannot_be_compared(outline):
 
 def test_failures_have_their_message_and_output(text):
     failed = text[text.index('<section id="failed"') :]
-    assert failed.count('<details class="failure">') == 3
+    assert failed.count('<details class="fold"><summary>trial') == 3
     assert "trial 5: the command ended with status 1" in failed
     assert "Traceback …\nMemoryError" in failed
 
@@ -150,7 +157,7 @@ def test_names_and_messages_cannot_become_elements():
         objective={script: 1.0},
         guards=(f"{image}:max:1",),
         space={script: [image], other: [0, 1]},
-        remarks=(other,),
+        notices=(notice("no_advice", reason=other),),
     )
     conclusion = replace(sample.make_conclusion(data), importance={script: 0.5, other: 0.1})
     text = assemble(data, conclusion, figures.draw_figures(data, conclusion))
@@ -159,7 +166,7 @@ def test_names_and_messages_cannot_become_elements():
     assert tags.count("script") == 7
     assert "img" not in tags
     assert not any(name.startswith("on") for _, a in outline.elements for name in a)
-    assert embedded(text, "study-data")["columns"][5] == script
+    assert embedded(text, "sortable-data")["columns"][5] == script
 
 
 def test_names_are_data_and_never_code():
@@ -191,7 +198,7 @@ def test_the_same_study_makes_the_same_page(text, all_drawn):
 def test_without_trials_the_baselines_are_shown():
     text = assemble(sample.make_search(0, planned=8))
     assert "No trials yet" in text
-    assert "5 baselines, 0 of 8 trials so far." in text
+    assert "0 of 8 trials done" in text
     assert list(drawn_figures(sample.make_search(0))) == ["ranking", "pareto"]
     nothing = sample.make_search(0, baselines=())
     assert drawn_figures(nothing) == {}
@@ -306,7 +313,8 @@ def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
 
 def test_less_of_what_is_guarded_or_subtracted_is_better(all_drawn):
     data = sample.make_search(objective={"add": 1.0, "sort": -0.5}, guards=("english:max:1.25",))
-    assert series.smaller_is_better(data) == {"sort", "english"}
+    figure = figures.pareto(data, sample.make_conclusion(data))
+    assert "(less of sort and english is better)" in figure.caption
     figure = all_drawn["search"]["pareto"]
     (signs,) = (p["value"] for p in figure.spec["params"] if p["name"] == "signs")
     assert signs == {"add": 1, "sort": 1, "english": -1}
@@ -322,19 +330,32 @@ def test_labels_of_levels_keep_apart_and_no_baseline_is_lost(values, one, other)
         replace(conclusion.baselines[0], baseline=f"b{n}", objective=Estimate(value))
         for n, value in enumerate(values)
     ]
-    near, far = series.level_rows(replace(conclusion, baselines=tuple(ranked)), low, high)
+    near, far = figures.level_rows(replace(conclusion, baselines=tuple(ranked)), low, high)
     assert len(near) + len(far) == len(values)
     places = [row["at"] for row in near]
     assert places == sorted(places)
     assert all(row["at"] >= row["level"] for row in near)
 
 
-def test_the_page_is_written_with_the_library_that_draws_it(tmp_path, monkeypatch):
-    # The real one takes seconds to make; the browser's tests have it.
-    monkeypatch.setattr(
-        "dare.output.page.writing.drawing_bundle", lambda version: f"/* {version} */"
-    )
-    path = tmp_path / "folder" / "study.html"
+@pytest.fixture
+def result():
     data = sample.make_search(1)
-    write_study_page(path, data, sample.make_conclusion(data))
-    assert re.search(r"<script>/\* \d+\.\d+ \*/</script>", path.read_text("utf-8"))
+    return SearchResult("study.db", data, sample.make_conclusion(data), None, None)
+
+
+def test_the_page_is_written_with_the_library_that_draws_it(result, tmp_path, monkeypatch):
+    # The real one takes seconds to make; the browser's tests have it.
+    monkeypatch.setattr("dare.documents.page.drawing_bundle", lambda version: f"/* {version} */")
+    path = tmp_path / "folder" / "study.html"
+    text = result.to_html(path)
+    assert path.read_text("utf-8") == text
+    assert re.search(r"<script>/\* \d+\.\d+ \*/</script>", text)
+
+
+def test_a_notebook_shows_a_card_and_figures(result):
+    card = result._repr_html_()
+    assert "method=dare+sum" in card
+    assert "<script" not in card
+    assert result.plot("importance").to_dict()["title"] == "Which settings matter"
+    with pytest.raises(RecipeError, match="ranking, importance, pareto"):
+        result.plot("spectra")

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import study_sample as sample
 from rich.cells import cell_len
-from rich.console import Console
 
+from dare.documents.notices import notice
+from dare.documents.terminal import SafeConsole, print_document
+from dare.studies.document import study_document
 from dare.studies.results import Difference, Estimate, State, Trial
-from dare.studies.terminal import live_line, show_study
+from dare.studies.searching import live_line
 
 HOSTILE = "[red]x[/red]\x1b[2J\nline"
 
@@ -17,10 +19,11 @@ HOSTILE = "[red]x[/red]\x1b[2J\nline"
 def shown(data, conclusion=None, width=100, encoding="utf-8", **options):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
-    console = Console(
+    console = SafeConsole(
         width=width, file=file, highlight=False, markup=False, emoji=False, legacy_windows=False
     )
-    show_study(console, data, conclusion or sample.make_conclusion(data), **options)
+    conclusion = conclusion or sample.make_conclusion(data)
+    print_document(console, study_document(data, conclusion, **options))
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -43,8 +46,8 @@ def test_what_decides_comes_first():
 
 def test_each_baseline_has_a_difference_an_interval_and_a_verdict():
     lines = [line.split() for line in shown(sample.make_search()).splitlines()]
-    assert ["base", "+0.65", "(+0.6", "…", "+0.7)", "better"] in lines
-    assert ["sum", "+0", "(-0.05", "…", "+0.05)", "no", "difference", "shown"] in lines
+    assert ["base", "+0.65", "+0.6", "…", "+0.7", "better"] in lines
+    assert ["sum", "+0", "-0.05", "…", "+0.05", "no", "difference", "shown"] in lines
 
 
 def test_importance_has_bars_beside_the_largest():
@@ -60,7 +63,7 @@ def test_the_table_holds_the_scores_and_says_what_is_left_out():
     heads = [line.split() for line in wide.splitlines() if line.startswith(" setting ")]
     scores = ["setting", "objective", "95%", "interval", *sample.SCORES]
     assert heads[1:] == [scores, [*scores, "trial"]]
-    assert "The best 3 of 18 settings (1 more score)\n" in shown(data, width=80, rows=3)
+    assert "The best 3 of 18 settings (1 more column)\n" in shown(data, width=80, rows=3)
 
 
 def test_names_are_cut_and_guards_are_told():
@@ -74,7 +77,7 @@ def test_failures_are_counted_and_shown_with_their_output_if_asked():
     text = shown(data)
     assert "3 trials failed\n  3 trials: the command ended with status 1\n" in text
     assert "MemoryError" not in text
-    full = shown(data, failed=True)
+    full = shown(data, outputs=True)
     assert full.count("MemoryError") == 3
     assert "trial 5 method=sum" in full
 
@@ -82,14 +85,16 @@ def test_failures_are_counted_and_shown_with_their_output_if_asked():
 def test_nothing_from_outside_is_acted_on():
     data = sample.make_search(4)
     trial = Trial(9, {HOSTILE: HOSTILE}, 0, State.FAILED, message=HOSTILE, output=HOSTILE)
-    data = replace(data, trials=(*data.trials, trial), remarks=(HOSTILE,))
+    data = replace(
+        data, trials=(*data.trials, trial), notices=(notice("no_advice", reason=HOSTILE),)
+    )
     conclusion = sample.make_conclusion(data)
     conclusion = replace(
         conclusion,
         against=(Difference(HOSTILE, Estimate(0.0), "not known"),),
         importance={HOSTILE: 0.5},
     )
-    text = shown(data, conclusion, width=160, failed=True) + live_line(data, conclusion, 5.0)
+    text = shown(data, conclusion, width=160, outputs=True) + live_line(data, conclusion, 5.0)
     assert "\x1b" not in text
     assert text.count("[red]x[/red]\\x1b[2J\\n") >= 5
 

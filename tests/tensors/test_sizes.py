@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dare.documents.words import show_size
 from dare.recipe.schema import Recipe
-from dare.tensors.sizes import parse_size, show_size
+from dare.tensors.sizes import parse_size
 
 
 @pytest.mark.parametrize(

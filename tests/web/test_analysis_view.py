@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from own_helpers import own_alone
 
+from dare.analysis.document import Analysis, origin
+from dare.analysis.figures import cosine_text
 from dare.analysis.judge.advice import judge, to_json
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.page.words import cosine, headline, origin
-from dare.analysis.results import Analysis
 from dare.demo.merges import BASE, TUNED
-from dare.output.page.words import amount, number, share
+from dare.documents.words import amount, number, share
 
 HOSTILE = '<img src=x onerror="document.title=1">${7*7}{{7*7}}\u202e'
 
@@ -72,11 +72,11 @@ def rows_of(page, table: str) -> list[list[str]]:
 def test_a_dropped_analysis_is_shown(page, analysis, document):
     drop(page, json.dumps(document))
     readiness, advice = judge(analysis)
-    assert page.inner_text("#own-analysis .verdict h3") == headline(readiness)
+    assert page.inner_text("#own-analysis .verdict h3") == readiness.headline
     findings = page.locator("#own-analysis .findings li").all_inner_texts()
     assert len(findings) == len(readiness.findings) > 0
     for shown, finding in zip(findings, readiness.findings, strict=True):
-        assert all(t in shown for t in (finding.seen, finding.matters, finding.remedy))
+        assert all(t in shown for t in (finding.text, finding.remedy))
     models = [
         [
             model.name,
@@ -93,7 +93,7 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
     pairs = [
         [
             f"{pair.first} · {pair.second}",
-            cosine(pair.total.cosine),
+            cosine_text(pair.total.cosine),
             share(pair.total.conflict),
             amount(pair.total.both),
         ]
@@ -106,7 +106,7 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
     assert next(row for row in rates if row[0] == "0.9")[1:] == costs
     assert tomllib.loads(page.text_content("#analysis-recipe") or "") == advice.recipe
     wait_for_figures(page)
-    assert page.evaluate("document.activeElement.textContent") == headline(readiness)
+    assert page.evaluate("document.activeElement.textContent") == readiness.headline
 
 
 def without(document: dict[str, Any], *path: Any) -> str:
@@ -123,7 +123,7 @@ WRONG = {
     "not JSON": (lambda _: "PK\x03\x04", "This file is not JSON."),
     "no analysis": (lambda _: '{"dare": 1}', "but not an analysis"),
     "null": (lambda _: "null", "but not an analysis"),
-    "another version": (lambda _: '{"schema": "dare-analysis/4"}', "dare-analysis/3"),
+    "another version": (lambda _: '{"schema": "dare-analysis/3"}', "dare-analysis/4"),
     "only measured": (lambda d: without(d, "readiness"), "readiness is missing"),
     "a hole": (
         lambda d: without(d, "models", 1, "total", "norm"),

@@ -104,7 +104,7 @@ def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(cache, monkeyp
         made.append(b"library %d" % len(made))
         return made[-1]
 
-    monkeypatch.setattr(assets, "_made_elsewhere", make)
+    monkeypatch.setattr(assets, "_make_in_process", make)
     assert assets.drawing_library() == assets.drawing_library() == b"library 0"
     (kept,) = cache.iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
@@ -112,7 +112,7 @@ def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(cache, monkeyp
 
 
 def test_the_library_is_made_where_nothing_can_be_kept(cache, monkeypatch):
-    monkeypatch.setattr(assets, "_made_elsewhere", lambda: b"library")
+    monkeypatch.setattr(assets, "_make_in_process", lambda: b"library")
     cache.write_text("not a folder")
     assert assets.drawing_library() == b"library"
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dare.demo.merges import BASE, Job, measure
-from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
+from dare.demo.merges import BASE, Measurement, measure
+from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
+from dare.web.assets import PAGE
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "playground_figures.py"))
 MEASURED = json.loads((PAGE / "measured.json").read_text("utf-8"))
 
 
 def test_the_base_scores_what_is_said():
-    score = measure(Job(BASE, PROMPTS, ENGLISH_BYTES))
+    score = measure(Measurement(BASE, PROMPTS, ENGLISH_BYTES))
     said = MEASURED["models"]["base"]
     assert said["right"] == score.correct
     assert said["bits_per_byte"] == pytest.approx(score.bits_per_byte, abs=1e-4)

@@ -26,8 +26,7 @@ from dare.output.verification import verify
 from dare.web import jobs as web_jobs
 from dare.web.guard import MOST_DEPTH, MOST_ITEMS
 from dare.web.jobs import Job, Jobs
-from dare.web.own import OwnModels
-from dare.web.roots import OutsideError, Roots
+from dare.web.own import OutsideError, OwnModels, Roots
 from helpers import save
 
 
@@ -442,5 +441,5 @@ def test_an_analysis(client, models):
     wait_until(is_finished)
     assert (found["state"], found["result"]["verdict"]) == ("done", "no defect found")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
-    assert document["schema"] == "dare-analysis/3"
+    assert document["schema"] == "dare-analysis/4"
     assert [model["name"] for model in document["models"]] == ["add", "say"]

@@ -1,6 +1,6 @@
-"""What an analysis found: plain, frozen data that goes to JSON and comes back.
+"""The results of an analysis: plain, frozen data that goes to JSON and comes back.
 
-    Analysis
+    AnalysisData
     ├── models: ModelAnalysis, one for each model
     │   ├── total, by_kind, by_layer, cells    Statistics of sets of tensors
     │   └── tensors: TensorAnalysis            one for each tensor, perhaps with a Spectrum
@@ -14,23 +14,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
-from os import PathLike
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from dare.documents.words import named, times
 from dare.errors import InputError, printable
+from dare.inputs.fit import LeftOut
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import named, times
 
-SCHEMA = "dare-analysis/3"
+SCHEMA = "dare-analysis/4"
 """Of the JSON document; a change that old readers cannot take changes the number."""
 MAX_BYTES = 1 << 30
 """Of such a document; one tensor of one model takes some 2,000."""
@@ -300,7 +302,7 @@ class Interference:
 
 
 @dataclass(frozen=True, repr=False)
-class Analysis:
+class AnalysisData:
     """What was found about models that are to be merged."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # holds for all that it is made of
@@ -313,8 +315,10 @@ class Analysis:
     together: Interference
     notes: tuple[str, ...]
     """What was done so that the inputs fit together."""
-    left_out: tuple[str, ...]
-    """Tensors that could not be compared, each with the reason."""
+    vocabularies: dict[str, str]
+    """How vocabularies differ from the base's, for models whose rows were matched by token."""
+    left_out: tuple[LeftOut, ...]
+    """Tensors that could not be compared."""
     tied: tuple[str, ...]
     """Tensors that the base stores once and uses twice, as far as its configuration tells."""
     bytes_read: Count
@@ -323,35 +327,6 @@ class Analysis:
     def __repr__(self) -> str:
         """The analysis in a line."""
         return printable(f"<Analysis of {named(self.names)} relative to {self.base}>")
-
-    def _repr_html_(self) -> str:
-        """The analysis in a notebook."""
-        from dare.analysis.notebook import analysis_card
-
-        return analysis_card(self)
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """The report page; it is also written to a path, if one is given.
-
-        The page needs nothing else. To make it, the packages of `dare-merge[report]` are needed.
-        """
-        from dare.analysis.notebook import page
-
-        return page(self, path)
-
-    def plot(self, figure: str | None = None) -> Any:
-        """A figure of the report as an Altair chart, which a notebook shows.
-
-        Figures have the names that the page saves them by: `predicted-error`, which
-        is shown if none is named, `cosines`, `magnitudes`, ….
-        """
-        from dare.analysis.notebook import chart
-
-        return chart(self, figure)
-
-    def __str__(self) -> str:
-        """A line for each model and for every two."""
-        return "\n  ".join(map(repr, (self, *self.models, *self.pairs)))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -409,3 +384,89 @@ class Analysis:
     def load(cls, path: Path) -> Self:
         """Read an analysis from a file."""
         return cls.from_json(read_limited(path, MAX_BYTES), str(path))
+
+
+# ---------------------------------------------------------------- a finished merge
+
+
+@dataclass(frozen=True)
+class ModelOutcome:
+    """One model's part in a merge."""
+
+    name: str
+    weight: float | list[float]
+    seed: int
+    drop_rate_asked: float | None
+    drop_rate_realised: float | None
+    largest_delta: float
+    largest_delta_in: str
+    kept: dict[str, float]
+    """Share of its elements that is left after each delta stage; empty if that is not known."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a merge did."""
+
+    method: str
+    output: str
+    seconds: float
+    models: tuple[ModelOutcome, ...]
+    warnings: tuple[str, ...]
+    survival: tuple[PairAnalysis, ...]
+    """Each model's delta beside the merged one, if that was measured."""
+
+    @classmethod
+    def of_manifest(
+        cls,
+        manifest: Mapping[str, Any],
+        analysis: AnalysisData,
+        survival: Iterable[PairAnalysis] = (),
+        *,
+        output: Path | None,
+    ) -> Self:
+        """Read it from the manifest of a merge of models that were analysed.
+
+        `survival` has for each model a pair of it and of the output, from an analysis of both.
+        """
+        try:
+            report = manifest["report"]
+            counts = _count_left(report["tensors"], analysis)
+            stages = report["method"].split("+")[:-1]
+            models = [_model_outcome(m, stages, *counts[m["name"]]) for m in report["models"]]
+            warnings = tuple(warning["text"] for warning in report["warnings"])
+            place = "" if output is None else str(output)
+            return cls(
+                *(report["method"], place, report["seconds"], tuple(models), warnings),
+                tuple(survival),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            fault = f"{output}: its manifest has no whole report of a merge ({error!r})"
+            raise InputError(f"{fault}; pass the one that `dare merge` wrote") from None
+
+
+def _count_left(
+    tensors: Iterable[Mapping[str, Any]], analysis: AnalysisData
+) -> Mapping[str, list[int]]:
+    """Return by model the elements that were analysed, and those that each stage left of them."""
+    known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
+    counts: dict[str, list[int]] = defaultdict(lambda: [0])
+    for tensor in tensors:
+        if (analysed := known.get(tensor["name"])) is None:
+            continue
+        for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
+            left = [analysed.statistics.elements, *survivors]
+            counts[model] = [a + b for a, b in zip_longest(counts[model], left, fillvalue=0)]
+    return counts
+
+
+def _model_outcome(
+    model: Mapping[str, Any], stages: Iterable[str], elements: int, *left: int
+) -> ModelOutcome:
+    rates = model["drop_rate_asked"], model["drop_rate_realised"]
+    largest = float(model["largest_delta"])  # text in a manifest, if it is not finite
+    kept = {stage: count / elements for stage, count in zip(stages, left, strict=False) if elements}
+    return ModelOutcome(
+        *(model["name"], model["weight"], model["seed"], *rates),
+        *(largest, model["largest_delta_in"], kept),
+    )

@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.analysis.measure.tallies`);
+  outliers left out (`dare.checks.outliers`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -36,9 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict, limit
+from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.analysis.judge.prediction import (
-    Exposure,
     exposure_of,
     exposures_of,
     mean_bounded_error,
@@ -48,14 +47,18 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured, Subject
-from dare.analysis.measure.tallies import NONE, Sums, share_below
-from dare.analysis.results import Analysis, Statistics, TensorAnalysis
+from dare.analysis.measure.tallies import Sums, share_below
+from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
+from dare.checks.large_deltas import Exposure
+from dare.checks.outliers import NONE
+from dare.documents.notices import CATALOGUE, LIMIT, notice
+from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
+from dare.inputs.fit import LeftOut
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import times
 
 Given = Arrays | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
@@ -81,7 +84,7 @@ class Configuration:
     analysis_layers: tuple[str, ...] | None = None
     """Patterns for the tensors to look at, * and ? as in a shell; None: all."""
     compute_per_layer_metrics: bool = True
-    output_error: float = limit("output_error")
+    output_error: float = LIMIT.output_error
     """Error that dropping may bring to the layers' outputs, relative to them."""
     base_deviation: float = 0.02
     """Standard deviation taken for the base's weights if no base is given; that of new weights in
@@ -228,17 +231,20 @@ class DARESparsityAnalyzer:
             }
         )
 
-    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[str]]:
-        """The tensors to look at, and why others are not."""
+    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[LeftOut]]:
+        """Return the tensors to look at, and those that cannot be compared."""
         subjects, left_out = find_subjects(base, {NAME: tuned})
         selects = self.configuration.selects
         subjects = [subject for subject in subjects if selects(subject.name)]
-        left_out = [line for line in left_out if selects(line.partition(":")[0])]
+        left_out = [each for each in left_out if selects(each.tensor)]
         if not subjects:
-            raise InputError(": ".join(["there are no weights to look at", *left_out[:1]]))
+            reasons = map(str, left_out[:1])
+            raise InputError(": ".join(["there are no weights to look at", *reasons]))
         return subjects, left_out
 
-    def _summarise(self, study: Study, analysis: Analysis, *, has_base: bool) -> SparsityAnalysis:
+    def _summarise(
+        self, study: Study, analysis: AnalysisData, *, has_base: bool
+    ) -> SparsityAnalysis:
         (model,), settings = analysis.models, self.configuration
         statistics, quantiles = model.total, model.total.quantiles
         parts = [study.measured[tensor.name] for tensor in model.tensors]
@@ -272,7 +278,7 @@ class DARESparsityAnalyzer:
             recommended_drop_rate=rate,
             output_error=_output_error(exposures, rate),
             has_base=has_base,
-            left_out=analysis.left_out,
+            left_out=tuple(map(str, analysis.left_out)),
             readiness=assess(analysis, output_error=settings.output_error),
             computed_at=datetime.now(UTC),
             seconds=analysis.seconds,
@@ -291,7 +297,7 @@ class DARESparsityAnalyzer:
             essential_fraction=_essential_fraction(tensor.statistics),
             has_significant_updates=sparsity < SIGNIFICANT,
             relative_norm=tensor.statistics.relative_norm,
-            recommended_drop_rate=self._rate([exposure_of(tensor)]),
+            recommended_drop_rate=self._rate([exposure_of(tensor.statistics, tensor.shape)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:
@@ -300,7 +306,7 @@ class DARESparsityAnalyzer:
             bound=self.configuration.output_error,
             highest=self.configuration.droppable_percentile,
         )
-        return rate if rate >= limit("useful_rate") else 0.0
+        return rate if rate >= LIMIT.useful_rate else 0.0
 
 
 def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
@@ -312,21 +318,9 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
     readiness = analysis.readiness
     if readiness.verdict is not Verdict.NO_DEFECT:
         return readiness
-    rate = analysis.recommended_drop_rate
-    fit = Finding(
-        "fit",
-        Severity.NOTE,
-        (NAME,),
-        f"The change is {_size(analysis)}",
-        f"Up to a drop rate of {rate} {_promise(analysis, 'its layers')}",
-        f"Merge it with a drop_rate of up to {rate}, and compare lower ones on held-out data",
-        {
-            "recommended_drop_rate": rate,
-            "relative_norm": analysis.relative_norm,
-            "essential_fraction": analysis.essential_fraction,
-            "output_error": analysis.output_error,
-        },
-    )
+    figures = {name: getattr(analysis, name) for name in CATALOGUE["fit"].figures}
+    size, promise = _size(analysis), _promise(analysis, "its layers")
+    fit = notice("fit", NAME, figures=figures, size=size, promise=promise, **figures)
     return replace(readiness, findings=(*readiness.findings, fit))
 
 

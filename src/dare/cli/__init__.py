@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare import __version__
 from dare.cli.texts import COMMANDS, EXAMPLES, GROUPS, SUMMARY, USAGE
-from dare.errors import DareError, printable
+from dare.errors import DareError, ExistsError, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """What a stream cannot write, as JSON spells it: a finished merge must not end in an error."""
+    """Return letters that a stream cannot write as JSON spells them.
+
+    A finished merge must not end in an error.
+    """
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = (units[place : place + 2].hex() for place in range(0, len(units), 2))
@@ -127,10 +130,14 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)
+    except ExistsError as error:
+        again = shlex.join([*given, "--overwrite"])
+        message = f"{error.fault}, or add --overwrite to replace it:\n  dare {again}"
+        return _fail(printable(message, keep="\n"), error, given, FAILED)
     except DareError as error:
-        return _fail(_with_flags(str(error), given), error, given, FAILED)
+        return _fail(str(error), error, given, FAILED)
     except KeyboardInterrupt:
-        print(f"dare: interrupted{_way_on(given)}", file=sys.stderr)
+        print(f"dare: interrupted{_resuming(given)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -157,7 +164,7 @@ def _load_stages(arguments: Sequence[str]) -> None:
 
 
 def build_app() -> App:
-    """The commands and what they say of themselves."""
+    """Return the commands with their help."""
     from cyclopts import App, Group
 
     app = App(
@@ -201,21 +208,8 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def _with_flags(message: str, arguments: Sequence[str]) -> str:
-    """A message whose remedy is an argument in Python, with the flag and the command to type.
-
-    >>> print(_with_flags("x: exists already; pass overwrite=True to replace it", ["a.toml"]))
-    x: exists already; add --overwrite to replace it:
-      dare a.toml --overwrite
-    """
-    if (in_python := "pass overwrite=True to replace it") not in message:
-        return message
-    again = printable(shlex.join([*arguments, "--overwrite"]))
-    return message.replace(in_python, f"add --overwrite to replace it:\n  dare {again}")
-
-
-def _way_on(arguments: Sequence[str]) -> str:
-    """The command that resumes interrupted work, if it can be resumed."""
+def _resuming(arguments: Sequence[str]) -> str:
+    """Return the command that resumes interrupted work, if it can be resumed."""
     if with_command(arguments)[0] not in ("merge", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]

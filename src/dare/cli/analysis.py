@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
 from dare import api
+from dare.analysis.document import Analysis, make_document
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.advice import to_json
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.measure.analyzing import analyze as look_at
-from dare.analysis.results import SCHEMA, Analysis
+from dare.analysis.results import SCHEMA, Outcome
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import FIELDS, RESOURCES, Debug, Json, Overwrite, Quiet, output_flag, switch
 from dare.cli.template import SEARCH, advised_toml, nothing_advised
+from dare.documents.page import render_page
+from dare.documents.terminal import print_document
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
-from dare.output.targets import check_free
+from dare.output.targets import check_free, write_file
 from dare.recipe.schema import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
-
-if TYPE_CHECKING:
-    from dare.analysis.page.series import Outcome
 
 WRITES = Group("What to write", sort_key=1)
 
@@ -81,35 +80,20 @@ def analyze(
     check_free(html, "page", overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
     judged = judge(inputs, options, steps, verbose=not quiet)
-    analysis, readiness, advice = judged
-    from dare.analysis.page.terminal import show_gravest, show_summary
-
-    show_summary(console, analysis, readiness, advice)
-    more = show_gravest(console, analysis, readiness)
-    console.print()
-    for line in _write(judged, output=output, html=html):
-        console.print(printable(line), soft_wrap=True)
+    _, readiness, advice = judged
+    document = make_document(*judged)
     same = _repeated(inputs if output is None else [output], options, steps)
-    show.next_steps(console, "Next", _next_steps(advice, same, more))
+    print_document(console, replace(document, steps=_next_steps(advice, same)))
+    if output is not None:
+        write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
+        said = f"The analysis is in {output}; `dare report {output}` makes a page of it"
+        console.print(printable(said), soft_wrap=True)
+    if html is not None:
+        write_file(html, render_page(document).encode(), "page")
+        console.print(printable(f"The page is {html}"), soft_wrap=True)
     if json:
         show.json(to_json(*judged))
     return FAILED if readiness.verdict is Verdict.UNFIT else DONE
-
-
-def _write(judged: Judged, *, output: Path | None, html: Path | None) -> list[str]:
-    """Write the files that are asked for; say what is where."""
-    said = []
-    if output is not None:
-        from dare.output.page.writing import write_file
-
-        write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
-        said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
-    if html is not None:
-        from dare.analysis.page.assembly import write_page
-
-        write_page(html, *judged)
-        said.append(f"The page is {html}")
-    return said
 
 
 def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
@@ -120,15 +104,15 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
     return words if steps is None else [*words, "--steps", str(steps)]
 
 
-def _next_steps(advice: Advice, same: Sequence[str], more: str) -> dict[str, str]:
-    """The commands that make a merge of it, and the one that shows everything."""
+def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
+    """Return the commands that make a merge of it, and the one that shows everything."""
     recipe = _free_name("recipe", ".toml")
     steps = {
         "advise": f"dare advise {{}} > {recipe}",
         "compare": SEARCH.format(recipe),
         "merge": f"dare {recipe}",
     }
-    steps = (steps if advice.recipe else {}) | {"more": f"dare report {{}} # {more}"}
+    steps = (steps if advice.recipe else {}) | {"more": "dare report {} # all figures, and reasons"}
     return {name: step.format(shlex.join(same)) for name, step in steps.items()}
 
 
@@ -160,7 +144,7 @@ def advise(
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
-        show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
+        show.json(advice.to_dict())
     else:
         fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
         print(advised_toml(advice, output, **fixed), end="")
@@ -176,7 +160,7 @@ def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
 
     result = read_result(path)
     if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+        show.json(result.to_dict())
     else:
         print(result.to_toml(simplest=True, output=output), end="")
     return DONE
@@ -195,14 +179,13 @@ def report(
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
     console = show.console(quiet=quiet)
-    from dare.analysis.page.assembly import write_page
-
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
     outcome = None
     if merged is not None:
         outcome = _outcome(merged, analysis, options, verbose=not quiet)
-    write_page(output, analysis, readiness, advice, outcome)
+    page = render_page(make_document(analysis, readiness, advice, outcome))
+    write_file(output, page.encode(), "page")
     console.print(f"The page is {output}; open it in a browser, no network is needed")
     return DONE
 
@@ -249,8 +232,6 @@ def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
     """What a finished merge did, and how far each model's delta is still in it."""
-    from dare.analysis.page.series import outcome_of_manifest
-
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
@@ -259,4 +240,4 @@ def _outcome(
     beside = look_at(to_path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
-    return outcome_of_manifest(read_manifest(place), analysis, survival, output=merged)
+    return Outcome.of_manifest(read_manifest(place), analysis, survival, output=merged)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from dare import api
 from dare.cli import DONE, FAILED, UsageError, show
@@ -33,11 +33,12 @@ from dare.cli.flags import (
 )
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.manifest import find_manifest
+from dare.planning.plan import Plan
 from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
-from dare.run.rates import estimate
+from dare.run.rates import Estimate, estimate
 from dare.stages import ALIASES, STAGES, parse_method
-from dare.stages.methods import catalogue
+from dare.stages.methods import catalogue, explain
 from dare.stores.locations import to_path
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ Inputs = Annotated[
     Path,
     Parameter(name="PATHS", group=FILES, help="Base and models; or a recipe or output to repeat."),
 ]
+WORTH_WAITING_FOR = 5.0
+"""Seconds from which a merge says beforehand how long it takes."""
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 
 
@@ -83,18 +86,14 @@ def merge(
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked, fetches=True)
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
-    show.plan_summary(console, planned, estimate(planned))
+    _print_plan(console, planned)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         if part is not None:
             done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
-            show.slice_report(console, done)
-            if json:
-                show.json(done.to_json())
+            show.result(console, done, as_json=json)
             return DONE
         report = api.merge(planned, overwrite=overwrite, resume=resume)
-    show.report(console, report)
-    if json:
-        show.json(report.to_json())
+    show.result(console, report, as_json=json)
     return DONE
 
 
@@ -115,9 +114,7 @@ def finish(
     console = show.console(json=json, quiet=not asked.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
-    show.report(console, report)
-    if json:
-        show.json(report.to_json())
+    show.result(console, report, as_json=json)
     return DONE
 
 
@@ -140,12 +137,20 @@ def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     console = show.console(json=json, quiet=quiet)
     if quiet and not json:
         return DONE
-    expected = estimate(planned)
-    show.plan_summary(console, planned, expected, detailed=True)
+    expected = _print_plan(console, planned, brief=False)
     if json:
-        document = {**planned.to_dict(), "seconds": expected.to_dict()}
-        show.json(jsonlib.dumps(document, indent=2, ensure_ascii=False))
+        show.json({**planned.to_dict(), "seconds": expected.to_dict()})
     return DONE
+
+
+def _print_plan(console: Console, planned: Plan, *, brief: bool = True) -> Estimate:
+    """Print a plan with the time that it will take, if that is worth a word."""
+    expected = estimate(planned)
+    document = planned.document(brief=brief)
+    if not brief or expected.high >= WORTH_WAITING_FOR:
+        document = replace(document, facts=(*document.facts, ("takes", str(expected))))
+    show.document(console, document)
+    return expected
 
 
 def _asked_recipe(
@@ -224,9 +229,9 @@ def verify(
             found.append(Verification(path, (str(error),), tensors=0, bytes_checked=0))
             if quiet:
                 print(f"dare: {error}", file=sys.stderr)
-        show.verification(console, found[-1])
+        show.document(console, found[-1].document())
     if json:
-        show.json(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
+        show.json([outcome.to_dict() for outcome in found])
     return DONE if all(outcome.ok for outcome in found) else FAILED
 
 
@@ -252,12 +257,9 @@ def methods(
         raise RecipeError(f"{unknown[0]}: no such stage or method{others}")
     console = show.console(json=json)
     if json:
-        show.json(jsonlib.dumps(catalogue(names or STAGES), indent=2, ensure_ascii=False))
-    elif names:
-        for shown in names:
-            show.stage(console, STAGES[shown])
-    else:
-        show.stages(console)
+        show.json(catalogue(names or STAGES))
+    for document in () if json else explain(names):
+        show.document(console, document)
     return DONE
 
 
@@ -286,7 +288,7 @@ def init(
     start = None if advice is None else advice.recipe
     planned = api.plan(recipe_from_flags(recipe, flags, start=start))
     from dare.cli.template import write_template
-    from dare.output.page.writing import write_file
+    from dare.output.targets import write_file
 
     text = write_template(planned, advice)
     if str(to) == "-":
@@ -300,9 +302,9 @@ def init(
 
 
 def _advice(path: Path) -> Advice:
+    from dare.analysis.document import Analysis
     from dare.analysis.judge.advice import advise
     from dare.analysis.judge.readiness import assess
-    from dare.analysis.results import Analysis
     from dare.cli.template import nothing_advised
 
     analysis = Analysis.load(path)
@@ -326,7 +328,7 @@ def convert(
     conversion = convert_yaml(file)
     check_runs(conversion.recipe, str(file))
     if json:
-        show.json(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))
+        show.json(conversion.to_dict())
     else:
         print(conversion.to_toml(), end="")
     return DONE
@@ -347,7 +349,7 @@ def demo(
 
     result = run_demo(show.console(json=json), output=output, quick=quick)
     if json:
-        print(jsonlib.dumps(asdict(result), indent=2))
+        show.json(asdict(result))
     return DONE
 
 
@@ -356,7 +358,7 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
 
     names = write_models(folder)
     if json:
-        show.json(jsonlib.dumps({name: str(folder / name) for name in names}, indent=2))
+        show.json({name: str(folder / name) for name in names})
         return DONE
     base, *tuned = (f"{shlex.quote(str(folder))}/{name}" for name in ("base", *TUNED))
     broken = " ".join(f"{shlex.quote(str(folder))}/{name}" for name in ("add-nan", "add-far"))

@@ -25,7 +25,6 @@ from dare.cli.flags import (
 from dare.deltas.compressing import compress as compress_model
 from dare.deltas.packing import USUAL_RATES
 from dare.errors import DareWarning
-from dare.output.report import Report
 
 Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
@@ -99,9 +98,7 @@ def compress(
             verbose=not quiet,
             **_resources(threads, max_memory),
         )
-    show.compressed(console, report)
-    if json:
-        show.json(report.to_json())
+    show.result(console, report, as_json=json)
     return DONE
 
 
@@ -149,10 +146,5 @@ def apply(
             verbose=not quiet,
             **_resources(threads, max_memory),
         )
-    if isinstance(report, Report):
-        show.report(console, report)
-    else:
-        show.restored(console, report)
-    if json:
-        show.json(report.to_json())
+    show.result(console, report, as_json=json)
     return DONE

@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter
 
 from dare.api import load_document
 from dare.cli import UsageError
+from dare.documents.words import exact_text
 from dare.errors import RecipeError
 from dare.recipe.document import overlaid, parameter_names, read_value
 from dare.recipe.naming import FLAGS
@@ -159,13 +160,8 @@ def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
 def _stage_help(name: str) -> str:
     owners = {s.name: s.parameters[name] for s in STAGES.values() if name in s.parameters}
     first = next(iter(owners.values()))
-    defaults = ", ".join(f"{stage} {toml_word(p.default)}" for stage, p in owners.items())
+    defaults = ", ".join(f"{stage} {exact_text(p.default)}" for stage, p in owners.items())
     return rf"{first.description} {first.range} \[default: {defaults}]"  # else it is markup
-
-
-def toml_word(value: object) -> str:
-    """How people see a value: `true`, `0.9`, `none`."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def recipe_from_flags(

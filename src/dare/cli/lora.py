@@ -12,7 +12,6 @@ from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, output_flag, seve
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
-from dare.lora.writing import AdapterReport, ExtractionReport
 
 lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
 
@@ -61,9 +60,12 @@ def merge(
         threads=threads,
         max_memory=max_memory,
     )
+    console = show.console(json=json, quiet=quiet)
     if dry_run:
-        return _show(plan, quiet=quiet)
-    return _show(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
+        show.document(console, plan.document())
+    else:
+        show.result(console, run_plan(plan, output, overwrite=overwrite), as_json=json)
+    return DONE
 
 
 @lora.command
@@ -104,11 +106,5 @@ def extract(
         dtype=dtype,
         overwrite=overwrite,
     )
-    return _show(report, quiet=quiet, json=json)
-
-
-def _show(result: object, *, quiet: bool, json: bool = False) -> int:
-    show.console(json=json, quiet=quiet).print(str(result))
-    if json and isinstance(result, AdapterReport | ExtractionReport):
-        show.json(result.to_json())
+    show.result(show.console(json=json, quiet=quiet), report, as_json=json)
     return DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import shlex
 import sys
@@ -52,7 +51,7 @@ def playground(
 
     def announce(address: str) -> None:
         if json:
-            show.json(jsonlib.dumps({"address": address, "pid": os.getpid()}))
+            show.json({"address": address, "pid": os.getpid()})
         else:
             steps = {"open": address, "end": "Ctrl-C"}
             show.next_steps(show.console(), "The playground is running", steps)
@@ -65,14 +64,14 @@ def playground(
 
 
 def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
-    from dare.web.assets import others_in, write_folder
+    from dare.web.assets import list_others, write_folder
 
-    if not overwrite and (others := others_in(folder)):
+    if not overwrite and (others := list_others(folder)):
         remedy = "build into an empty folder, or add --overwrite"
         raise OutputError(f"{folder}: contains {others[0]}, which is not of the page; {remedy}")
     written = write_folder(folder)
     if json:
-        show.json(jsonlib.dumps({"folder": str(folder), "files": written}))
+        show.json({"folder": str(folder), "files": written})
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
         show.next_steps(show.console(), f"{folder} is written", {"look": command})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,15 +27,13 @@ from dare.cli.flags import (
     takes_recipe,
 )
 from dare.cli.texts import COMMANDS, SUBCOMMANDS
+from dare.documents.words import times
 from dare.errors import OutputError
 from dare.recipe.search import Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
-from dare.studies.request import make_request
+from dare.studies.searching import make_request, study_place
 from dare.studies.searching import search as run_search
-from dare.studies.searching import study_place
 from dare.studies.space import parse_over
-from dare.studies.terminal import show_study
-from dare.tensors.sizes import times
 
 RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
 
@@ -166,7 +163,7 @@ def run(
         work=options.work,
         verbose=not quiet,
     )
-    show_study(console, result.data, result.conclusion)
+    show.document(console, result.document())
     if str(options.write) != "-":
         console.print(_written(result, options.write, overwrite=overwrite))
     _write_beside(console, result, options.html, overwrite=overwrite, json=json)
@@ -207,7 +204,7 @@ def show_command(
         result = read_result(study)
         if watch and console.is_terminal:
             console.clear()
-        show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
+        show.document(console, result.document(rows=rows, outputs=failed))
         ended = sum(trial.state.is_final for trial in result.data.candidates)
         if not watch or ended >= result.data.planned:
             break
@@ -252,7 +249,7 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
 
 def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a recipe, also over one that a search has written."""
-    from dare.output.page.writing import write_file
+    from dare.output.targets import write_file
 
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -267,9 +264,7 @@ def _write_beside(
 ) -> None:
     """Write the page, and the result as JSON to stdout, where they are asked for."""
     if page is not None:
-        from dare.studies.page import write_study_page
-
-        write_study_page(page, result.data, result.conclusion, overwrite=overwrite)
+        result.to_html(page, overwrite=overwrite)
         console.print(f"The page is {page}; open it in a browser (no network needed)")
     if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+        show.json(result.to_dict())

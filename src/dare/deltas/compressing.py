@@ -17,7 +17,10 @@ from dare import __version__
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.packing import Bits, Keep, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
-from dare.errors import Concern, MismatchError, Notice, OutputError, Strength, warn_caller
+from dare.documents.notices import LIMIT, Notice, notice
+from dare.documents.progress import COMPILING, show_progress
+from dare.documents.words import show_size
+from dare.errors import MismatchError, OutputError, warn_caller
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -27,18 +30,13 @@ from dare.output.publishing import settle
 from dare.output.targets import check_target
 from dare.planning.layout import Layout, lay_out
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import COMPILING, show_progress
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
-from dare.tensors.sizes import show_size
 
 AnyPath = str | PathLike[str]
-MOST_ERROR = 0.03
-"""Of a file, relative to the base's weights, up to which models could do nearly the same as before
-(docs/evidence.md)."""
 
 
 def compress(
@@ -115,29 +113,19 @@ def compress(
         report = replace(report, warnings=(*report.warnings, *_lossy(report)))
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
-        for notice in report.warnings:
-            warn_caller(notice.text)
+        for warning in report.warnings:
+            warn_caller(str(warning))
     return report
 
 
 def _lossy(report: DeltaReport) -> Iterator[Notice]:
-    if report.weight_error > MOST_ERROR:
-        yield Notice(
-            Concern.LOSSY,
-            f"the file is off by {report.weight_error:.1%} of the base's weights, and files off by "
-            f"more than {MOST_ERROR:.0%} kept only a part of what models had learnt: drop less, or "
-            "take more bits (--bits 4 --drop-rate 0)",
-        )
+    if report.weight_error > LIMIT.delta_file_error:
+        yield notice("lossy", error=report.weight_error)
 
 
 def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
     if nbytes > model_bytes:
-        yield Notice(
-            Concern.NOT_SMALLER,
-            f"the delta file takes {show_size(nbytes)} and the model {show_size(model_bytes)}: "
-            "keep the model, or drop more",
-            Strength.NOTE,
-        )
+        yield notice("not_smaller", size=show_size(nbytes), model_size=show_size(model_bytes))
 
 
 def _fingerprint(job: Job) -> str:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dare.analysis.measure.glance import glance
+from dare.checks.sample import sample_models
 from dare.deltas.packing import LosslessCoder, Packer, Scheme
-from dare.errors import Concern, InputError
+from dare.documents.notices import notice
+from dare.errors import InputError
 from dare.inputs.delta_files import DeltaSource, is_delta_file, sample
 from dare.inputs.delta_notes import (
     MAX_FILE_BYTES,
@@ -50,6 +51,7 @@ from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe, TensorRule
 from dare.run.execute import MakeWorker
+from dare.stages import Stage, find_stage
 from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
@@ -87,7 +89,8 @@ def lossy_job(
     embedding_drop_rate: float | None,
 ) -> Job:
     """Pack what a scheme keeps; `given` are fields of a recipe."""
-    recipe, inputs = open_inputs(Recipe(**given, method="sum", seed=seed))
+    method, stage = find_stage(adds_up=True).name, find_stage(keeps=scheme.keep)
+    recipe, inputs = open_inputs(Recipe(**given, method=method, seed=seed))
     (model,), (entry,) = inputs.models, recipe.models
     _check_model(entry.file, model)
     rates = dict(drop_rates)
@@ -96,10 +99,11 @@ def lossy_job(
         rates = {**dict.fromkeys(sorted(embeddings), embedding_drop_rate), **rates}
     files = _files_beside(*inputs.folders)
     rules = tuple(
-        TensorRule(match=pattern, settings=_setting(scheme, check_drop_rate(rate)))
-        for pattern, rate in rates.items()
+        TensorRule(match=pattern, settings=_setting(stage, rate)) for pattern, rate in rates.items()
     )
-    recipe = recipe.model_copy(update={"tensors": rules, **_chain(scheme)})
+    stages = {stage.name: _setting(stage, scheme.drop_rate)}
+    method = f"{stage.name}+{recipe.method}"
+    recipe = recipe.model_copy(update={"tensors": rules, "method": method, "stages": stages})
     whole = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
@@ -107,7 +111,7 @@ def lossy_job(
     plan = _with_notices(replace(whole, tensors=tuple(coded)))
 
     def describe(records: Records) -> DeltaNotes:
-        stored = {t.name: _kept_tensor(t, model, scheme, records[t.key]) for t in (*coded, *tied)}
+        stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
         infos = {name: (inputs.base.tensors[name], model.tensors[name]) for name in stored}
         return DeltaNotes(
             version=VERSION,
@@ -137,36 +141,24 @@ def lossy_job(
 
 def _with_notices(plan: Plan) -> Plan:
     """The plan with what is amiss, and a word if the change had better be kept as a LoRA."""
-    seen = glance(plan, asks_rank=True)
-    notices = [notice for notice in seen.notices if notice.about is not Concern.LOW_RANK]
-    notes, (rank,), (entry,) = plan.notes, seen.low_ranks, plan.recipe.models
+    sample = sample_models(plan, finds_rank=True)
+    notices = [found for found in sample.notices if found.code != "low_rank"]
+    (rank,), (entry,) = sample.low_ranks, plan.recipe.models
     if rank is not None:
         command = ["dare", "lora", "extract", "--base", str(plan.recipe.base)]
         command += ["--model", str(entry.file), "--output", f"{entry.name}-lora"]
-        notes += (
-            f"{entry.file}: its change has a rank of about {rank}, as a LoRA's has; an adapter may "
-            f"be smaller and better: {shlex.join([*command, '--rank', str(rank)])}",
-        )
-    return replace(plan, notes=notes, warnings=(*plan.warnings, *notices))
+        extract = shlex.join([*command, "--rank", str(rank)])
+        notices.append(notice("fits_lora", str(entry.file), rank=rank, command=extract))
+    return replace(plan, warnings=(*plan.warnings, *notices))
 
 
-def _chain(scheme: Scheme) -> dict[str, Any]:
-    """The method of a merge that keeps the same."""
-    stage = "dare" if scheme.keep == "random" else "trim"
-    rate = check_drop_rate(scheme.drop_rate)
-    return {"method": f"{stage}+sum", "stages": {stage: _setting(scheme, rate)}}
+def _setting(stage: Stage, drop_rate: float) -> dict[str, float]:
+    rate = check_drop_rate(drop_rate)
+    return {"drop_rate": rate} if "drop_rate" in stage.parameters else {"keep_ratio": 1.0 - rate}
 
 
-def _setting(scheme: Scheme, drop_rate: float) -> dict[str, float]:
-    if scheme.keep == "random":
-        return {"drop_rate": drop_rate}
-    return {"keep_ratio": 1.0 - drop_rate}
-
-
-def _rate(scheme: Scheme, settings: Mapping[str, Any]) -> float:
-    if scheme.keep == "random":
-        return float(settings["drop_rate"])
-    return 1.0 - float(settings["keep_ratio"])
+def _rate(settings: Mapping[str, Any]) -> float:
+    return float(settings["drop_rate"] if "drop_rate" in settings else 1.0 - settings["keep_ratio"])
 
 
 def _check_model(path: Path, model: Source) -> None:
@@ -179,10 +171,8 @@ def _check_model(path: Path, model: Source) -> None:
         raise InputError(f"{path}: is already stored as an adapter, which is small; keep it")
 
 
-def _kept_tensor(
-    tensor: TensorPlan, model: Source, scheme: Scheme, records: Sequence[Record]
-) -> StoredTensor:
-    rate = _rate(scheme, tensor.settings[0][0]) if tensor.is_merged else 0.0
+def _kept_tensor(tensor: TensorPlan, model: Source, records: Sequence[Record]) -> StoredTensor:
+    rate = _rate(tensor.settings[0][0]) if tensor.is_merged else 0.0
     return StoredTensor(
         shape=tensor.shape,
         dtype=model.tensors[tensor.name].dtype.name,
@@ -198,7 +188,7 @@ def _kept_tensor(
 
 def lossless_job(given: Mapping[str, Any]) -> Job:
     """Code the files of a model against those of its base."""
-    recipe = Recipe(**given, method="sum")
+    recipe = Recipe(**given, method=find_stage(adds_up=True).name)
     (entry,) = recipe.models
     places = [resolve(path, verbose=recipe.verbose).path for path in (recipe.base, entry.file)]
     base, model = (_open_files(path) for path in places)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dare.errors import Notice, printable
+from dare.documents.document import Document, Tone
+from dare.documents.notices import Notice, notice
+from dare.documents.shown import Shown
+from dare.documents.words import pace_text, show_size, times
 from dare.inputs.delta_notes import DeltaNotes
 from dare.output.journal import Record
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size, times
 
 
 @dataclass(frozen=True)
-class DeltaReport:
+class DeltaReport(Shown):
     """What a delta file holds, and what of the model it lacks."""
 
     output: Path
@@ -53,14 +56,6 @@ class DeltaReport:
         return json.dumps(json_ready(document), indent=2, ensure_ascii=False)
 
     @property
-    def pace(self) -> str:
-        """How much was read, and how fast."""
-        speed = show_size(int(self.bytes_read / max(self.seconds, 1e-9)))
-        taken = times(self.resumed_chunks, "piece")
-        reused = f", {taken} reused from the interrupted run" if self.resumed_chunks else ""
-        return f"{show_size(self.bytes_read)} read, {speed}/s{reused}"
-
-    @property
     def _bits(self) -> str:
         return times(int(self.bits), "bit")
 
@@ -76,23 +71,34 @@ class DeltaReport:
             f"{self.relative_error:.3g} of the change, {self.weight_error:.3g} of the weights"
         )
 
-    def __str__(self) -> str:
-        """The report in a few lines."""
-        lines = [
-            (
-                f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than the model "
-                f"({self.bits_per_parameter:.3g} bits per parameter), in {self.seconds:.1f} s"
+    def document(self) -> Document:
+        """Return what the file holds, and what to do with it."""
+        output = shlex.quote(str(self.output))
+        smaller = f"{self.ratio:.1f} times smaller than the model"
+        return Document(
+            title=f"Compressed in {self.seconds:.1f} s",
+            kind="delta file",
+            tone=Tone.GOOD,
+            lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            facts=(
+                (
+                    "size",
+                    f"{show_size(self.bytes_written)}, {smaller} "
+                    f"({self.bits_per_parameter:.3g} bits for each parameter)",
+                ),
+                ("holds", self.held),
             ),
-            self.held,
-            *(f"note: {note}" for note in self.notes),
-            *(f"{warning.strength}: {warning}" for warning in self.warnings),
-            f"written to {self.output}",
-        ]
-        return "\n  ".join(map(printable, lines))
+            notices=(*(notice("adjusted", what=note) for note in self.notes), *self.warnings),
+            steps={
+                "apply": f"dare apply BASE {output} -o MODEL",
+                "verify": f"dare verify {output}",
+            },
+            done=f"{self.output} is written",
+        )
 
 
 @dataclass(frozen=True)
-class Restoration:
+class Restoration(Shown):
     """A model that was written again, bit for bit."""
 
     output: Path
@@ -111,15 +117,16 @@ class Restoration:
         """The figures as JSON."""
         return json.dumps({**self.to_dict(), "output": str(self.output)}, indent=2)
 
-    def __str__(self) -> str:
-        """The figures in a few lines."""
-        rate = self.bytes_written / 1e9 / max(self.seconds, 1e-9)
-        return "\n  ".join(
-            [
-                f"{show_size(self.bytes_written)} of weights in {self.seconds:.1f} s "
-                f"({rate:.2f} GB/s), bit for bit those of the model (digest {self.digest})",
-                printable(f"written to {self.output}"),
-            ]
+    def document(self) -> Document:
+        """Return that the model is there again."""
+        return Document(
+            title=f"Restored {show_size(self.bytes_written)} in {self.seconds:.1f} s",
+            kind="delta file",
+            tone=Tone.GOOD,
+            lead="bit for bit",
+            facts=(("digest", self.digest),),
+            steps={"verify": f"dare verify {shlex.quote(str(self.output))}"},
+            done=f"{self.output} is written",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from dare import __version__
 from dare.deltas.reports import Restoration
+from dare.documents.progress import show_progress
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
@@ -28,7 +29,7 @@ from dare.planning.layout import Layout, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import show_progress
+from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
@@ -71,7 +72,12 @@ def restore(
     """Write the files of a model again, from a lossless delta file and its base."""
     started = time.perf_counter()
     recipe = Recipe(
-        base=base, models=[file.path], output=output, method="sum", verbose=verbose, **settings
+        base=base,
+        models=[file.path],
+        output=output,
+        method=find_stage(adds_up=True).name,
+        verbose=verbose,
+        **settings,
     )
     home = resolve(recipe.base, verbose=verbose).path
     source = DeltaSource(file, open_source(home))

@@ -25,7 +25,7 @@ Tokens = NDArray[np.intp]
 Cache = dict[int, tuple[Floats, Floats]]
 """Keys and values of the positions so far: for each layer [rows, heads, positions, size]."""
 
-_AT_ONCE = 4096
+_POSITIONS_AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
 
 
@@ -93,8 +93,8 @@ class Llama:
         return normed
 
     def _in_parts(self, tokens: Tokens) -> Iterator[tuple[Floats, Tokens]]:
-        """Scores at each position but the last, and the bytes that follow, some rows at a time."""
-        rows = max(1, _AT_ONCE // tokens.shape[1])
+        """Score each position but the last, with the bytes that follow, some rows at a time."""
+        rows = max(1, _POSITIONS_AT_ONCE // tokens.shape[1])
         for first in range(0, len(tokens), rows):
             part = tokens[first : first + rows]
             yield self.logits(part[:, :-1]), part[:, 1:]
@@ -115,11 +115,11 @@ class Llama:
         return [written[row] for row in range(len(prompts))]
 
     def share_right(self, examples: Sequence[Example]) -> float:
-        """Share of the examples that greedy decoding answers exactly right."""
+        """Return the share of the examples that greedy decoding answers exactly right."""
         return sum(self.are_right(examples)) / len(examples)
 
     def are_right(self, examples: Sequence[Example]) -> list[bool]:
-        """Whether greedy decoding answers each example exactly right.
+        """Tell for each example whether greedy decoding answers it exactly right.
 
         Greedy decoding writes an answer if and only if each of its bytes, and the end of the line
         after it, is the likeliest after those before. So one pass over prompt and answer tells
@@ -136,7 +136,7 @@ class Llama:
         return right
 
     def bits_per_byte(self, text: bytes) -> float:
-        """Mean bits the model needs for a byte of a text, in windows as long as its context."""
+        """Return the mean bits for a byte of a text, in windows as long as the context."""
         tokens = np.frombuffer(text, np.uint8)[: len(text) // self.context * self.context]
         windows = tokens.astype(np.intp).reshape(-1, self.context)
         bits = [_bits(logits, targets) for logits, targets in self._in_parts(windows)]
@@ -155,11 +155,11 @@ def read_weights(path: Path) -> dict[str, Floats]:
 
 
 def _layer(tensors: Mapping[str, Floats], index: int) -> dict[str, Floats]:
-    """One layer's weights, transposed and joined so that a layer takes four matrix products."""
+    """Transpose and join one layer's weights, so that a layer takes four matrix products."""
     prefix = f"model.layers.{index}."
 
     def joined(*names: str) -> Floats:
-        """Side by side, transposed: what a row of activations is multiplied with."""
+        """Put weights side by side and transpose them, for products with rows of activations."""
         return np.ascontiguousarray(
             np.concatenate([tensors[f"{prefix}{name}.weight"] for name in names]).T
         )
@@ -183,7 +183,7 @@ def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:
 
 
 def _attended(query: Floats, key: Floats, value: Floats) -> Floats:
-    """Causal attention: the last query is at the last key."""
+    """Compute causal attention: the last query is at the last key."""
     scores: Floats = query @ key.swapaxes(-1, -2)
     scores *= np.float32(1 / math.sqrt(query.shape[-1]))
     queries, keys = scores.shape[-2:]
@@ -196,7 +196,7 @@ def _attended(query: Floats, key: Floats, value: Floats) -> Floats:
 
 
 def _silu(values: Floats) -> Floats:
-    """x·σ(x), where σ(x) = (1 + tanh(x/2)) / 2 cannot overflow."""
+    """Compute x·σ(x), where σ(x) = (1 + tanh(x/2)) / 2 cannot overflow."""
     gated: Floats = np.tanh(values * np.float32(0.5))
     gated += 1
     gated *= values
@@ -205,7 +205,7 @@ def _silu(values: Floats) -> Floats:
 
 
 def _bits(logits: Floats, targets: Tokens) -> Floats:
-    """Bits for each target byte."""
+    """Compute the bits for each target byte."""
     highest = logits.max(axis=-1)
     total = np.log(np.exp(logits - highest[..., None]).sum(axis=-1)) + highest
     chosen = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -214,7 +214,7 @@ def _bits(logits: Floats, targets: Tokens) -> Floats:
 
 
 def _by_length(texts: Sequence[str]) -> list[tuple[list[int], Tokens]]:
-    """Texts of equal length together, with their places: so a batch needs no padding."""
+    """Put texts of equal length together, with their places: so a batch needs no padding."""
     groups: dict[int, list[int]] = {}
     for index, text in enumerate(texts):
         groups.setdefault(len(text), []).append(index)

@@ -64,7 +64,7 @@ class Merge:
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         return self.method + (f" p={self.drop_rate:g}" if self.drop_rate else "")
 
     def carry_out(self, output: Path) -> Path:
@@ -87,7 +87,7 @@ class Merge:
 
 
 def scale_for(combine: str, drop_rate: float) -> float:
-    """The scale found for the nearest drop rate."""
+    """Return the scale found for the nearest drop rate."""
     found = SCALES[combine]
     return found[min(found, key=lambda rate: abs(rate - drop_rate))]
 
@@ -114,12 +114,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Score:
-    """What one set of weights achieves."""
+    """The scores of one set of weights."""
 
     correct: Mapping[str, float]
-    """By task, the percentage of held-out prompts that are answered exactly right."""
+    """The percentage of held-out prompts that are answered exactly right, by task."""
     bits_per_byte: float
-    """Of held-out English; less is better. NaN where it was not asked for."""
+    """Bits for a byte of held-out English; less is better. NaN where it was not measured."""
 
     @property
     def mean(self) -> float:
@@ -138,7 +138,7 @@ class Row:
     scale: float | None = None
 
     def correct(self, task: str) -> Figure:
-        """The percentage right on one task."""
+        """Return the percentage right on one task."""
         return Figure.of([score.correct[task] for score in self.scores])
 
     @property
@@ -162,7 +162,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Writing:
-    """What one set of weights writes after the same few prompts."""
+    """The texts that one set of weights writes after the same few prompts."""
 
     name: str
     texts: tuple[str, ...]
@@ -174,7 +174,7 @@ class DemoResult:
 
     parameters: int
     prompts: Mapping[str, int]
-    """How many held-out prompts were scored, by task."""
+    """The number of held-out prompts that were scored, by task."""
     seeds: tuple[int, ...]
     mean_change: Mapping[str, float]
     """The mean |delta| of each fine-tune."""
@@ -186,14 +186,14 @@ class DemoResult:
     seconds: float
 
 
-MOST_WORKERS = 8
-JOBS_FOR_A_WORKER = 8
+MOST_PROCESSES = 8
+MEASUREMENTS_PER_PROCESS = 8
 """A process takes a second to start: it must have enough to do."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """Weights, or a merge to make them, and what to measure."""
+class Measurement:
+    """Weights, or a merge to make them, and the prompts to score them by."""
 
     weights: Path | Merge
     prompts: int
@@ -201,33 +201,34 @@ class Job:
     tasks: tuple[str, ...] = tuple(task.name for task in TASKS)
 
 
-def measure(job: Job) -> Score:
-    """Carry out a job."""
+def measure(measurement: Measurement) -> Score:
+    """Score weights, after making them by a merge if need be."""
     with tempfile.TemporaryDirectory() as folder:
-        weights = job.weights
+        weights = measurement.weights
         if isinstance(weights, Merge):
             weights = weights.carry_out(Path(folder) / "merged.safetensors")
         model = Llama(weights, CONFIG)
     correct = {
-        task.name: 100 * model.share_right(task.examples("test", job.prompts))
+        task.name: 100 * model.share_right(task.examples("test", measurement.prompts))
         for task in TASKS
-        if task.name in job.tasks
+        if task.name in measurement.tasks
     }
-    english = held_out_english()[: job.english_bytes]
+    english = held_out_english()[: measurement.english_bytes]
     return Score(correct, model.bits_per_byte(english) if english else float("nan"))
 
 
-def measure_all(jobs: Sequence[Job], advance: Callable[[], None]) -> list[Score]:
-    """Carry out jobs in processes of their own, whose matrix products use one thread each.
+def measure_all(measurements: Sequence[Measurement], advance: Callable[[], None]) -> list[Score]:
+    """Measure in processes of their own, whose matrix products use one thread each.
 
     Threads that share a product wait for each other, which takes many times longer where other
     programs keep the cores busy.
     """
     scores = []
-    workers = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(jobs) // JOBS_FOR_A_WORKER)
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin) as pool:
+    wanted = 1 + len(measurements) // MEASUREMENTS_PER_PROCESS
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1, wanted)
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin) as pool:
         try:
-            for score in pool.map(measure, jobs):
+            for score in pool.map(measure, measurements):
                 scores.append(score)
                 advance()
         except BaseException:
@@ -237,7 +238,7 @@ def measure_all(jobs: Sequence[Job], advance: Callable[[], None]) -> list[Score]
 
 
 def _begin() -> None:
-    """In a process of its own: leave Ctrl-C to the one that started it, and take one thread."""
+    """Prepare a process: leave Ctrl-C to the one that started it, and take one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threadpool_limits(limits=1, user_api="blas")
 
@@ -254,7 +255,7 @@ Weights = dict[str, Floats]
 
 
 def permuted_base() -> Weights:
-    """The base with the inner units of every layer in another order: the same function."""
+    """Return the base with the inner units of every layer in another order: the same function."""
     weights = read_weights(BASE)
     order = np.random.default_rng(PERMUTATION_SEED)
     for name, rows in weights.items():
@@ -268,7 +269,7 @@ def permuted_base() -> Weights:
 
 
 def add_with_nan() -> Weights:
-    """The fine-tune with one weight that is not a number."""
+    """Return the fine-tune with one weight that is not a number."""
     weights = read_weights(TUNED["add"])
     name, element = NAN_AT
     weights[name].reshape(-1)[element] = np.nan
@@ -276,7 +277,7 @@ def add_with_nan() -> Weights:
 
 
 def add_too_far() -> Weights:
-    """The fine-tune with many times its change."""
+    """Return the fine-tune with many times its change."""
     base, tuned = read_weights(BASE), read_weights(TUNED["add"])
     return {name: base[name] + TIMES_TOO_FAR * (tuned[name] - base[name]) for name in base}
 
@@ -289,7 +290,7 @@ BROKEN: Mapping[str, Callable[[], Weights]] = {
 
 
 def broken_model(name: str) -> bytes:
-    """One of them as a safetensors file, laid out as the base's."""
+    """Return a broken model as a safetensors file, laid out as the base's."""
     file = bytearray((BASE / WEIGHTS).read_bytes())
     with open_source(BASE) as source:
         for tensor, values in BROKEN[name]().items():

@@ -19,7 +19,7 @@ from dare.demo.merges import CONFIG
 from dare.demo.tasks import TASKS, Split, held_out_english
 
 PROMPTS = 100
-"""For each task."""
+"""Prompts of each task, on the page too."""
 ENGLISH_BYTES = 4096
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -38,7 +38,7 @@ def holdout(tensors: Tensors, items: Sequence[str] | None = None) -> dict[str, A
 def score(
     tensors: Tensors, split: Split, items: Sequence[str] | None, english: slice
 ) -> dict[str, Any]:
-    """The share of right answers on each task, right or wrong for each prompt, and English."""
+    """Return the share of right answers on each task, each prompt's result, and English."""
     model = Llama(tensors, CONFIG)
     wanted = None if items is None else set(items)
     right: dict[str, float] = {}

@@ -29,7 +29,7 @@ from dare.demo.merges import (
     Curve,
     DemoResult,
     Figure,
-    Job,
+    Measurement,
     Merge,
     Row,
     Writing,
@@ -38,10 +38,10 @@ from dare.demo.merges import (
     write_once,
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
+from dare.documents.terminal import EIGHTHS, can_write, draw_bar, make_table
 from dare.errors import OutputError
 from dare.kernels.linalg import one_blas_thread
 from dare.output.targets import check_free
-from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table
 
 FIRST_SEED = 42
 
@@ -144,10 +144,10 @@ Key = tuple[str, str, float]
 """A model, a merge, or DARE on a model alone; of which name or stages; at which drop rate."""
 
 
-def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Job]]]:
+def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
     """All that is measured, in the order in which it is shown: a row, and a job for each seed."""
-    everything = partial(Job, prompts=extent.prompts, english_bytes=extent.english_bytes)
-    planned: dict[Key, tuple[Row, list[Job]]] = {}
+    everything = partial(Measurement, prompts=extent.prompts, english_bytes=extent.english_bytes)
+    planned: dict[Key, tuple[Row, list[Measurement]]] = {}
     for name in ("base", *TUNED):
         planned["model", name, 0.0] = Row(name, ()), [everything(MODELS / name)]
     dropping = [(combine, rate) for combine in DROPPED for rate in extent.drop_rates]
@@ -159,12 +159,14 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Job]]]:
     for name, model in TUNED.items():
         for rate in extent.drop_rates:
             alone = [Merge("sum", rate, 1.0, seed, (model,)) for seed in extent.seeds]
-            jobs = [Job(merge, extent.prompts, 0, (name,)) for merge in alone]
+            jobs = [Measurement(merge, extent.prompts, 0, (name,)) for merge in alone]
             planned["alone", name, rate] = Row(name, (), drop_rate=rate), jobs
     return planned
 
 
-def _measure(console: Console, experiments: Mapping[Key, tuple[Row, list[Job]]]) -> dict[Key, Row]:
+def _measure(
+    console: Console, experiments: Mapping[Key, tuple[Row, list[Measurement]]]
+) -> dict[Key, Row]:
     jobs = [job for _, repeated in experiments.values() for job in repeated]
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     is_hidden = not console.is_terminal

@@ -21,7 +21,7 @@ Split = Literal["train", "validation", "test"]
 
 DATA = Path(__file__).parent / "data"
 END = "\n"
-"""What a model writes when its answer is complete."""
+"""The mark that a model writes when its answer is complete."""
 
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 UNITS = (*_WORDS.split(), "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")

@@ -21,6 +21,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
 from dare.inputs.reading import hold_same
@@ -32,7 +33,6 @@ from dare.tensors.names import (
     module_of_weight,
     tying_rank,
 )
-from dare.tensors.sizes import times
 
 MIN_PREFIX_SHARE = 0.5
 """Share of a model's tensors that a prefix must bring to their places."""

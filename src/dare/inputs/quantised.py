@@ -30,12 +30,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import times
 from dare.errors import InputError
 from dare.inputs.reading import Bytes, Floats, decoded
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 SETTINGS = ("quantization_config", "compression_config")
 MLX_SETTINGS = "quantization"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -23,6 +23,15 @@ CHUNKS_AHEAD = 4
 
 SAMPLES, SAMPLE_ELEMENTS = 64, 4096
 """Samples of two tensors that are compared first, and the elements of each."""
+
+
+@contextmanager
+def hold_open(sources: Iterable[Source]) -> Iterator[None]:
+    """Hold sources open."""
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source)
+        yield
 
 
 def read_chunks(

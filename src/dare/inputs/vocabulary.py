@@ -24,6 +24,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json
 from dare.inputs.reading import Floats
@@ -40,7 +41,6 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import dump_json
-from dare.tensors.sizes import times
 
 Policy = Literal["error", "base", "union"]
 
@@ -63,6 +63,8 @@ class Aligned:
     """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
+    differences: Mapping[str, str] = field(default_factory=dict)
+    """How each model whose vocabulary is not the base's differs from it."""
     notes: tuple[str, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
@@ -121,6 +123,7 @@ def align(
         tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
         token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
         tokens=tokens,
+        differences={other.name: _difference(vocabulary, other) for other in differing},
         notes=notes,
     )
 

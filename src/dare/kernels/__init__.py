@@ -1,7 +1,7 @@
 """The arithmetic, on chunks of one tensor.
 
 `reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
-bits, fast, and `native` is what runs of them. `load` returns a module with these functions.
+bits, fast, and `native` runs them. `load` returns a module with these functions.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dare.errors import RecipeError, did_you_mean
 MODULES = {"cpu": "native", "reference": "reference"}
 BACKENDS = tuple(MODULES)
 LANES_MULTIPLE = 8192
-"""Arrays of lanes have a multiple of this length; kernels work on so much at a time, in caches."""
+"""Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
 ROW = LANES_MULTIPLE + 16
 """Distance between rows of sums: not a power of two, or they would share cache sets."""
-AT_ONCE = 8
-"""Lanes of 64 that are looked for without asking whether there are as many."""
+PLACES_AT_ONCE = 8
+"""Places that are written for each 64 lanes without counting those that are set."""
 
 
-class Part(NamedTuple):
-    """One model's part in `combine`."""
+class Operand(NamedTuple):
+    """One model as an operand of `combine`."""
 
     tuned: NDArray[Any]
     """Stored elements, as carriers of their type."""
@@ -35,11 +35,11 @@ class Part(NamedTuple):
     """Bits of the least magnitude that is kept; 0 keeps everything."""
     weight: np.float32
     share: float
-    """What the model adds to the divisor of its side, when signs are elected."""
+    """The model's addition to the divisor of its side, when signs are elected."""
 
 
 def check_backend(backend: str) -> str:
-    """Refuse a name that stands for none."""
+    """Refuse a name that no backend has."""
     if backend not in BACKENDS:
         hint = did_you_mean(backend, BACKENDS)
         raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(BACKENDS)}")
@@ -47,5 +47,5 @@ def check_backend(backend: str) -> str:
 
 
 def load(backend: str) -> Any:
-    """Import a backend's kernels; Numba is only imported when something has to be compiled."""
+    """Import a backend's kernels; Numba is only imported when something must be compiled."""
     return importlib.import_module(f"dare.kernels.{MODULES[check_backend(backend)]}")

@@ -2,7 +2,7 @@
 
 Selections are made on bit patterns, not with branches, because a branch in the loop body keeps
 LLVM from vectorising it. No fast-math: each operation rounds once, as in `reference`. Kernels
-neither make arrays nor raise errors (`kept` says why); scratch arrays are their last arguments,
+neither make arrays nor raise errors (`native` says why); scratch arrays are their last arguments,
 brought by `native`.
 
 A function here has the name, the arguments and the bits of its namesake in `reference`, whose
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, from_dtype, njit, types
-from numba.core.errors import TypingError
+from numba import carray, cfunc, errors, from_dtype, njit, types
 from numba.extending import intrinsic, overload
 
-from dare.kernels import AT_ONCE, LANES_MULTIPLE, ROW
-from dare.kernels.kept import DATA, LENGTHS
+from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW
+from dare.kernels.native import DATA_OFFSET, LENGTHS_OFFSET
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -47,7 +46,7 @@ INFINITY = i32(0x7F800000)
 
 @intrinsic
 def pointer_to(_typing, address, like):
-    """The address as a pointer to elements of a type, or of the type of an array."""
+    """Return an address as a pointer to elements of a type, or of the type of an array."""
 
     def build(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -55,20 +54,32 @@ def pointer_to(_typing, address, like):
     return types.CPointer(like.dtype)(types.int64, like), build
 
 
-def _loader(kind, loaded):
-    """An intrinsic that loads what lies at an address."""
+def _unary(signature, emit):
+    """Make an intrinsic of one argument out of a function that emits its code."""
 
     @intrinsic
-    def load(_typing, address):
+    def operation(_typing, argument):
         def build(_context, builder, _signature, arguments):
-            return builder.load(builder.inttoptr(arguments[0], loaded.as_pointer()))
+            return emit(builder, arguments[0])
 
-        return kind(types.int64), build
+        return signature, build
 
-    return load
+    return operation
 
 
-word_at, double_at = _loader(types.int64, ir.IntType(64)), _loader(types.float64, ir.DoubleType())
+def _load(builder, address, kind, align=None):
+    """Emit the load of a value at an address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+word_at = _unary(types.int64(types.int64), lambda b, at: _load(b, at, ir.IntType(64)))
+double_at = _unary(types.float64(types.int64), lambda b, at: _load(b, at, ir.DoubleType()))
+
+
+def _store(builder, value, address, align=None):
+    """Emit the store of a value at an address; return the constant that stands for None."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
 
 
 @intrinsic
@@ -77,8 +88,7 @@ def put(_typing, address, value):
 
     def build(_context, builder, _signature, arguments):
         address, value = arguments
-        builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
-        return ir.Constant(ir.IntType(8).as_pointer(), None)
+        return _store(builder, value, address)
 
     stored = types.float64 if isinstance(value, types.Float) else types.int64
     return types.none(types.int64, stored), build
@@ -92,15 +102,15 @@ def put_both(address, values):
 
 @helper
 def words_of(values):
-    """An array's elements eight bytes at a time."""
+    """Return an array's elements, eight bytes at a time."""
     return carray(pointer_to(values.ctypes.data, u64), values.nbytes // 8)
 
 
 def entry_of(dispatcher, described):
-    """Make a C callback that calls a kernel with what lies in a block of words.
+    """Make a C callback that calls a kernel with the contents of a block of words.
 
-    There is a word for each argument, of the types that `kept.describe` names, and after them one
-    for each result, up to two. Return it, and the results' letters as `kept.Code` has them.
+    There is a word for each argument, of the types that `native.describe` names, and after them one
+    for each result, up to two. Return it, and the results' letters as `native.Code` has them.
     """
     given = tuple(map(_numba_type, described))
     dispatcher.compile(given)
@@ -122,35 +132,25 @@ def _numba_type(described):
 
 
 def _argument(place, described):
-    """What a call passes for an argument of a type, in Python."""
-    at = f"block + {8 * place}"
+    """Return the Python expression that a call passes for an argument of a type."""
     dtype, *dimensions = described.split()
+    at, name = f"block + {8 * place}", dtype.replace("bool", "bool_")
     if not dimensions:
-        name = dtype.replace("bool", "bool_")
         return f"np.{name}({'double_at' if dtype.startswith('float') else 'word_at'}({at}))"
-    lengths = f"word_at(word_at({at}) + {LENGTHS})"
+    lengths = f"word_at(word_at({at}) + {LENGTHS_OFFSET})"
     shape = [f"word_at({lengths} + {8 * axis})," for axis in range(int(dimensions[0]))]
-    data = f"pointer_to(word_at(word_at({at}) + {DATA}), np.{dtype.replace('bool', 'bool_')})"
+    data = f"pointer_to(word_at(word_at({at}) + {DATA_OFFSET}), np.{name})"
     return f"carray({data}, ({''.join(shape)}))"
 
 
 # ---------------------------------------------------------------- bits
 
 
-@intrinsic
-def bits_of(_typing, value):  # float32 -> uint32
-    def build(_context, builder, _signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), build
-
-
-@intrinsic
-def float_of(_typing, bits):  # uint32 -> float32
-    def build(_context, builder, _signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
+bits_of = _unary(types.uint32(types.float32), lambda b, value: b.bitcast(value, ir.IntType(32)))
+float_of = _unary(types.float32(types.uint32), lambda b, bits: b.bitcast(bits, ir.FloatType()))
+trailing_zeros = _unary(types.int64(types.uint64), lambda b, word: b.cttz(word, ir.IntType(1)(1)))
+"""Counts the zeros below the lowest bit that is set; the word must not be zero."""
+count_bits = _unary(types.int64(types.uint64), lambda b, word: b.ctpop(word))
 
 
 @helper
@@ -252,7 +252,7 @@ def _from_float(value, like):
 
 def _chosen(table, carrier):
     if carrier not in table:
-        raise TypingError(f"{carrier} carries no weight type")
+        raise errors.TypingError(f"{carrier} carries no weight type")
     return table[carrier]
 
 
@@ -323,11 +323,6 @@ def _philox(builder, index, domain, key0, key1):
     return c0, c1, c2, c3
 
 
-def _store(builder, vector, address):
-    builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()), align=4)
-    return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-
 @intrinsic
 def philox_lanes(_typing, first, key0, key1, high, lanes, ties):
     """Draw GROUP lanes with the calls first, first + 1, …
@@ -352,8 +347,8 @@ def philox_lanes(_typing, first, key0, key1, high, lanes, ties):
         equal = [compared("==", word) for word in words]
         for place, word in enumerate(words):
             offset = ir.IntType(64)(4 * PHILOX_WIDTH * place)
-            _store(builder, compared("<", word), builder.add(lanes, offset))
-            _store(builder, equal[place], builder.add(ties, offset))
+            _store(builder, compared("<", word), builder.add(lanes, offset), align=4)
+            _store(builder, equal[place], builder.add(ties, offset), align=4)
         joined = builder.or_(builder.or_(equal[0], equal[1]), builder.or_(equal[2], equal[3]))
         halves = builder.bitcast(joined, ir.VectorType(ir.IntType(64), PHILOX_WIDTH // 2))
         found = builder.extract_element(halves, _word(0))
@@ -373,20 +368,11 @@ def philox_ties(_typing, counters, key0, key1, address):
 
     def build(_context, builder, _signature, arguments):
         counters, key0, key1, address = arguments
-        index = builder.load(builder.inttoptr(counters, _wide.as_pointer()))
-        index.align = 8
+        index = _load(builder, counters, _wide, align=8)
         c0, _, _, _ = _philox(builder, index, TIE_BREAK, key0, key1)
-        return _store(builder, c0, address)
+        return _store(builder, c0, address, align=4)
 
     return types.none(types.intp, types.uint32, types.uint32, types.intp), build
-
-
-@intrinsic
-def trailing_zeros(_typing, value):  # uint64, not zero
-    def build(_context, builder, _signature, arguments):
-        return builder.cttz(arguments[0], ir.IntType(1)(1))
-
-    return types.int64(types.uint64), build
 
 
 @kernel
@@ -564,7 +550,7 @@ def count_magnitudes(raw, base_raw, out, counts, base, bits):
 
 @kernel
 def gather(raw, base, lanes, out):
-    """`magnitudes` of a delta that has not been taken, of which little is kept."""
+    """Do `magnitudes` for a delta that has not been taken, of which little is kept."""
     count = 0
     eights = words_of(lanes)
     for eight in range((raw.size + 7) // 8):
@@ -640,7 +626,7 @@ def ballot(value, share, sums, i, size):
 
 @helper
 def outcome(sums, i, size):
-    """The mean of the side that outweighs the other; its sum where there are no shares."""
+    """Return the mean of the side that outweighs the other; its sum where there are no shares."""
     total = sums[i] + sums[size + i]
     above = all_ones(total > f32(0))
     side = float_of(choose(above, bits_of(sums[i]), bits_of(sums[size + i])))
@@ -907,8 +893,8 @@ def philox_bytes(_typing, first, key0, key1, address):
         index = builder.add(_splat(builder, first, _wide), steps)
         for place, words in enumerate(_philox(builder, index, 0, key0, key1)):
             offset = ir.IntType(64)(4 * PHILOX_WIDTH * place)
-            _store(builder, words, builder.add(address, offset))
-        return ir.Constant(ir.IntType(8).as_pointer(), None)
+            stored = _store(builder, words, builder.add(address, offset), align=4)
+        return stored
 
     return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
 
@@ -1060,7 +1046,7 @@ def move(item, part, others, places, shift):
 
 @helper
 def mark_groups(keys, rows, columns, least, end, out):
-    """As `mark_ranks`, for flat groups of a length that is known when this is compiled."""
+    """Do `mark_ranks` for flat groups of a length that is known when this is compiled."""
     for row in range(rows):
         first = row * columns
         for i in range(columns):
@@ -1122,23 +1108,20 @@ def drop_by_rank(
 # ---------------------------------------------------------------- what is kept, packed
 
 
-@intrinsic
-def lane_word(_typing, address):
-    """The 64 lanes at an address as bits, the first one in the lowest."""
+def _lane_word(builder, address):
+    """Emit the 64 lanes at an address as bits, the first one in the lowest."""
+    octets = ir.VectorType(ir.IntType(8), 64)
+    lanes = _load(builder, address, octets, align=1)
+    is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
+    return builder.bitcast(is_set, ir.IntType(64))
 
-    def build(_context, builder, _signature, arguments):
-        octets = ir.VectorType(ir.IntType(8), 64)
-        lanes = builder.load(builder.inttoptr(arguments[0], octets.as_pointer()))
-        lanes.align = 1
-        is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
-        return builder.bitcast(is_set, ir.IntType(64))
 
-    return types.uint64(types.intp), build
+lane_word = _unary(types.uint64(types.intp), _lane_word)
 
 
 @helper
 def lanes_from(lanes, first, size):
-    """As bits, the 64 lanes from the first on; those from `size` on are taken as not set."""
+    """Return the 64 lanes from the first on as bits; those from `size` on count as not set."""
     if first + 64 <= size:
         return lane_word(lanes.ctypes.data + first)
     word = u64(0)
@@ -1213,7 +1196,7 @@ def largest_of(values):
 
 @kernel
 def fair_scale(parts, largest, fields, bits, odd):
-    """The scale at which what is stored has as much of the values' direction as they have."""
+    """Return the scale that gives the stored values the same share of the values' direction."""
     shift, double = i32(32 - bits), i32(odd)
     squares, products, most = i64(0), i64(0), i32(1)
     for i in range(parts.size):
@@ -1230,7 +1213,7 @@ def fair_scale(parts, largest, fields, bits, odd):
 
 @kernel
 def scale_of(values, largest, bits, parts):
-    """A group's scale before it is rounded, and whether its levels are the odd multiples."""
+    """Return a group's scale before rounding, and whether its levels are the odd multiples."""
     if largest == f32(0):
         return largest, False
     parts_of(values, largest, f32(PARTS), parts)
@@ -1394,14 +1377,6 @@ def find_places(coded, size, low, kept, lanes):
 LAST_BIT = u64(1 << 63)
 
 
-@intrinsic
-def count_bits(_typing, value):  # uint64
-    def build(_context, builder, _signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), build
-
-
 @kernel
 def apply_values(base, packed, lanes, factor, out, saved, places, fresh):
     count = 0
@@ -1441,17 +1416,17 @@ def apply_deltas(base, deltas, lanes, factor, out, saved, places, fresh):
 
 @kernel
 def find_lanes(lanes, first, last, places):
-    """Where the lanes of a tile are set, counted from its first; return how many are.
+    """Write the places of a tile's set lanes, counted from its first; return how many there are.
 
-    Of each 64 the first AT_ONCE places are written without asking whether there are as many: a
-    branch for each would be guessed wrongly too often.
+    Of each 64 the first PLACES_AT_ONCE places are written without counting the lanes: a branch for
+    each would be guessed wrongly too often.
     """
     count = 0
     for start in range(first, last, 64):
         left = lanes_from(lanes, start, last)
         place = count
         count += count_bits(left)
-        for _ in range(AT_ONCE):
+        for _ in range(PLACES_AT_ONCE):
             places[place] = u16(start - first + trailing_zeros(left | LAST_BIT))
             left &= left - u64(1)
             place += 1
@@ -1464,7 +1439,7 @@ def find_lanes(lanes, first, last, places):
 
 @helper
 def moved(stored, origin, change):
-    """The base's element plus a change; itself where the change is zero."""
+    """Return the base's element plus a change; itself where the change is zero."""
     value = from_float(origin + change, stored)
     return stored if change == f32(0) else value
 
@@ -1491,31 +1466,31 @@ START = (
 )
 HALF, ALL = u64(32), u64(0xFFFFFFFF)
 SCRAMBLE, LOW, HIGH = 0, 8, 16
-"""Where the words of the secret for each use begin, in the array of words."""
+"""First words of the secret for each use, in the array of words."""
 LAST_STRIPE = 192 - STRIPE - 7
-"""Where in the secret that for the last bytes begins."""
+"""The first byte of the secret for the last bytes."""
 
 _eight_words = ir.VectorType(ir.IntType(64), 8)
 
 
 def _take(count):
-    """An intrinsic that takes so many stripes into the eight sums at an address."""
+    """Make an intrinsic that adds a number of stripes to the eight sums at an address."""
 
     @intrinsic
     def take(_typing, sums, data, secret):
         def build(_context, builder, _signature, arguments):
-            def pointer(address, offset):
+            def load(address, offset):
                 place = builder.add(address, ir.IntType(64)(offset))
-                return builder.inttoptr(place, _eight_words.as_pointer())
+                return _load(builder, place, _eight_words, align=1)
 
             def splat(value):
                 return ir.Constant(_eight_words, [value] * 8)
 
             sums, data, secret = arguments
-            total = builder.load(pointer(sums, 0), align=8)
+            total = _load(builder, sums, _eight_words, align=8)
             for number in range(count):
-                values = builder.load(pointer(data, STRIPE * number), align=1)
-                keyed = builder.xor(values, builder.load(pointer(secret, 8 * number), align=1))
+                values = load(data, STRIPE * number)
+                keyed = builder.xor(values, load(secret, 8 * number))
                 low = builder.and_(keyed, splat(0xFFFFFFFF))
                 product = builder.mul(low, builder.lshr(keyed, splat(32)))
                 swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
@@ -1523,8 +1498,7 @@ def _take(count):
                     values, ir.Constant(_eight_words, ir.Undefined), swapped
                 )
                 total = builder.add(total, builder.add(others, product))
-            builder.store(total, pointer(sums, 0), align=8)
-            return ir.Constant(ir.IntType(8).as_pointer(), None)
+            return _store(builder, total, sums, align=8)
 
         return types.none(types.intp, types.intp, types.intp), build
 
@@ -1536,7 +1510,7 @@ take_block, take_stripe = _take(STRIPES), _take(1)
 
 @helper
 def folded(left, right):
-    """The product of two words, its upper half on its lower one."""
+    """Return the product of two words, its upper half on its lower one."""
     a, b = u64(left >> HALF), u64(left & ALL)
     c, d = u64(right >> HALF), u64(right & ALL)
     lowest = u64(b * d)

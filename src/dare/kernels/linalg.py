@@ -5,7 +5,7 @@
 - Any other is taken apart by the eigenvectors of the Gram matrix of its shorter side. In float32,
   if it is large and no direction stands far out: singular values are then right to about 1e-6 of
   the largest, and products of the factors to 1e-5 of their norm, which is what a float32 SVD has.
-  A Gram matrix squares what lies far below the largest; that part is taken apart again by itself,
+  A Gram matrix squares values far below the largest; that part is taken apart again by itself,
   in float64. All others are taken apart in float64 as a whole, to 1e-8 and 1e-6.
 
 Singular values below 1e-6 of the largest are rounding and count as absent, with their vectors.
@@ -49,9 +49,9 @@ SMALL = 0.1
 MOST_SMALL = 0.4
 """The share of the short side that may be small; else float64 is as fast."""
 OUTSTANDING = 20.0
-"""How many times their mean the largest squared singular value may be in float32."""
-GLANCES = 8
-"""Steps of the iteration that estimates the largest one."""
+"""The largest ratio of the largest squared singular value to their mean in float32."""
+POWER_STEPS = 8
+"""Steps of the power iteration that estimates the largest one."""
 SINGLE_RANGE = 1e-12, 1e12
 """Largest elements whose squares float32 has room for, and for sums of them."""
 
@@ -60,7 +60,7 @@ SINGLE_RANGE = 1e-12, 1e12
 def one_blas_thread() -> Iterator[None]:
     """Let BLAS use the thread it is called in and no other.
 
-    Threads of ours that each call BLAS would otherwise get in each other's way, and sums would
+    Our threads that each call BLAS would otherwise get in each other's way, and sums would
     depend on the number of cores.
     """
     with _blas().limit(limits=1, user_api="blas"):
@@ -69,7 +69,7 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _blas() -> Any:
-    """NumPy's BLAS; looking for it among all that is loaded takes 2 ms."""
+    """Return NumPy's BLAS; finding it among all that is loaded takes 2 ms."""
     from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
     return ThreadpoolController()
@@ -86,7 +86,7 @@ class Factors:
     """Rank × columns."""
 
     def product(self) -> Floats:
-        """The matrix."""
+        """Return the matrix."""
         return multiply(self.left * self.values, self.right)
 
 
@@ -102,12 +102,12 @@ class Spectrum:
 
     @property
     def plain(self) -> int:
-        """How many directions the matrix itself gives the other side's vectors of."""
+        """The number of directions whose other side's vectors follow from the matrix itself."""
         return len(self.values) - len(self.far)
 
 
 def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
-    """All singular values but noise, and the singular vectors of the shorter side.
+    """Return all singular values but noise, and the singular vectors of the shorter side.
 
     Only the first `rank`, if that is given.
 
@@ -123,7 +123,7 @@ def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
 
 
 def _in_double(wide: Floats, basis: Doubles | None, rank: int | None) -> Spectrum:
-    """By the Gram matrix in float64, of all rows or within a basis of the columns."""
+    """Decompose the Gram matrix in float64, of all rows or within a basis of the columns."""
     energies, vectors = falling_eigen(gram(wide if basis is None else _times(basis.T, wide)))
     known = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
     vectors = vectors[:, :known][:, :rank]
@@ -132,12 +132,11 @@ def _in_double(wide: Floats, basis: Doubles | None, rank: int | None) -> Spectru
 
 
 def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
-    """By the Gram matrix in float32; None if that would be no faster or not good enough."""
+    """Decompose the Gram matrix in float32; None if that is no faster or not good enough."""
     short = len(wide)
     peak = max(float(wide.max()), -float(wide.min()))
-    if short < SINGLE_FROM or not SINGLE_RANGE[0] < peak < SINGLE_RANGE[1]:
-        return None
-    if _stands_out(wide):
+    is_in_range = SINGLE_RANGE[0] < peak < SINGLE_RANGE[1]
+    if short < SINGLE_FROM or not is_in_range or _stands_out(wide):
         return None
     energies, vectors = falling_eigen(gram(wide, np.float32).astype(np.float32))
     large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
@@ -158,7 +157,7 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
 def _small_part(
     wide: Floats, large: Floats, values: Doubles, rest: Floats
 ) -> tuple[Floats, Doubles, Floats]:
-    """Take apart what lies in the span of `rest`: its vectors on this side, values, and far side.
+    """Take apart the span of `rest`: its vectors on this side, values, and far side.
 
     `rest` is orthogonal to the large directions to float32 only, and these are so much larger that
     they have to be taken out on the far side once more.
@@ -216,7 +215,7 @@ def project(matrix: Floats, vectors: Numbers, shares: Doubles) -> Floats:
 
 
 def polar(matrix: Floats) -> tuple[Floats, Doubles]:
-    """The matrix with all singular values set to 1 but for absent ones; and the values it had.
+    """Return the matrix with all singular values set to 1 but absent ones; and the values it had.
 
     >>> polar(np.array([[0, 3, 0], [4, 0, 0]], np.float32))[0].tolist()
     [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
@@ -252,7 +251,7 @@ def orthogonal_product(parts: list[Factors], values: Doubles) -> Floats:
 
 
 def _inverse_root(symmetric: Doubles) -> Doubles:
-    """symmetric^(-1/2), zero where there is nothing to invert."""
+    """Return symmetric^(-1/2), zero where there is nothing to invert."""
     energies, vectors = np.linalg.eigh(symmetric)
     kept = energies > NOISE**2 * energies.max(initial=0)
     roots = energies[kept] ** -0.25
@@ -262,7 +261,7 @@ def _inverse_root(symmetric: Doubles) -> Doubles:
 
 
 def without(matrix: Floats, left: Numbers) -> Floats:
-    """What is left of a matrix outside the span of orthonormal columns."""
+    """Return the rest of a matrix outside the span of orthonormal columns."""
     outside = np.empty(matrix.shape, np.float32)
     for columns in _panels(matrix.shape[1]):
         panel = matrix[:, columns].astype(left.dtype)
@@ -271,13 +270,13 @@ def without(matrix: Floats, left: Numbers) -> Floats:
 
 
 def multiply(left: Numbers, right: Numbers) -> Floats:
-    """left·right in float32."""
+    """Return left·right in float32."""
     product: Floats = left.astype(np.float32, copy=False) @ right.astype(np.float32, copy=False)
     return product
 
 
 def gram(wide: Numbers, kind: type[np.floating[Any]] = np.float64) -> Doubles:
-    """wide·wideᵀ by products of a type, of a panel of columns at a time, summed in float64."""
+    """Return wide·wideᵀ by products of a type, a panel of columns at a time, summed in float64."""
     total = np.zeros((wide.shape[0], wide.shape[0]))
     for columns in _panels(wide.shape[1]):
         panel = wide[:, columns].astype(kind, copy=False)
@@ -286,7 +285,7 @@ def gram(wide: Numbers, kind: type[np.floating[Any]] = np.float64) -> Doubles:
 
 
 def squared_values(matrix: Floats) -> Doubles:
-    """All squared singular values, falling; by the Gram matrix in float64.
+    """Return all squared singular values, falling; by the Gram matrix in float64.
 
     >>> squared_values(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).tolist()
     [16.0, 9.0]
@@ -296,21 +295,21 @@ def squared_values(matrix: Floats) -> Doubles:
 
 
 def falling_eigen(symmetric: Numbers) -> tuple[Numbers, Numbers]:
-    """Eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
+    """Return eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
     solve = _single_eigh if symmetric.dtype == np.float32 else np.linalg.eigh
     energies, vectors = solve(symmetric)
     return np.maximum(energies[::-1], 0), np.ascontiguousarray(vectors[:, ::-1])
 
 
 def squared_norm(matrix: Floats) -> float:
-    """The squared Frobenius norm, in float64."""
+    """Return the squared Frobenius norm, in float64."""
     return sum(
         float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in _panels(matrix.shape[0])
     )
 
 
 def eigen_bytes(short: int) -> int:
-    """What a Gram matrix and its eigenvectors take while they are computed."""
+    """Return the memory that a Gram matrix and its eigenvectors take while being computed."""
     return 5 * short * short * 8
 
 
@@ -335,7 +334,7 @@ def _no_rows(wide: Floats) -> Floats:
 
 
 def _times(left: Numbers, wide: Floats) -> Numbers:
-    """left·wide in the precision of `left`, a panel of columns at a time."""
+    """Return left·wide in the precision of `left`, a panel of columns at a time."""
     product = np.empty((left.shape[0], wide.shape[1]), left.dtype)
     for columns in _panels(wide.shape[1]):
         product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
@@ -343,9 +342,9 @@ def _times(left: Numbers, wide: Floats) -> Numbers:
 
 
 def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
-    """`np.linalg.eigh` in float32; the public function widens to float64, and takes twice as long.
+    """Do `np.linalg.eigh` in float32; the public function widens to float64, twice as slow.
 
-    What NumPy calls itself is not public, so where it is not found the public function serves.
+    The function that NumPy calls is not public, so where it is not found the public one serves.
     """
     solve = getattr(getattr(np.linalg, "_umath_linalg", None), "eigh_lo", None)
     if solve is None:
@@ -357,18 +356,18 @@ def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
 
 
 def _stands_out(wide: Floats) -> bool:
-    """Whether the largest singular value is far above the others, as a few steps of iteration see.
+    """Tell whether the largest singular value is far above the others, by power iteration.
 
-    What they see is at most the largest.
+    The estimate is at most the largest.
     """
     vector: Floats = np.random.default_rng(0).standard_normal(len(wide), np.float32)
-    for _ in range(GLANCES):
+    for _ in range(POWER_STEPS):
         vector = wide @ (wide.T @ (vector / np.linalg.norm(vector)))
     return float(np.linalg.norm(vector)) > OUTSTANDING * squared_norm(wide) / len(wide)
 
 
 def _is_seen_to_be_full(wide: Floats) -> bool:
-    """Whether a corner already has more directions than a sketch could hold.
+    """Tell whether a corner already has more directions than a sketch could hold.
 
     No singular value of a part is larger than that of the whole with the same number.
     """
@@ -377,14 +376,14 @@ def _is_seen_to_be_full(wide: Floats) -> bool:
 
 
 def _low_rank_basis(wide: Floats) -> Doubles | None:
-    """An orthonormal basis of all columns, if a few directions hold them."""
+    """Return an orthonormal basis of all columns, if a few directions hold them."""
     if wide.shape[0] < SKETCHED_FROM or _is_seen_to_be_full(wide):
         return None
     start = np.random.default_rng(0).standard_normal((wide.shape[1], SKETCH), np.float32)
     basis = np.linalg.qr(wide @ start)[0]
     inside = basis.T @ wide
     squared = squared_norm(wide)
-    if squared - squared_norm(inside) > 1e-5 * squared:  # a glance; what follows is exact
+    if squared - squared_norm(inside) > 1e-5 * squared:  # quick; the next test is exact
         return None
     missed = sum(
         float(np.square(wide[:, c] - basis @ inside[:, c], dtype=np.float64).sum())

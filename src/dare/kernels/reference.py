@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Part
+from dare.kernels import Operand
 from dare.tensors import mask
-from dare.tensors.chunks import chunk_spans
+from dare.tensors.chunks import chunk_count, chunk_spans
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import WEIGHT_TYPES
 
@@ -31,12 +31,12 @@ SUM_LANES = 64
 _INFINITY = 0x7F800000
 
 _MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
-"""What the values are that a carrier carries."""
+"""The type of the values in a carrier."""
 
 
 @contextmanager
 def announcing(_announce: Callable[[], None]) -> Iterator[None]:
-    """Nothing is compiled here, so there is nothing to announce."""
+    """Do nothing: nothing is compiled here, so there is nothing to announce."""
     yield
 
 
@@ -166,7 +166,7 @@ def count_equal(found: Bits, ends: NDArray[np.int64], cut: int, counts: NDArray[
 def count_magnitudes(
     raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """`magnitudes` of a delta that has not been taken yet, and `count_high` of them.
+    """Do `magnitudes` for a delta that has not been taken yet, and `count_high` for them.
 
     Returns how many there are, and the largest.
     """
@@ -179,7 +179,7 @@ def count_magnitudes(
 
 
 def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
-    """`magnitudes` of a delta that has not been taken yet, by the lanes that are set."""
+    """Do `magnitudes` for a delta that has not been taken yet, by the lanes that are set."""
     values = np.empty_like(base)
     delta(raw, base, lanes, values, 0)
     return magnitudes(values, out)
@@ -293,7 +293,7 @@ def keep_needed(total: Floats, counts: Integers, least: int) -> None:
 
 def combine(
     base: Raw,
-    parts: Sequence[Part],
+    operands: Sequence[Operand],
     start: int,
     elects: bool,
     threshold_bits: int,
@@ -304,51 +304,27 @@ def combine(
     Returns for each chunk and model the bits of the largest magnitude, the count over the
     threshold, and how many elements the mask and then `least` have kept.
     """
-    return np.array(
-        [
-            _combine_chunk(
-                base[first : first + size],
-                [part._replace(tuned=part.tuned[first : first + size]) for part in parts],
-                start + first,
-                elects,
-                threshold_bits,
-                out[first : first + size],
-            )
-            for first, size in chunk_spans(base.size)
-        ],
-        np.int64,
-    )
-
-
-def _combine_chunk(
-    base: Raw,
-    parts: Sequence[Part],
-    start: int,
-    elects: bool,
-    threshold_bits: int,
-    out: Floats,
-) -> NDArray[np.int64]:
-    origin = np.empty(base.size, np.float32)
-    decode(base, origin)
-    sums = np.zeros(4 * base.size, np.float32)
-    out[:] = 0
-    figures = np.zeros((len(parts), 4), np.int64)
-    for part, found in zip(parts, figures, strict=True):
-        lanes = np.full(base.size, 255, np.uint8)
-        found[2] = base.size
-        if part.mask is not None:
-            key0, key1, high, low = part.mask
-            found[2] = draw(lanes, base.size, start, key0, key1, high, low)
-        values = np.empty_like(origin)
-        found[:2] = delta(part.tuned, origin, lanes, values, threshold_bits)
-        if part.least:
-            found[3] = keep_largest(values, part.least)
+    figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
+    for chunk, (first, size) in enumerate(chunk_spans(base.size)):
+        span = slice(first, first + size)
+        origin, values = np.empty((2, size), np.float32)
+        decode(base[span], origin)
+        sums, total = np.zeros(4 * size, np.float32), out[span]
+        total[:] = 0
+        for operand, found in zip(operands, figures[chunk], strict=True):
+            lanes = np.full(size, 255, np.uint8)
+            found[2] = size
+            if operand.mask is not None:
+                found[2] = draw(lanes, size, start + first, *operand.mask)
+            found[:2] = delta(operand.tuned[span], origin, lanes, values, threshold_bits)
+            if operand.least:
+                found[3] = keep_largest(values, operand.least)
+            if elects:
+                vote(sums, values, operand.weight, np.float32(operand.share))
+            else:
+                add_scaled(total, values, operand.weight)
         if elects:
-            vote(sums, values, part.weight, np.float32(part.share))
-        else:
-            add_scaled(out, values, part.weight)
-    if elects:
-        elect(sums, out)
+            elect(sums, total)
     return figures
 
 
@@ -404,26 +380,15 @@ def low_rank(left: Floats, right: Floats, first: int, scale: np.float32, out: Fl
 
 
 def draw_uniform(out: NDArray[np.uint64], start: int, key0: int, key1: int) -> None:
-    """For the elements from `start` on, the 40-bit numbers that a mask's threshold is held against.
+    """Draw the 40-bit numbers that a mask compares with its threshold, from element `start` on.
 
     An element is kept by `draw` if its number is below the threshold: the upper 8 bits are its
     lane, the lower 32 the word that breaks ties. `start` is a multiple of 128.
     """
     key = (int(key0), int(key1))
-    groups = -(-out.size // mask.GROUP)
-    first = start // mask.GROUP * mask.CALLS_PER_GROUP
-    calls = np.arange(mask.CALLS_PER_GROUP * groups, dtype=np.uint64) + np.uint64(first)
-    words = np.stack(_philox(calls, 0, key)).reshape(4, groups, mask.CALLS_PER_GROUP)
-    ordered = np.ascontiguousarray(words.transpose(1, 0, 2)).astype("<u4")
-    lanes = ordered.view(np.uint8).reshape(-1)[: out.size]
     elements = np.arange(out.size, dtype=np.uint64) + np.uint64(start)
-    out[:] = lanes.astype(np.uint64) << np.uint64(32)
-    out |= _philox(elements, mask.TIE_BREAK, key)[0]
-
-
-def _philox(index: mask.Words, domain: int, key: tuple[int, int]) -> tuple[mask.Words, ...]:
-    low, high = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
-    return mask.philox4x32((low, high, np.full_like(index, domain), np.zeros_like(index)), key)
+    out[:] = mask.draw_lanes(key, out.size, start).astype(np.uint64) << np.uint64(32)
+    out |= mask.draw_tie_words(key, elements)
 
 
 def add_products(
@@ -436,7 +401,7 @@ def add_products(
 ) -> None:
     """Add left·right to the sum of its row, or of its column, element after element, in float64.
 
-    `first` is the index of the first element in a matrix of so many columns.
+    `first` is the index of the first element in the matrix.
     """
     place = np.arange(first, first + left.size)
     terms = left.astype(np.float64) * right.astype(np.float64)
@@ -557,7 +522,7 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 
 
 SCALE_GROUP = 256
-"""How many values share a scale."""
+"""Values that share a scale."""
 LARGEST = np.float32(255 * 2.0**120)
 """The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite."""
 PARTS, FINE_PARTS = 1 << 12, 1 << 20
@@ -613,7 +578,7 @@ def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -
 
 
 def _fair_scales(parts: NDArray[np.int64], largest: Floats, levels: NDArray[np.int64]) -> Floats:
-    """For each group the scale at which Σ level·scale·|v| = Σ v², below what float32 can hold.
+    """Return each group's scale at which Σ level·scale·|v| = Σ v², below what float32 can hold.
 
     `parts` are magnitudes in whole FINE_PARTS of the largest.
     """
@@ -628,7 +593,7 @@ def _fair_scales(parts: NDArray[np.int64], largest: Floats, levels: NDArray[np.i
 def _best_steps(
     parts: NDArray[np.int64], used: NDArray[np.bool_], bits: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For each group the step of least squared error, the first of equals; and whether it is odd.
+    """Return each group's step of least squared error, the first of equals; and if it is odd.
 
     `parts` are magnitudes in whole PARTS of the largest.
     """
@@ -660,7 +625,7 @@ def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) ->
 
 
 def places_nbytes(size: int, kept: int) -> int:
-    """Bytes of the code of `kept` places among `size`.
+    """Return the bytes of the code of `kept` places among `size`.
 
     >>> places_nbytes(524288, 52429), places_nbytes(524288, 0)
     (34407, 0)
@@ -669,7 +634,7 @@ def places_nbytes(size: int, kept: int) -> int:
 
 
 def _places_layout(size: int, kept: int) -> tuple[int, int]:
-    """Bytes of the low parts and of the high parts."""
+    """Return the bytes of the low parts and of the high parts."""
     if kept == 0:
         return 0, 0
     low = places_low_bits(size, kept)
@@ -677,7 +642,7 @@ def _places_layout(size: int, kept: int) -> tuple[int, int]:
 
 
 def places_low_bits(size: int, kept: int) -> int:
-    """How many bits of each place are stored as they are: floor(log2(size / kept)), at least 0."""
+    """Return the low bits stored of each place: floor(log2(size / kept)), at least 0."""
     return max(0, int(size // kept).bit_length() - 1)
 
 

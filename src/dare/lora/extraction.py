@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import read_config
 from dare.inputs.formats import open_model
@@ -35,14 +36,14 @@ from dare.inputs.loaded import (
 from dare.inputs.names import match_names
 from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source
-from dare.lora.reading import list_findings, reading
+from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
 from dare.output.places import short_name, told
+from dare.run.worker import hold_open
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -51,7 +52,7 @@ NOT_IN_MODULES = {
     "fused": "in memory it is a part of {}, which a LoRA of single layers cannot change",
     "absent": "the loaded model has no such tensor",
 }
-"""Why tensors that no module has as they are stored cannot be in an adapter."""
+"""Reasons why tensors that no module has as they are stored cannot be in an adapter."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,20 @@ class Change:
         return modules
 
     def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
-        """A tensor's change, chunk by chunk, each with the place of its first element."""
+        """Read a tensor's change, chunk by chunk, each with the place of its first element."""
         sources = [self.model, *([] if self.model.holds_delta(tensor) else [self.base])]
         for start, values in read_float_chunks(sources, tensor):
             yield start, reduce(np.subtract, values)
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
-        """A tensor of the model, chunk by chunk; the base's where the model has none."""
+        """Read a tensor of the model, chunk by chunk; the base's where the model has none."""
         has_it = tensor in self.model.tensors
         needs_base = not has_it or self.model.holds_delta(tensor)
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
         return (reduce(np.add, values) for _, values in read_float_chunks(sources, tensor))
 
     def read_matrix(self, tensor: str) -> Floats:
-        """A matrix's whole change."""
+        """Read a matrix's whole change."""
         info = self.base.tensors[tensor]
         matrix = np.empty(info.elements, np.float32)
         for start, change in self.read_delta(tensor):
@@ -97,7 +98,7 @@ class Change:
         return matrix.reshape(info.shape)
 
     def can_have_lora(self, tensor: str) -> bool:
-        """Whether both have a tensor, and it is the matrix of a layer."""
+        """Tell whether both have a tensor, and it is the matrix of a layer."""
         info, tuned = self.base.tensors[tensor], self.model.tensors.get(tensor)
         return (
             tuned is not None
@@ -109,7 +110,7 @@ class Change:
         )
 
     def norm(self, tensor: str) -> float:
-        """The Frobenius norm of a tensor's change."""
+        """Return the Frobenius norm of a tensor's change."""
         changes = (change for _, change in self.read_delta(tensor))
         squares = (np.square(change, dtype=np.float64).sum() for change in changes)
         return sqrt(float(sum(squares)))
@@ -144,7 +145,7 @@ def extract_adapter(
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
     with AdapterOutput(to_path(output), kind, inputs, overwrite=overwrite) as writing:
-        with reading([change.base, change.model]):
+        with hold_open([change.base, change.model], checks=True):
             extracted = list(_extract(change, chosen, wanted, writing))
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
@@ -225,7 +226,7 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
 
 
 def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
-    """The tensors to extract, in order of their modules' names."""
+    """Return the tensors to extract, in order of their modules' names."""
     able = filter(change.can_have_lora, change.places)
     layers = {change.places[name].module: name for name in able}
     if patterns is None:
@@ -249,7 +250,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _why_no_layer(change: Change, pattern: str) -> str:
-    """What there is to say of the first stored layer that a pattern matches, if it is none."""
+    """Return the reason why the first stored layer that a pattern matches is none in memory."""
     for tensor, place in change.places.items():
         reason = place.hindrance or NOT_IN_MODULES.get(place.kind, "").format(place.name)
         if reason and _matches(tensor.rpartition(".")[0], pattern):
@@ -277,7 +278,7 @@ def _extract(
 def _sort_others(
     change: Change, targets: set[str], save_others: bool
 ) -> tuple[list[str], list[LeftOut]]:
-    """Of the tensors that are not extracted, those to store in full and those to leave out."""
+    """Split the tensors that are not extracted: to store in full, and to leave out."""
     saved: set[str] = set()
     left_out = []
     for tensor in sorted(set(change.base.tensors) & set(change.model.tensors)):

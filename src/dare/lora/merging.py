@@ -20,23 +20,28 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.checks.same_model import check_inputs
+from dare.documents.document import Document
+from dare.documents.notices import notice
+from dare.documents.shown import Shown
+from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError
 from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
-from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters, reading
+from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
+from dare.output.manifest import inputs_of_output
 from dare.output.places import short_name, told
-from dare.output.repeated_inputs import check_inputs
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
+from dare.run.worker import hold_open
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
-from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -48,7 +53,7 @@ ADDITIVE = ("linear", "sum")
 
 @dataclass(frozen=True)
 class Module:
-    """One module of the result: who has it, and how its factors are stored."""
+    """One module of the result: the adapters that have it, and how its factors are stored."""
 
     name: str
     owners: tuple[int, ...]
@@ -56,7 +61,7 @@ class Module:
     pairs: tuple[Pair, ...]
     """The factors in each of those."""
     order: Literal["C", "F"]
-    """How the base stores B·A: by rows, or its transpose."""
+    """The base's order of B·A: by rows, or its transpose."""
     has_bias: bool
 
     @property
@@ -80,8 +85,8 @@ class Module:
 
 
 @dataclass(frozen=True)
-class AdapterPlan:
-    """What a merge of adapters will do, and what it will cost."""
+class AdapterPlan(Shown):
+    """The plan of a merge of adapters, with its cost."""
 
     recipe: Recipe
     adapters: tuple[AdapterFile, ...]
@@ -99,19 +104,19 @@ class AdapterPlan:
 
     @property
     def is_additive(self) -> bool:
-        """Whether the result is a weighted sum of the deltas as they are."""
+        """True if the result is a weighted sum of the deltas as they are."""
         return self.method in ADDITIVE
 
     @property
     def route(self) -> str:
-        """How the adapter is made, in words."""
+        """The way in which the adapter is made, in words."""
         if self.wanted is None:
             return "by concatenation"
         return "by SVD of the factors" if self.is_additive else "by SVD of whole matrices"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the adapters are called."""
+        """The names of the adapters."""
         return tuple(adapter.name for adapter in self.adapters)
 
     @property
@@ -133,18 +138,19 @@ class AdapterPlan:
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
         return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
 
-    def __str__(self) -> str:
-        """The plan in a few lines."""
+    def document(self) -> Document:
+        """Return what will be merged, and how."""
         largest = max(self.modules, key=self._module_bytes).name
-        lines = [
-            (
-                f"{self.method} of {times(len(self.adapters), 'adapter')} "
-                f"({', '.join(self.names)}): {times(len(self.modules), 'module')}, {self.route}"
+        memory = f"about {show_size(self.working_bytes)} for {largest}, one module at a time"
+        return Document(
+            title=f"Plan: {self.method} of {named(self.names)}",
+            kind="plan",
+            facts=(
+                ("modules", f"{times(len(self.modules), 'module')}, {self.route}"),
+                ("memory", memory),
             ),
-            f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
-            *(f"note: {note}" for note in self.notes),
-        ]
-        return "\n  ".join(lines)
+            notices=tuple(notice("adjusted", what=note) for note in self.notes),
+        )
 
 
 def plan_adapters(
@@ -163,7 +169,7 @@ def plan_adapters(
     threads: int | None = None,
     max_memory: int | str | None = None,
 ) -> AdapterPlan:
-    """Read configurations and headers and say what `merge_adapters` would do.
+    """Read configurations and headers and plan what `merge_adapters` would do.
 
     An adapter is a path, or a `ModelEntry` with a weight, a seed and settings of its own. Rules
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`.
@@ -190,7 +196,7 @@ def plan_adapters(
         raise RecipeError(f"method {method!r}: {combine} needs the base; use {usable}, {HOW_ELSE}")
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
-    check_inputs(recipe, ArraySource({}), opened)
+    check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
     modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
     plan = AdapterPlan(recipe, opened, modules, wanted, plain, weight_type(dtype))
     if wanted is None and not plan.is_additive:
@@ -215,7 +221,7 @@ def merge_adapters(
 
 
 def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> AdapterReport:
-    """Carry a plan out: write the adapter and say what was done."""
+    """Carry a plan out: write the adapter and return a report."""
     started = time.perf_counter()
     inputs = [file for adapter in plan.adapters for file in adapter.files]
     with AdapterOutput(to_path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
@@ -278,7 +284,7 @@ def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
 
 
 def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module]:
-    """The modules that an adapter changes with a weight other than 0, in order of name."""
+    """Yield the modules that an adapter changes with a weight other than 0, in order of name."""
     for name in sorted({name for adapter in adapters for name in adapter.pairs}):
         owners = [
             place
@@ -326,8 +332,8 @@ Merged = tuple[Module, LowRank, Floats | None]
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
-    """Modules of a weighted sum, from their factors alone."""
-    with reading(plan.adapters):
+    """Merge modules by a weighted sum, from their factors alone."""
+    with hold_open(plan.adapters, checks=True):
         for module in plan.modules:
             merged = _stack(plan, module)
             if plan.wanted is not None:
@@ -337,7 +343,7 @@ def _summed(plan: AdapterPlan) -> Iterator[Merged]:
 
 
 def _stack(plan: AdapterPlan, module: Module) -> LowRank:
-    """All factors of a module side by side, with weights and scalings in the left ones."""
+    """Put all factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
         down, up = plan.adapters[owner].read_pair(module.name)
@@ -362,7 +368,7 @@ def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
 
 
 def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
-    """Modules whose ΔW is dropped and combined element by element, then truncated."""
+    """Merge modules whose ΔW is dropped and combined element by element, then truncated."""
     assert plan.wanted is not None  # or the rank would be full
     whole = plan.elementwise
     tensors = {tensor.name: tensor for tensor in whole.tensors}
@@ -381,10 +387,10 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
 
 
 def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> tuple[str, ...]:
-    """Store what all adapters hold in full, averaged by their weights."""
+    """Store the tensors that all adapters hold in full, averaged by their weights."""
     total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]
-    with reading(saved):
+    with hold_open(saved, checks=True):
         for tensor, info in saved[0].tensors.items():
             shares = [np.float32(weight / total) for weight in plan.weights]
             pieces = (
@@ -395,7 +401,7 @@ def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput)
     return tuple(saved[0].tensors)
 
 
-# ---------------------------------------------------------------- what is said of it
+# ---------------------------------------------------------------- configuration and manifest
 
 
 def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any]:
@@ -415,7 +421,7 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
 
 
 def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
-    """For the manifest."""
+    """Return the settings of the merge, for the manifest."""
     recipe = plan.recipe
     given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
     return {

@@ -8,7 +8,6 @@ its tensor is that name with `.weight`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
-from dare.inputs.sources import RenamedSource, Source
+from dare.inputs.sources import RenamedSource
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import MAX_CONFIG_BYTES, parse_json
@@ -41,12 +40,12 @@ class Pair:
 
     @property
     def rank(self) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return self.down.shape[0]
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is of an embedding, whose factors PEFT names and turns differently."""
+        """True for an embedding, whose factors PEFT names and turns differently."""
         return ".lora_embedding_" in self.down.name
 
 
@@ -56,11 +55,11 @@ class AdapterFile(LoraSource):
     def __init__(self, plain: LoraSource) -> None:
         super().__init__(plain.path, plain.adapter, plain._stored)
         self.name = self.path.name or str(self.path)
-        """What the adapter is called in messages."""
+        """The name of the adapter in messages."""
         config = self.path / lora.CONFIG_NAME
         self.config = parse_json(read_limited(config, MAX_CONFIG_BYTES), config)
         self.saved = RenamedSource(self._stored, self._whole)
-        """What is stored in full, by the names of the base's tensors."""
+        """Tensors that are stored in full, by the names of the base's."""
         self._whole = {}
         self.tensors = {name: self.tensors[name] for name in self._products}
         self.biases: set[str] = set()
@@ -77,7 +76,7 @@ class AdapterFile(LoraSource):
             self.pairs[module] = Pair(down, up, product.scale)
 
     def read_pair(self, module: str) -> tuple[Floats, Floats]:
-        """lora_A as rank × columns, and lora_B as rows × rank."""
+        """Read lora_A as rank × columns, and lora_B as rows × rank."""
         pair = self.pairs[module]
         return self._read_matrix(pair.down.name), self._read_matrix(pair.up.name)
 
@@ -95,20 +94,9 @@ def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
 
 
 def list_findings(findings: Sequence[str]) -> list[str]:
-    """The first few, and how many more there are."""
+    """Return the first few findings, and how many more there are."""
     more = len(findings) - FINDINGS_SHOWN
     return [*findings[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
-
-
-@contextmanager
-def reading(sources: Sequence[Source]) -> Iterator[None]:
-    """Hold sources open; at the end, make sure that they are still what they were."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        yield
-        for source in sources:
-            source.check_unchanged()
 
 
 # ---------------------------------------------------------------- do they fit together?
@@ -139,7 +127,7 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
 
 
 def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
-    """`layers.0.q_proj` beside `model.layers.0.q_proj`: one was trained on the body alone."""
+    """Find `layers.0.q_proj` beside `model.layers.0.q_proj`: one was trained on the body alone."""
     for adapter in adapters:
         for other in adapters:
             shorter = {f".{module}" for module in other.pairs}

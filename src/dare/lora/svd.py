@@ -31,8 +31,8 @@ Numbers = NDArray[np.floating[Any]]
 
 OVERSAMPLING = 16
 DEPTH = 2
-"""How often a sketch is multiplied by the matrix and its transpose."""
-WORTH_IT = 3
+"""Times that a sketch is multiplied by the matrix and its transpose."""
+SKETCH_RATIO = 3
 """A sketch is made where its basis is at least this many times smaller than the matrix."""
 FIRST_WIDTH = 64
 """Rank that is tried first where an energy is asked for."""
@@ -40,7 +40,7 @@ FIRST_WIDTH = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much of a matrix is kept: at most `rank` directions, as few as hold `energy` of it.
+    """The part of a matrix to keep: at most `rank` directions, as few as hold `energy` of it.
 
     >>> Wanted(rank=8).energy is None, Wanted(rank=None, energy=0.9).rank is None
     (True, True)
@@ -58,7 +58,7 @@ class Wanted:
             raise RecipeError(f"energy = {self.energy}: must be above 0 and at most 1")
 
     def choose(self, energies: Numbers, total: float) -> int:
-        """How many of the leading directions to take; 0 only where there is nothing.
+        """Return the number of leading directions to take; 0 only where there is nothing.
 
         >>> Wanted(energy=0.9).choose(np.array([8.0, 1.5, 0.5]), 10.0)
         2
@@ -87,7 +87,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return int(self.left.shape[1])
 
     @property
@@ -124,7 +124,7 @@ def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
 
 
 def working_bytes(shape: tuple[int, int], wanted: Wanted) -> int:
-    """About the most memory that `truncate_matrix` takes, with the matrix itself."""
+    """Estimate the most memory that `truncate_matrix` takes, with the matrix itself."""
     short, long = min(shape), max(shape)
     exact = 4 * short * short * 8 + short * PANEL * 8
     sketch = _basis_width(wanted.rank or FIRST_WIDTH) * (short + 3 * long) * 8
@@ -136,7 +136,7 @@ def working_bytes(shape: tuple[int, int], wanted: Wanted) -> int:
 
 
 def _leading(wide: Floats, wanted: Wanted, squared: float) -> tuple[Numbers, Numbers]:
-    """Both factors of a matrix that is not taller than wide."""
+    """Return both factors of a matrix that is not taller than wide."""
     short = wide.shape[0]
     width = wanted.rank if wanted.energy is None else min(wanted.rank or short, FIRST_WIDTH)
     while _sketches(short, width):
@@ -151,7 +151,7 @@ def _leading(wide: Floats, wanted: Wanted, squared: float) -> tuple[Numbers, Num
 
 
 def _sketches(short: int, width: int | None) -> bool:
-    return width is not None and WORTH_IT * _basis_width(width) <= short
+    return width is not None and SKETCH_RATIO * _basis_width(width) <= short
 
 
 def _basis_width(width: int) -> int:
@@ -159,7 +159,7 @@ def _basis_width(width: int) -> int:
 
 
 def _krylov_basis(wide: Floats, width: int) -> Floats:
-    """An orthonormal basis that all but contains the leading left singular vectors."""
+    """Return an orthonormal basis that all but contains the leading left singular vectors."""
     start = np.random.default_rng(0).standard_normal((wide.shape[1], width), np.float32)
     blocks = [np.linalg.qr(wide @ start)[0]]
     for _ in range(DEPTH):
@@ -172,7 +172,7 @@ def _krylov_basis(wide: Floats, width: int) -> Floats:
 def _within(
     wide: Floats, basis: Floats | None, wanted: Wanted, squared: float
 ) -> tuple[Numbers, Numbers]:
-    """The best factors whose columns lie in the basis; None stands for all directions."""
+    """Return the best factors whose columns lie in the basis; None stands for all directions."""
     projected = wide if basis is None else basis.T @ wide
     energies, vectors = falling_eigen(gram(projected))
     rank = wanted.choose(energies, squared)

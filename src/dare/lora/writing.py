@@ -24,6 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import __version__
+from dare.documents.document import Document, Tone
+from dare.documents.notices import notice
+from dare.documents.shown import Shown
+from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
@@ -37,18 +41,17 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described
 from dare.tensors.json_values import json_ready
 from dare.tensors.names import some_of
-from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]
 
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
 COPIED_BYTES = 1 << 24
-"""How much is copied at a time."""
+"""Bytes that are copied at a time."""
 LEFT_OUT_SHOWN = 4
 
 
-# ---------------------------------------------------------------- what was done
+# ---------------------------------------------------------------- reports
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ModuleReport:
     norm: float
     """The Frobenius norm of the change that was asked for."""
     error: float
-    """What the low rank loses of it: the norm of the difference, as a share of `norm`."""
+    """The loss by the low rank: the norm of the difference, as a share of `norm`."""
 
     @property
     def energy(self) -> float:
@@ -75,13 +78,13 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
-class _Report:
+class _Report(Shown):
     kind: ClassVar[str]
     title: ClassVar[str]
     output: Path
     modules: tuple[ModuleReport, ...]
     notes: tuple[str, ...]
-    """What else there is to know: what was averaged, left out, or different."""
+    """Remarks on tensors that were averaged, left out, or different."""
     bytes_written: int
     seconds: float
 
@@ -103,48 +106,56 @@ class _Report:
         return max(module.rank for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         modules = [{**asdict(module), "energy": module.energy} for module in self.modules]
         total = {"rank": self.rank, "error": self.error, "energy": self.energy}
         return {**asdict(self), "output": str(self.output), "modules": modules, **total}
 
     def to_json(self) -> str:
-        """The report as JSON; a number that is not finite becomes a string."""
+        """Return the report as JSON; a number that is not finite becomes a string."""
         return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
-    def _counts(self) -> str:
+    @property
+    def counts(self) -> str:
+        """The number of modules and their ranks."""
         least, most = min(module.rank for module in self.modules), self.rank
         ranks = f"{most}" if least == most else f"{least} to {most}"
         return f"{times(len(self.modules), 'module')}, rank {ranks}"
 
-    def __str__(self) -> str:
-        """The report in a few lines."""
+    def document(self) -> Document:
+        """Return what the adapter is, and where it lies."""
         size = show_size(self.bytes_written)
-        return f"{self.described}\n  {size} written to {self.output} in {self.seconds:.1f} s"
+        return Document(
+            title=f"{self.title}: {self.counts}",
+            kind="adapter",
+            tone=Tone.GOOD,
+            lead=f"{size} in {self.seconds:.1f} s",
+            facts=tuple(self.facts),
+            notices=tuple(notice("adjusted", what=note) for note in self.notes),
+            done=f"{self.output} is written",
+        )
 
     @property
-    def described(self) -> str:
-        """What the adapter is, in a few lines, whenever and wherever it was made."""
+    def facts(self) -> list[tuple[str, str]]:
+        """The adapter's origin and error, without its place and time."""
         worst = max(self.modules, key=lambda module: module.error)
-        lines = self._lines()
-        if worst.error:
-            total, most = f"{self.error:.3g}", f"{worst.error:.3g}"
-            lines.append(f"relative error {total} in total, {most} in {worst.name}")
-        return "\n  ".join([*lines, *(f"note: {note}" for note in self.notes)])
+        total, most = f"{self.error:.3g}", f"{worst.error:.3g}"
+        error = ("relative error", f"{total} in total, {most} in {worst.name}")
+        return [*self._origin(), *([error] if worst.error else [])]
 
-    def _lines(self) -> list[str]:
+    def _origin(self) -> list[tuple[str, str]]:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdapterReport(_Report):
-    """What a merge of adapters did."""
+    """The report of a merge of adapters."""
 
     kind = "merge"
     title = "Merged LoRA"
     method: str
     route: str
-    """How the adapter was made: by concatenation, or by which kind of SVD."""
+    """The way in which the adapter was made: by concatenation, or by which kind of SVD."""
     adapters: tuple[str, ...]
     weights: tuple[float, ...]
     seeds: tuple[int, ...] | None
@@ -152,10 +163,10 @@ class AdapterReport(_Report):
     averaged: tuple[str, ...]
     """Tensors that are stored in full, and were averaged."""
 
-    def _lines(self) -> list[str]:
+    def _origin(self) -> list[tuple[str, str]]:
         of = f"{times(len(self.adapters), 'adapter')} ({', '.join(self.adapters)})"
-        averaged = [f"averaged in full: {', '.join(self.averaged)}"] if self.averaged else []
-        return [f"{self.method} of {of}: {self._counts()}, {self.route}", *averaged]
+        averaged = [("averaged in full", ", ".join(self.averaged))] if self.averaged else []
+        return [("method", f"{self.method} of {of}, {self.route}"), *averaged]
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ExtractionReport(_Report):
-    """What an extraction did."""
+    """The report of an extraction."""
 
     kind = "extraction"
     title = "Extracted LoRA"
@@ -186,17 +197,16 @@ class ExtractionReport(_Report):
         return inside / (inside + outside) if inside + outside else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         return {**super().to_dict(), "share": self.share}
 
-    def _lines(self) -> list[str]:
-        lines = [f"extracted {self._counts()}", f"{self.energy:.2%} of their change is kept"]
-        lines += [f"stored in full: {', '.join(self.saved)}"] if self.saved else []
+    def _origin(self) -> list[tuple[str, str]]:
+        facts = [("kept", f"{self.energy:.2%} of the modules' change")]
+        facts += [("stored in full", ", ".join(self.saved))] if self.saved else []
         if self.left_out:
             names = some_of([tensor.tensor for tensor in self.left_out], LEFT_OUT_SHOWN)
-            share = f"{1 - self.share:.2%} of the change"
-            lines.append(f"left out, though changed ({share}): {names}")
-        return lines
+            facts.append(("left out", f"{names}: {1 - self.share:.2%} of the change"))
+        return facts
 
 
 # ---------------------------------------------------------------- the files
@@ -281,7 +291,7 @@ class AdapterOutput:
             "versions": versions,
             "machine": platform.machine(),
         }
-        readme = _readme(report.title, config["base_model_name_or_path"], report.described)
+        readme = _readme(report, config["base_model_name_or_path"])
         layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
         with PartialOutput(layout, METADATA, bytes_digest(_json(manifest)), resume=False) as output:
             for key, dtype, shape in layout.files[WEIGHTS_NAME]:
@@ -300,7 +310,7 @@ class AdapterOutput:
 
 
 def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
-    """The `adapter_config.json` of an adapter whose scaling is 1 for every module.
+    """Return the `adapter_config.json` of an adapter whose scaling is 1 for every module.
 
     >>> peft_config({"q": 4, "v": 2})["rank_pattern"]
     {'^v': 2}
@@ -328,10 +338,13 @@ def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
     }
 
 
-def _readme(title: str, base_name: str | None, text: str) -> str:
-    """The page that lies beside the weights."""
+def _readme(report: _Report, base_name: str | None) -> str:
+    """Return the page that lies beside the weights."""
     head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
-    return "\n".join(["---", *head, "---", "", f"# {title}", "", "```text", text, "```", ""])
+    told = [f"{label}: {text}" for label, text in report.facts]
+    told += [f"note: {note}" for note in report.notes]
+    title = f"# {report.title}: {report.counts}"
+    return "\n".join(["---", *head, "---", "", title, "", "```text", *told, "```", ""])
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

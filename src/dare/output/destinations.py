@@ -28,7 +28,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import OutputError
+from dare.documents.words import show_size
+from dare.errors import ExistsError, OutputError
 from dare.output import publishing, targets
 from dare.output.journal import Found, Journal, Record
 from dare.output.manifest import METADATA_KEY, checked_metadata
@@ -41,7 +42,6 @@ from dare.stores.reading import forget, in_background
 from dare.stores.uploading import Stored
 from dare.tensors.chunks import chunk_count
 from dare.tensors.digest import bytes_digest
-from dare.tensors.sizes import show_size
 
 FILES_HERE = 2
 """Files in the scratch folder: one that is merged, and one that is uploaded."""
@@ -137,7 +137,7 @@ def _existing(layout: Layout) -> list[str]:
     if layout.is_directory:
         return below
     names = layout.target.name, manifest_path(layout.target).name
-    return [name for name in names if uploading.look_at(_place(layout, name)) is not None]
+    return [name for name in names if uploading.describe_object(_place(layout, name)) is not None]
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
@@ -150,10 +150,10 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
     if manifest not in found and not set(found) - set(known):
         return found
     if not overwrite:
-        raise targets.exists_already(layout.target)
+        raise ExistsError(layout.target)
     ours = {*known, *_written_names(layout)}
     for name in (name for name in found if name not in ours):
-        seen = uploading.look_at(_place(layout, name))
+        seen = uploading.describe_object(_place(layout, name))
         if seen is not None and not seen.is_ours:
             raise OutputError(
                 f"{layout.target}: contains {name}, which was not made by dare, so it is not "
@@ -239,7 +239,9 @@ class StoreOutput(PartialOutput):
     def _take_over(self, found: Found) -> None:
         self._ours = set(found.ours)
         for file, (size, version) in found.sent.items():
-            seen = uploading.look_at(self._place(file)) if file in self._files.built else None
+            seen = (
+                uploading.describe_object(self._place(file)) if file in self._files.built else None
+            )
             if seen is not None and (seen.size, seen.version) == (size, version):
                 self._sent[file] = seen
         super()._take_over(found)

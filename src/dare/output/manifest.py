@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dare import __version__
-from dare.errors import Concern, InputError, RecipeError
+from dare.documents.notices import LEFTOVERS
+from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
-from dare.kernels.kept import numba_version
+from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import found, told, without_folders
 from dare.output.report import Report
@@ -31,7 +32,7 @@ from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
-from dare.stores.locations import to_path
+from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
@@ -121,9 +122,9 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        asdict(replace(notice, text=without_folders(notice.text, plan.recipe.paths)))
+        asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
         for notice in report.warnings
-        if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
+        if notice.code != LEFTOVERS  # it speaks of this machine
     ]
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},
@@ -209,6 +210,22 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         if isinstance(error, RecipeError):
             raise
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
+    """Yield the inputs of an output, or of its weights, base first, by each manifest beside it.
+
+    An input is given as the manifest names it, and where that leads.
+    """
+    if isinstance(path, StorePath):
+        return
+    for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
+        try:
+            recipe = recipe_from_document(read_manifest(manifest)["recipe"], str(manifest))
+        except (DareError, TypeError, ValueError, AttributeError, RecursionError):
+            continue  # it is no manifest
+        files = (recipe.base, *(entry.file for entry in recipe.models))
+        yield [(file, found(str(file), output_of(manifest))) for file in files]
 
 
 def output_of(manifest_file: Path) -> Path:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,16 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from dare.errors import Concern, Notice, Strength, printable
+from dare.checks.large_deltas import MergedTensor, find_large_deltas
+from dare.checks.same_model import find_copies
+from dare.checks.sample import SampledModels
+from dare.documents.document import Columns, Document, Section, Tone, tabulate
+from dare.documents.notices import Notice, Severity, notice
+from dare.documents.shown import Shown
+from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
+from dare.errors import printable
 from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
-from dare.tensors.cards import card, facts, remarks, table, value
 from dare.tensors.digest import model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import named, show_size, times
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class TensorReport:
     """Elements left after each delta stage."""
 
 
+ModelTensor = tuple[TensorPlan, int, TensorReport]
+"""A tensor, the place of a model among those that take part in it, and the tensor's figures."""
+
+
 @dataclass(frozen=True, repr=False)
 class Digests:
     """Digests of everything that was read and written."""
@@ -73,7 +82,7 @@ class Digests:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Shown):
     """What a merge did."""
 
     method: str
@@ -104,69 +113,68 @@ class Report:
         """The report in a line."""
         target = f" to {self.output}" if self.output is not None else ""
         models = named([model.name for model in self.models])
-        warnings = [notice for notice in self.warnings if notice.strength is not Strength.NOTE]
+        warnings = [notice for notice in self.warnings if notice.severity is not Severity.NOTE]
         warned = f", {times(len(warnings), 'warning')}" if warnings else ""
         return printable(f"<Report: {self.method} of {models}{target}{warned}>")
 
-    def _repr_html_(self) -> str:
-        """The report in a notebook."""
-        rows = (
-            (
-                model.name,
-                value(model.weight),
-                "" if model.drop_rate_realised is None else f"{model.drop_rate_realised:.2%}",
-                f"{model.largest_delta:.3g}",
-                model.largest_delta_in or "-",
-            )
-            for model in self.models
-        )
-        known = {"tensors": f"{len(self.tensors):,}", "seconds": f"{self.seconds:.1f}"}
-        known["read"], known["written"] = map(show_size, (self.bytes_read, self.bytes_written))
-        if self.output is not None:
-            known["to"] = str(self.output)
-        return card(
-            f"Merged by {self.method}",
-            table(("model", "weight >", "dropped >", "largest |δ| >", "in"), rows),
-            facts(known),
-            remarks((warning.strength, warning.text) for warning in self.warnings),
+    def document(self) -> Document:
+        """Return what was done, and what to do next."""
+        columns: Columns = {
+            "model": lambda model: model.name,
+            "weight >": lambda model: weight_text(model.weight),
+            "dropped >": lambda model: rate_text(model.drop_rate_realised),
+            "asked >": lambda model: rate_text(model.drop_rate_asked),
+            "largest |δ| >": lambda model: f"{model.largest_delta:.3g}",
+            f"above {self.delta_threshold:g} >": _count_over,
+            "largest in": lambda model: model.largest_delta_in or NOTHING,
+        }
+        models = tabulate(self.models, columns, optional=("weight >", "largest in"))
+        output = shlex.quote(str(self.output))
+        steps = {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"}
+        return Document(
+            title=f"Merged {times(len(self.tensors), 'tensor')} in {self.seconds:.1f} s",
+            kind="merge",
+            tone=Tone.GOOD,
+            lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            sections=(Section("models", "Models", (models,), is_brief=True),),
+            notices=self.warnings,
+            steps={} if self.output is None else steps,
+            done=f"{self.output} is written ({show_size(self.bytes_written)})"
+            if self.output is not None
+            else "",
+            models=tuple(model.name for model in self.models),
         )
 
-    def __str__(self) -> str:
-        """The report in a few lines."""
-        lines = [
-            f"{self.method}: {len(self.tensors)} tensors merged in {self.seconds:.1f} s "
-            f"({self.bytes_read / 1e9 / max(self.seconds, 1e-9):.2f} GB/s read)"
-        ]
-        for model in self.models:
-            realised, asked = model.drop_rate_realised, model.drop_rate_asked
-            dropped = "" if asked is None else f"dropped {realised:.4%} (asked for {asked:.4%}), "
-            lines.append(
-                f"{model.name}: {dropped}largest |δ| {model.largest_delta:.3g} "
-                f"in {model.largest_delta_in or '-'}"
-            )
-        lines += [f"{warning.strength}: {warning}" for warning in self.warnings]
-        if self.output is not None:
-            lines.append(f"written to {self.output}")
-        return "\n  ".join(map(printable, lines))
+
+def _count_over(model: ModelReport) -> str:
+    share = model.over_threshold / model.elements if model.elements else 0.0
+    return f"{model.over_threshold:,} ({share:.2%})"
 
 
 def make_report(
     plan: Plan,
     records: Sequence[Record],
-    *,
-    seconds: float,
-    bytes_read: int,
-    resumed_chunks: int,
+    sample: SampledModels | None = None,
     noticed: Sequence[Notice] = (),
+    seconds: float = 0.0,
+    bytes_read: int = 0,
+    resumed_chunks: int = 0,
 ) -> Report:
-    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
+    """Add up the figures of all chunks; `noticed` are further notices since the plan."""
     by_tensor = _by_tensor(records)
     tensors = tuple(_tensor_report(plan, t, by_tensor[t.name]) for t in plan.merged())
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
     digests = _digests(plan, by_tensor)
-    found = *_twin_warnings(plan, models, digests), *_number_warnings(overflowed, nans)
-    warnings = [*plan.warnings, *noticed, *found]
+    sample = sample or SampledModels()
+    warnings = [
+        *plan.warnings,
+        *sample.notices,
+        *noticed,
+        *find_copies(plan, _contents(models, digests)),
+        *_number_warnings(overflowed, nans),
+        *_large_deltas(plan, tensors, models, sample),
+    ]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -212,12 +220,17 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
     )
 
 
-def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    parts = [
+def _parts(plan: Plan, index: int, reports: Sequence[TensorReport]) -> list[ModelTensor]:
+    """Return the merged tensors that a model takes part in."""
+    return [
         (tensor, tensor.models.index(index), report)
         for tensor, report in zip(plan.merged(), reports, strict=True)
         if index in tensor.models
     ]
+
+
+def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
+    parts = _parts(plan, index, reports)
     largest, largest_in = 0.0, ""
     for tensor, place, report in parts:
         peak = report.largest_delta[place]
@@ -237,13 +250,8 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
     )
 
 
-def _drop_rates(
-    plan: Plan, parts: Sequence[tuple[TensorPlan, int, TensorReport]]
-) -> tuple[float | None, float | None]:
-    """What all dropping stages together were asked to drop of one model, and what they did.
-
-    A part is a tensor, the model's place among those that take part in it, and its figures.
-    """
+def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None, float | None]:
+    """What all dropping stages together were asked to drop of one model, and what they did."""
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
     for position, stage in enumerate(plan.stages):
@@ -264,43 +272,33 @@ def _drop_rates(
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
-def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) -> Iterator[Notice]:
-    """Models that are the base, and models that are another one."""
-    changed = []
-    for index, model in enumerate(models):
-        is_weighted = plan.recipe.models[index].weight is not None  # to pull towards the base
-        is_meant = is_weighted or plan.recipe.interpolates  # from the base on
-        if model.elements and model.largest_delta == 0 and not is_meant:
-            text = (
-                f"{model.name}: equals the base in every element, so it changes nothing, and in a "
-                "mean others count less; leave it out, or check that it is the file you meant"
-            )
-            yield Notice(Concern.EQUALS_BASE, text, Strength.STRONG)
-        elif model.largest_delta != 0:
-            changed.append(index)
-    for one, other in itertools.combinations(changed, 2):
-        if digests.models[one] == digests.models[other]:
-            yield same_model(plan, one, other)
+def _contents(models: Sequence[ModelReport], digests: Digests) -> list[str | None]:
+    """Return what tells models apart: empty for those that are the base, None if nothing does."""
+    return [
+        digest if model.largest_delta else "" if model.elements else None
+        for model, digest in zip(models, digests.models, strict=True)
+    ]
 
 
-def same_model(plan: Plan, one: int, other: int) -> Notice:
-    """What is said of two models that are one, by a glance or by their digests."""
-    names = plan.model_names
-    what = f"has the same weights as {names[one]}, so it counts twice; leave one of them out"
-    text = f"{names[other]}: {what}, or double its weight if that is meant"
-    return Notice(Concern.SAME_MODEL, text, Strength.STRONG)
+def _large_deltas(
+    plan: Plan,
+    tensors: Sequence[TensorReport],
+    models: Sequence[ModelReport],
+    sample: SampledModels,
+) -> Iterator[Notice]:
+    for index, exposures in enumerate(sample.exposures):
+        merged = [
+            MergedTensor(plan, index, tensor, report.over_threshold[place], report.survivors[place])
+            for tensor, place, report in _parts(plan, index, tensors)
+        ]
+        largest = models[index].largest_delta, models[index].largest_delta_in
+        yield from find_large_deltas(plan, index, merged, exposures, largest)
 
 
 def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:
-    too_large = "infinite or too large for the output type; lower scale, or store a wider dtype"
-    not_numbers = "NaN; `dare analyze` shows which input has NaN or infinite elements, and where"
-    for about, count, what in (
-        (Concern.OVERFLOW, overflowed, too_large),
-        (Concern.NOT_A_NUMBER, nans, not_numbers),
-    ):
+    for code, count in (("overflow", overflowed), ("not_a_number", nans)):
         if count:
-            values = "1 merged value is" if count == 1 else f"{count:,} merged values are"
-            yield Notice(about, f"{values} {what}", Strength.STRONG)
+            yield notice(code, values=times(count, "merged value is", "merged values are"))
 
 
 def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:

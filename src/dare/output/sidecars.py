@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dare.errors import Concern, Notice, RecipeError, Strength, did_you_mean
+from dare.documents.notices import CATALOGUE, LEFTOVERS, Notice, Severity, notice
+from dare.errors import RecipeError, did_you_mean
 from dare.inputs.directory import (
     CONFIG,
     Changes,
@@ -145,12 +146,11 @@ def _stop_tokens(inputs: Inputs, giver: int) -> tuple[StopTokens | None, list[No
         for name, found in zip(names, texts, strict=True)
         if found and texts[giver] and found != texts[giver]
     ]
-    text = (
-        f"stop tokens: the output ends a text with {', '.join(sorted(texts[giver]))}, as "
-        f"{names[giver]} does, and {'; '.join(others)}; set chat_template to the name of the model "
-        "whose template and stop tokens to take"
-    )
-    notices = [Notice(Concern.STOP_TOKENS, text, Strength.NOTE)] if others else []
+    notices = []
+    if others:
+        own = ", ".join(sorted(texts[giver]))
+        whose = "; ".join(others)
+        notices.append(notice("stop_tokens", own=own, giver=names[giver], others=whose))
     if giver and aligned.token_ids and (ids := aligned.token_ids[giver - 1]) is not None:
         stop = renumber_stop_tokens(stop, ids, names[giver])
     return stop, notices
@@ -162,13 +162,13 @@ def _with_missing_configuration(planned: Plan, inputs: Inputs, chosen: int) -> P
     if has_one[chosen]:
         return planned
     whose = ("base", *inputs.names)[chosen]
-    text = f"{whose}: has no {CONFIG} with its weights, so transformers cannot load the output"
     others = [name for name, has in zip(inputs.names, has_one[1:], strict=True) if has]
-    if not others:
-        return replace(planned, notes=(*planned.notes, text))
-    text += f"; set copy_from = {others[0]!r} to take configuration and tokenizer from that model"
-    notice = Notice(Concern.NO_CONFIGURATION, f"{text} (--copy-from {shlex.quote(others[0])})")
-    return replace(planned, warnings=(*planned.warnings, notice))
+    severity, remedy = Severity.NOTE, "Put a config.json beside the output yourself"
+    if others:
+        given = f"copy_from = {others[0]!r} (--copy-from {shlex.quote(others[0])})"
+        severity, remedy = Severity.WARNING, f"Set {given} to take it and the tokenizer from there"
+    found = notice("no_configuration", whose, severity=severity, file=CONFIG, remedy=remedy)
+    return replace(planned, warnings=(*planned.warnings, found))
 
 
 def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
@@ -309,11 +309,11 @@ def _digests(report: Report) -> str:
 
 def _warnings(plan: Plan, report: Report) -> str:
     lines = ""
-    for notice in report.warnings:
-        if notice.about is not Concern.LEFTOVERS:
-            mark = "**" if notice.strength is Strength.STRONG else ""
-            text = _inline(without_folders(notice.text, plan.recipe.paths))
-            lines += f"- {mark}{notice.about}{mark}: {text}\n"
+    for given in report.warnings:
+        if given.code != LEFTOVERS:
+            mark = "**" if given.severity is Severity.SEVERE else ""
+            text = _inline(without_folders(str(given), plan.recipe.paths))
+            lines += f"- {mark}{CATALOGUE[given.code].title}{mark}: {text}\n"
     return f"## Warnings\n\n{lines}\n" if lines else ""
 
 

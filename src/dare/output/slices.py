@@ -25,6 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from dare.documents.document import Document, Tone
+from dare.documents.shown import Shown
+from dare.documents.words import pace_text, times
 from dare.errors import InputError, MismatchError, OutputError, VerificationError
 from dare.output.journal import (
     Busy,
@@ -39,13 +42,7 @@ from dare.output.journal import (
 )
 from dare.output.publishing import sync_folder
 from dare.output.report import Report
-from dare.output.targets import (
-    JOURNAL_NAME,
-    MARK_NAME,
-    has_mark,
-    slice_journal,
-    slice_journals,
-)
+from dare.output.targets import JOURNAL_NAME, MARK_NAME, has_mark, slice_journal, slice_journals
 from dare.output.writer import PartialOutput
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
@@ -60,8 +57,12 @@ LARGEST_PAGE = 1 << 16
 """Bytes that a file system may write at once, though fewer were given to it."""
 
 
+MOST_NUMBERS = 8
+"""Slices that are named; more are counted."""
+
+
 @dataclass(frozen=True)
-class SliceReport:
+class SliceReport(Shown):
     """What one slice of a merge did."""
 
     slice: str
@@ -75,6 +76,23 @@ class SliceReport:
     """The numbers of the slices that were not complete when this one was."""
     report: Report | None
     """Of the whole merge, if this slice was the last and published the output."""
+
+    def document(self) -> Document:
+        """Return what the slice did, and which are not done yet; the report, if it has one."""
+        if self.report is not None:
+            return self.report.document()
+        numbers = ", ".join(map(str, self.unfinished[:MOST_NUMBERS]))
+        more = len(self.unfinished) - MOST_NUMBERS
+        others = f"{numbers} and {more} more" if more > 0 else numbers
+        waits = f"not done yet: {others}; the last one publishes the output"
+        return Document(
+            title=f"Slice {self.slice} is done in {self.seconds:.1f} s",
+            kind="slice",
+            tone=Tone.GOOD,
+            lead=f"{times(self.chunks, 'piece')}, "
+            + pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            facts=(("slices", waits if others else "another slice has published the output"),),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""

@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dare.errors import InputError, OutputError
+from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
@@ -132,14 +132,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         _check_manifest(target)
         return
     if not overwrite:
-        raise exists_already(target)
+        raise ExistsError(target)
     check_replaceable(layout)
-
-
-def exists_already(target: Path) -> OutputError:
-    """What is said where an output would be replaced."""
-    remedy = "choose another output, or pass overwrite=True to replace it"
-    return OutputError(f"{target}: exists already; {remedy}")
 
 
 def check_replaceable(layout: Layout) -> None:
@@ -176,6 +170,18 @@ def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
             f"{path}: was not made by dare (it does not begin like the {kind} that would be "
             "written there), so it is not replaced; remove it yourself, or choose another path"
         )
+
+
+def write_file(path: Path, content: bytes, kind: str | None, *, overwrite: bool = True) -> None:
+    """Write a file, and the folders that it lies in; never over a file of another kind."""
+    if kind is not None:
+        check_free(path, kind, overwrite=overwrite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb" if overwrite else "xb") as file:
+            file.write(content)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def check_is_here(layout: Layout) -> None:

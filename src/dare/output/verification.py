@@ -14,6 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dare.documents.document import Document, Tone
+from dare.documents.notices import notice
+from dare.documents.progress import show_progress
+from dare.documents.shown import Shown
+from dare.documents.words import show_size, times
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
@@ -30,13 +35,11 @@ from dare.output.targets import (
     read_sealed,
 )
 from dare.planning.machine import available_cores
-from dare.run.progress import show_progress
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
 from dare.tensors.files import as_stream, is_there, open_input
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import times
 
 Outcome = TypeVar("Outcome")
 Manifest = Mapping[str, Any]
@@ -46,7 +49,7 @@ HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """The outcome of checking an output."""
 
     path: Path
@@ -67,12 +70,22 @@ class Verification:
         """The outcome as plain values, ready for JSON."""
         return {"ok": self.ok, **asdict(self), "path": str(self.path)}
 
-    def __str__(self) -> str:
-        """The outcome in a few lines."""
-        intact = f"{times(self.tensors, 'tensor')}, {self.bytes_checked:,} bytes, intact"
-        outcome = intact if self.ok else "CHANGED since it was written"
-        weights = [] if self.sha256 is None else [f"SHA-256 of the weights: {self.sha256}"]
-        return "\n  ".join([f"{self.path}: {outcome}", *self.problems, *self.changed, *weights])
+    def document(self) -> Document:
+        """Return whether the output is what was written."""
+        checked = f"{times(self.tensors, 'tensor')}, {show_size(self.bytes_checked)}"
+        bad = "Not what was written" if self.tensors else "Cannot be verified"
+        facts = () if self.sha256 is None else (("SHA-256 of the weights", self.sha256),)
+        return Document(
+            title="Intact" if self.ok else bad,
+            kind="verification",
+            tone=Tone.GOOD if self.ok else Tone.POOR,
+            lead=f"{checked}, {self.path}" if self.ok else str(self.path),
+            facts=facts,
+            notices=(
+                *(notice("not_as_written", what=problem) for problem in self.problems),
+                *(notice("changed_beside", what=change) for change in self.changed),
+            ),
+        )
 
 
 def verify(

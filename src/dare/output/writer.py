@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import show_size
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
 from dare.output.journal import Found, Journal, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
@@ -38,7 +39,6 @@ from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import show_size
 
 
 class Sink(Protocol):

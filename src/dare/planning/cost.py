@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from dare.documents.words import show_size
 from dare.planning.data import PlanData, TensorPlan
 from dare.planning.machine import available_cores, memory_limit
 from dare.recipe.schema import DEFAULT_MEMORY
 from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
-from dare.tensors.sizes import show_size
 
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""

@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from dare.errors import Notice
+from dare.documents.notices import Notice
 from dare.inputs.directory import Sidecars
 from dare.inputs.sources import Drop, Source
 from dare.planning.layout import Layout

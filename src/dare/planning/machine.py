@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dare.documents.words import show_size
 from dare.errors import RecipeError
 from dare.recipe.schema import DEFAULT_MEMORY
-from dare.tensors.sizes import show_size
 
 CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ""),

@@ -9,7 +9,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from dare.errors import Concern, MismatchError, Notice, RecipeError, Strength
+from dare.documents.notices import LIMIT, Notice, notice
+from dare.documents.words import show_size, times
+from dare.errors import MismatchError, RecipeError
+from dare.inputs.fit import Fit, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
@@ -19,14 +22,23 @@ from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import DEFAULT_MEMORY, Recipe, TensorRule
 from dare.stages import Settings, Stage
-from dare.stages.darex import balanced_q
+from dare.stages.darex import suggest_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_layer_matrix, some_of
-from dare.tensors.sizes import show_size, times
 
 FINDINGS_SHOWN = 20
-DROPPERS = ("dare", "darex")
+POLICIES = {
+    Misfit.NOT_IN_MODEL: (
+        "on_missing",
+        "base",
+        "count its change there as zero",
+        "missing_as_zero",
+    ),
+    Misfit.UNLIKE_BASE: ("on_mismatch", "base", "keep the base's", "mismatch_kept"),
+    Misfit.NOT_IN_BASE: ("on_extra", "drop", "leave it out", "extra_dropped"),
+}
+"""For each misfit: the setting that decides, the value that allows it, its effect, the notice."""
 
 T = TypeVar("T")
 
@@ -40,19 +52,20 @@ def make_plan(
     backend: str = "cpu",
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
-    problems: list[str] = []
     recipe = _take_over(recipe, models)
-    warnings = list(_recipe_warnings(recipe))
+    named = dict(zip(names, models, strict=True))
+    fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
+    extras = find_extras(base, named)
+    misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
+    problems, notices = _judge(recipe, misfits)
+    warnings = [*_recipe_warnings(recipe), *notices]
     depths = find_depths(base.tensors)
     shared = _Shared()
     tensors = [
-        _plan_tensor(
-            recipe, info, base.ties.get(name), depths, models, names, problems, warnings, shared
-        )
-        for name, info in sorted(base.tensors.items())
+        _plan_tensor(recipe, fit, base.ties, depths, models, names, problems, shared)
+        for fit in fits
     ]
-    extras = _find_extras(recipe, base, models, names, problems, warnings)
-    problems = problems or list(_find_idle(base, models, names, tensors))
+    problems = problems or list(_find_idle(base, named, fits))
     if problems:
         raise MismatchError(*_list(problems))
     for rule in recipe.tensors:
@@ -60,8 +73,7 @@ def make_plan(
         tied = [f"{name} is {base.ties[name]}" for name in matched if name in base.ties]
         if len(tied) == len(matched):
             reason = f"{', '.join(tied)}, whose rules hold" if tied else "there are none"
-            text = f"{rule}: {reason}, so the rule has no effect"
-            warnings.append(Notice(Concern.UNUSED_RULE, text))
+            warnings.append(notice("unused_rule", str(rule), reason=reason))
 
     warnings += _float8_warnings(recipe, tensors)
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
@@ -78,7 +90,7 @@ def make_plan(
         tuple(models),
         tuple(names),
         tuple(tensors),
-        tuple(extras),
+        tuple(extra.tensor for extra in extras),
         tuple(warnings),
         layout,
         tuple(notes),
@@ -100,18 +112,18 @@ def make_plan(
 
 def _plan_tensor(
     recipe: Recipe,
-    base: TensorInfo,
-    tied_to: str | None,
+    fit: Fit,
+    ties: Mapping[str, str],
     depths: Mapping[str, Fraction],
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
-    warnings: list[Notice],
     shared: _Shared,
 ) -> TensorPlan:
+    base, tied_to = fit.base, ties.get(fit.base.name)
     name = tied_to or base.name
     depth = depths[name]
-    fate, takes_part = _fate(recipe, base, models, names, problems, warnings)
+    fate, takes_part = _fate(recipe, fit)
     dtype = _output_type(recipe, base, name)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
@@ -146,12 +158,12 @@ def _plan_tensor(
 def _take_over(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     """The recipe with the rates and seeds of delta files that elements were dropped from.
 
-    A first stage that drops (`dare`, `darex`) finds done what it would do, if rate and seed are
+    A first stage that drops finds done what it would do, if rate and seed are
     those of the file: it then only rescales. A chain that does not drop takes what is left divided
     by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
-    drops_itself = recipe.chain[0][0].name in DROPPERS
+    drops_itself = recipe.chain[0][0].may_redrop
     for index, (entry, seed, model) in enumerate(
         zip(recipe.models, recipe.seeds(), models, strict=True)
     ):
@@ -184,7 +196,7 @@ def _left_to_make_up(
 ) -> Drop | str | None:
     """What is to be made up for before the first stage; text, if another mask would drop too."""
     stages = [stage for stage, _ in recipe.chain[:-1]]
-    droppers = [place for place, stage in enumerate(stages) if stage.name in DROPPERS]
+    droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
     if not droppers:
         return drop
     was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
@@ -219,52 +231,15 @@ class _Shared:
         return self._kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
 
 
-def _fate(
-    recipe: Recipe,
-    base: TensorInfo,
-    models: Sequence[Source],
-    names: Sequence[str],
-    problems: list[str],
-    warnings: list[Notice],
-) -> tuple[Fate, list[int]]:
-    """What becomes of a tensor, and the models that take part in it."""
-    name = base.name
-    takes_part, mismatched, missing = [], [], []
+def _fate(recipe: Recipe, fit: Fit) -> tuple[Fate, list[int]]:
+    """Return what becomes of a tensor, and the models that take part in it."""
     takes_all = recipe.chain[-1][0].models is not None  # then a missing delta is read as zero
-    for index, (model, model_name) in enumerate(zip(models, names, strict=True)):
-        info = model.tensors.get(name)
-        if info is None:
-            if base.dtype.is_weight and not model.is_partial:
-                missing.append(model_name)
-            takes_part += [index] * takes_all
-        elif info.shape == base.shape and (
-            info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
-        ):
-            takes_part.append(index)
-        else:
-            mismatched.append(f"base is {base.described}, {model_name} is {info.described}")
-
-    if missing:
-        line = f"{name}: not in {', '.join(missing)}"
-        if recipe.on_missing == "error":
-            problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
-        else:
-            text = f"{line}; its change there counts as zero"
-            warnings.append(Notice(Concern.MISSING_TENSORS, text))
-    for line in mismatched:
-        if recipe.on_mismatch == "error":
-            problems.append(f'{name}: {line}; set on_mismatch = "base" to keep the base\'s')
-        else:
-            text = f"{name}: {line}; the base's is kept"
-            warnings.append(Notice(Concern.MISMATCHED_TENSORS, text))
-
-    if mismatched:
+    takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
+    if fit.is_mismatched:
         return Fate.MISMATCHED, []
-    if not base.dtype.is_weight:
+    if not fit.base.dtype.is_weight:
         return Fate.COPIED, takes_part if recipe.on_integer_mismatch == "error" else []
-    if any(name in model.tensors for model in models):
-        return Fate.MERGED, takes_part
-    return Fate.BASE_ONLY, []
+    return (Fate.MERGED, takes_part) if fit.fitting else (Fate.BASE_ONLY, [])
 
 
 def _check(stage: Stage, settings: Settings, where: str) -> None:
@@ -274,43 +249,27 @@ def _check(stage: Stage, settings: Settings, where: str) -> None:
         raise RecipeError(f"{where}{error}") from None
 
 
-def _find_extras(
-    recipe: Recipe,
-    base: Source,
-    models: Sequence[Source],
-    names: Sequence[str],
-    problems: list[str],
-    warnings: list[Notice],
-) -> list[str]:
-    owners: dict[str, list[str]] = {}
-    for model, model_name in zip(models, names, strict=True):
-        for tensor in model.tensors:
-            if tensor not in base.tensors:
-                owners.setdefault(tensor, []).append(model_name)
-    for tensor, found_in in sorted(owners.items()):
-        line = f"{tensor}: in {', '.join(found_in)}, not in the base"
-        if recipe.on_extra == "error":
-            problems.append(f'{line}; set on_extra = "drop" to leave it out')
+def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[Notice]]:
+    """Return a line for each misfit that the recipe refuses, and a notice for each other."""
+    problems, notices = [], []
+    for misfit in misfits:
+        setting, value, effect, code = POLICIES[misfit.reason]
+        if getattr(recipe, setting) == "error":
+            problems.append(f'{misfit}; set {setting} = "{value}" to {effect}')
         else:
-            warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
-    return sorted(owners)
+            models, shapes = ", ".join(misfit.models), misfit.reason_text
+            notices.append(notice(code, misfit.tensor, models=models, shapes=shapes))
+    return problems, notices
 
 
-def _find_idle(
-    base: Source, models: Sequence[Source], names: Sequence[str], tensors: Sequence[TensorPlan]
-) -> Iterator[str]:
-    """A line for each model of which nothing would be merged."""
+def _find_idle(base: Source, models: Mapping[str, Source], fits: Iterable[Fit]) -> Iterator[str]:
+    """Yield a line for each model of which nothing would be merged."""
     if not any(info.dtype.is_weight for info in base.tensors.values()):
         return
-    busy = {
-        index
-        for tensor in tensors
-        if tensor.is_merged
-        for index in tensor.models
-        if tensor.name in models[index].tensors
-    }
-    for index, (model, name) in enumerate(zip(models, names, strict=True)):
-        if index not in busy:
+    used = [fit for fit in fits if fit.base.dtype.is_weight and not fit.is_mismatched]
+    busy = {number for fit in used for number in fit.fitting}
+    for number, (name, model) in enumerate(models.items()):
+        if number not in busy:
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
             yield (
                 f"{name}: nothing of it would be merged: none of its {len(model.tensors)} tensors"
@@ -324,44 +283,16 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     seeds = recipe.seeds()
     drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
     if drops and len(set(seeds)) < len(seeds):
-        yield Notice(
-            Concern.EQUAL_SEEDS,
-            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions "
-            "and keep the same ones; give each model another seed, or leave the seeds out",
-        )
+        yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     for rate in sorted(drop_rates(recipe)):
-        if rate > 0.95 and not balanced:
-            yield Notice(
-                Concern.HIGH_DROP_RATE,
-                f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
-                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; "
-                f"{_suggest_q(recipe, rate)}",
-            )
+        if rate > LIMIT.highest_rate and not balanced:
+            is_default = any(settings.get("drop_rate") == rate for _, settings in recipe.chain)
+            stages = [stage.name for stage, _ in recipe.chain]
+            q = suggest_q(rate, stages, len(recipe.models), is_default=is_default)
+            yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=q)
     if drops and False in _values(recipe, "rescale"):
-        yield Notice(
-            Concern.NO_RESCALE,
-            "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
-            "each change is applied (a tenth at p = 0.9); this is not DARE",
-        )
-
-
-def _suggest_q(recipe: Recipe, rate: float) -> str:
-    """The q of DAREx to use at a drop rate, and how to set it."""
-    names = [stage.name for stage, _ in recipe.chain]
-    if not {"dare", "darex"} & set(names):
-        return "the stage darex divides by a larger q, or bounds the variance"
-    method = "+".join("darex" if name == "dare" else name for name in names)
-    q = balanced_q(rate, len(recipe.models))
-    left = (1 - rate) / q
-    way = f'set method = "{method}", and q = {q:g} beside this rate'
-    if any(settings.get("drop_rate") == rate for _, settings in recipe.chain):
-        way = f'use --method {method} --q {q:g}, or method = "{method}" and q = {q:g} in [darex]'
-    return (
-        f"{way}: that keeps {left:.0%} of each change and {left**2:.0%} of its variance "
-        "(a rule of thumb, 1 - p + p·models/100, from the demonstration's models; "
-        "docs/guides/darex.md says how to find a better q)"
-    )
+        yield notice("no_rescale")
 
 
 def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:
@@ -371,12 +302,7 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
         return
     narrowed = times(sum(t.dtype not in MODEL_TYPES for t in wide), "matrix", "matrices")
     kept = times(sum(t.dtype in MODEL_TYPES for t in wide), "tensor")
-    yield Notice(
-        Concern.PLAIN_FLOAT8,
-        f"dtype = {recipe.dtype}: plain float8 has no scales, so the {narrowed} stored in it lose "
-        f"precision, and small values become zero; norms, biases, embeddings and heads ({kept}) "
-        "keep their type; to lose less, store BF16 and quantise the output with scales",
-    )
+    yield notice("plain_float8", dtype=recipe.dtype, narrowed=narrowed, kept=kept)
 
 
 def _float64_notices(plan: Plan) -> Iterator[Notice]:
@@ -386,12 +312,7 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
         kinds = {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
         count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
     if count:
-        yield Notice(
-            Concern.FLOAT64,
-            f"{times(count, 'tensor')} with float64 weights: merging computes in float32, so that "
-            "their results have about 7 digits",
-            Strength.NOTE,
-        )
+        yield notice("float64", tensors=times(count, "tensor"))
 
 
 def drop_rates(recipe: Recipe) -> set[float]:

@@ -1,4 +1,4 @@
-"""What will be done, what it costs, and how that is shown.
+"""A plan: every tensor's fate, the cost, and the document that shows it.
 
 Everything that can be found wrong without reading weights is found before there is a plan.
 """
@@ -6,20 +6,25 @@ Everything that can be found wrong without reading weights is found before there
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from dare.documents.document import Document, Section, tabulate
+from dare.documents.notices import notice
+from dare.documents.shown import Shown
+from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
-from dare.tensors.cards import card, facts, remarks, table, value
+from dare.stages import IMPLIED, Stage
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import named, show_size, times
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(PlanData):
+class Plan(PlanData, Shown):
     """What a merge will do, and what it will cost."""
 
     @cached_property
@@ -83,29 +88,6 @@ class Plan(PlanData):
         target = f" to {self.layout.target}" if self.layout is not None else ""
         return printable(f"<Plan: {self._what}{target}>")
 
-    def _repr_html_(self) -> str:
-        """The plan in a notebook."""
-        cost, recipe = self.cost, self.recipe
-        rows = zip(self.model_names, recipe.weights(), recipe.seeds(), strict=True)
-        known = {
-            "reads": show_size(cost.bytes_read),
-            "writes": show_size(cost.bytes_written),
-            "memory": show_size(cost.peak_memory),
-            "threads": str(cost.threads),
-        }
-        if self.layout is not None:
-            known["to"] = str(self.layout.target)
-        return card(
-            f"Plan: {self._what}",
-            table(
-                ("model", "weight >", "seed >"),
-                ((name, value(weight), f"{seed}") for name, weight, seed in rows),
-            ),
-            facts(known),
-            remarks(("note", note) for note in self.notes),
-            remarks((warning.strength, warning.text) for warning in self.warnings),
-        )
-
     @property
     def _what(self) -> str:
         method = "+".join(stage.name for stage in self.stages)
@@ -115,23 +97,114 @@ class Plan(PlanData):
             f"{elements:,} elements"
         )
 
-    def __str__(self) -> str:
-        """The plan in a few lines."""
-        fates = dict.fromkeys(Fate, 0)
-        for tensor in self.tensors:
-            fates[tensor.fate] += 1
+    def document(self, *, brief: bool = False) -> Document:
+        """Return what will be merged, how and at what cost; `brief` without the usual settings."""
+        cost, recipe = self.cost, self.recipe
+        elements = times(sum(tensor.elements for tensor in self.tensors), "element")
+        fates = Counter(tensor.fate for tensor in self.tensors)
         fates[Fate.LEFT_OUT] = len(self.left_out)
-        cost, elements = self.cost, sum(tensor.elements for tensor in self.tensors)
-        lines = [
-            f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
-            f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
-            *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
-            f"  reads {show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}, "
-            f"writes {show_size(cost.bytes_written)}, {cost.threads} threads",
-            f"  {cost.memory_line}",
+        tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
+        before, after = (
+            ", ".join(sorted({dtype.name for dtype in dtypes}))
+            for dtypes in (
+                [tensor.base.dtype for tensor in self.tensors],
+                [tensor.dtype for tensor in self.tensors],
+            )
+        )
+        stored = f" stored as {after}" if after != before else ""
+        shared, different = self._model_settings(brief=brief)
+        facts = [
+            ("method", self._method(shared, brief=brief)),
+            ("base", str(recipe.base)),
+            ("tensors", f"{tensors}; {elements}, {before}{stored}"),
+            ("writes", self._written),
         ]
-        if self.layout is not None:
-            lines.append(f"  to {self.layout.target} ({times(len(self.layout.files), 'file')})")
-        lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  {warning.strength}: {warning}" for warning in self.warnings]
-        return "\n".join(map(printable, lines))
+        if not brief:
+            passes = times(cost.passes, "pass", "passes")
+            facts += [
+                ("reads", f"{show_size(cost.bytes_read)} in {passes}"),
+                ("with", times(cost.threads, "thread")),
+                ("memory", cost.memory_line),
+            ]
+            facts += [("left out", ", ".join(self.left_out))] if self.left_out else []
+        figures = zip(recipe.weights(), recipe.seeds(), strict=True)
+        rows = zip(self.model_names, recipe.models, figures, different, strict=True)
+        columns: dict[str, Callable[[Any], str]] = {
+            "model": lambda row: row[0],
+            "file": lambda row: str(row[1].file),
+            "weight >": lambda row: weight_text(row[2][0]),
+            "seed >": lambda row: str(row[2][1]),
+            "settings": lambda row: _listed(row[3]),
+        }
+        if not any(different):
+            del columns["settings"]
+        models = tabulate(rows, columns, optional=("file",))
+        return Document(
+            title="Plan",
+            kind="plan",
+            facts=tuple(facts),
+            sections=(Section("models", "Models", (models,), is_brief=True),),
+            notices=(
+                *(notice("adjusted", what=note) for note in self.notes),
+                *(() if brief else self.warnings),
+            ),
+            models=self.model_names,
+        )
+
+    def _method(self, shared: Mapping[str, Any], *, brief: bool) -> str:
+        """Return the chain with the settings that all models share, and those of combining."""
+        combine, settings = self.recipe.chain[-1]
+        defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
+        combining = {
+            f"{combine.name} {name}": value
+            for name, value in settings.items()
+            if (combine.name, name) not in IMPLIED  # the stage that it makes has its own
+            and not (brief and value == defaults[name])
+        }
+        scale = {} if brief and self.recipe.scale == 1 else {"scale": self.recipe.scale}
+        rates = {"embedding_drop_rate": self.recipe.embedding_drop_rate}
+        chain = "+".join(stage.name for stage in self.stages)
+        return _listed({chain: "", **shared, **rates, **combining, **scale})
+
+    @property
+    def _written(self) -> str:
+        size = show_size(self.cost.bytes_written)
+        if self.layout is None:
+            return f"{size} (no output is named yet)"
+        target = self.layout.target
+        place = f"{size} to {target} ({times(len(self.layout.files), 'file')})"
+        if target.exists():
+            return f"{place}, which exists already"
+        if self.layout.is_sent:
+            room = show_size(self.layout.scratch_bytes)
+            return f"{place}, file by file by way of a scratch folder, which takes {room}"
+        if target.parent.exists():
+            return place
+        return f"{place}; the folder {target.parent} is made for it"
+
+    def _model_settings(self, *, brief: bool) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+        """Return the settings of delta stages that all models share, and each model's others."""
+        every = [
+            {
+                parameter: value
+                for stage, values in self.recipe.chain[:-1]
+                for parameter, default in values.items()
+                if (value := entry.settings.get(parameter, default)) is not None
+                and not (brief and _is_usual(stage, parameter, value))
+            }
+            for entry in self.recipe.models
+        ]
+        shared = {k: v for k, v in every[0].items() if all(k in s and s[k] == v for s in every)}
+        return shared, [{k: v for k, v in s.items() if k not in shared} for s in every]
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    """Return settings in a line, without those that are not given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return ", ".join(f"{name} {exact_text(value)}".strip() for name, value in given.items())
+
+
+def _is_usual(stage: Stage, parameter: str, value: object) -> bool:
+    """Tell if a delta stage's parameter is not worth a word: numbers always are."""
+    default = stage.parameters[parameter].default
+    return value == default and (isinstance(default, bool) or not isinstance(default, float))

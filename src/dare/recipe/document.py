@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
+from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import ModelEntry, TensorRule, distinct
 from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, Files
@@ -22,7 +23,6 @@ from dare.recipe.schema import SAME_WEIGHTS, Recipe
 from dare.recipe.toml import read_toml
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.methods import load_installed_stages
-from dare.tensors.sizes import times
 
 __all__ = ["LIFTED", "read_toml", "recipe_from_document"]
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
     AnyPath,
@@ -49,7 +50,7 @@ from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import parse_size, times
+from dare.tensors.sizes import parse_size
 
 __all__ = ["ModelEntry", "Recipe", "TensorRule"]
 

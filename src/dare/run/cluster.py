@@ -1,22 +1,38 @@
-"""A merge on a cluster: slices that nodes make, and write into the same partial output.
+"""A merge on a Ray cluster: slices that nodes make, and write into the same partial output.
 
-A task makes one slice. It returns the records of its chunks when they are on the disk, so what was
-journaled needs no second look, and what a dead machine has not synced is written again by the next.
-What stages must know of whole models is looked up by tasks before, and concluded by the driver.
+Work is plain data, done in pieces by tasks. Every process in which tasks run opens it once, as it
+sees files and folders there. Ray decides where a task runs, and runs it again elsewhere if its
+process or its machine dies; so a piece must give the same result if it is done twice. An error in a
+piece is not tried again: it ends the work, and the message names the node.
+
+A task of a merge makes one slice. It returns the records of its chunks when they are on the disk,
+so what was journaled needs no second check, and what a dead machine has not synced is written again
+by the next. Stages that must know something of whole models have tasks observe the tensors before,
+and the driver conclude.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
+import platform
+import secrets
+import socket
+import sys
+import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from dare.errors import InputError, OutputError, RecipeError
+from dare import __version__
+from dare.errors import ClusterError, DareError, InputError, OutputError, RecipeError
 from dare.inputs.formats import open_inputs
 from dare.inputs.reading import read_stored
 from dare.inputs.sources import Source
@@ -28,20 +44,235 @@ from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.schema import Recipe
 from dare.run.execute import do_census_steps, execute
-from dare.run.graph import Conclude, Id, Look, Step, list_census_steps
-from dare.run.ray import Cluster, Do, connect
-from dare.run.worker import Progress
+from dare.run.graph import Conclude, Observe, list_census_steps
+from dare.run.threads import Id, Step
+from dare.run.worker import Progress, hold_open
 from dare.stages.methods import load_installed_stages, load_stages
 from dare.stores.locations import StorePath
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
 
+RETRIES = 5
+"""Times that Ray starts a task again whose process or machine has died."""
+TASKS_PER_SLOT = 2
+"""Tasks that are handed to Ray for each one that can run."""
+NODE_POLL_SECONDS = 2.0
+"""Time between two questions which nodes there are."""
+PATIENCE_SECONDS = 60.0
+"""Time to wait for a first answer, and for a node when none is left."""
+TASK_MEMORY_BYTES = 256 << 20
+"""Memory of a task if no limit is set, and it does not need more."""
 SLICES_PER_NODE, SLICES_PER_TASK = 16, 8
-"""How many slices there are at least, for each node and for each task that runs at once."""
+"""The least number of slices, for each node and for each task that runs at once."""
 SLICE_BYTES = 1 << 30
-"""What a slice reads and writes at the most, unless there would be too many."""
+"""The most that a slice reads and writes, unless there would be too many."""
 SAMPLES = 3
 """Chunks of each input whose digests are compared: the first, the last, and some between."""
+
+SAME_VERSIONS = "install the same versions on every node"
+
+RunPiece = Callable[[Any, Any], tuple[Any, int]]
+"""Does a piece, given what all pieces have in common; returns its result and the bytes read."""
+Result = tuple[tuple[str, str], Any, int]
+"""A node by id and address, the result of a piece there, and the bytes that were read for it."""
+
+
+class Work(Protocol):
+    """Work that is done in pieces, as plain data."""
+
+    def open(self, stack: ExitStack) -> RunPiece:
+        """Open it in this process, until the stack is closed."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes here, which must be the same on every node."""
+    packages = {name: version(name) for name in ("numpy", "numba")}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"dare": __version__, "Python": python, **packages}
+
+
+# ---------------------------------------------------------------- in the tasks
+
+_opened: dict[str, tuple[ExitStack, RunPiece]] = {}
+"""The work that this process has open, by its key."""
+
+
+def _run_piece(
+    key: str, expected: dict[str, str], work: tuple[Any], piece: Any, common: Any
+) -> Any:
+    """Do a piece; return the node's id, its address, and a result with its bytes, or an error."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    try:
+        if (found := versions()) != expected:
+            differ = f"has {_listed(found)}, and the driver {_listed(expected)}"
+            raise ClusterError(f"{differ}; {SAME_VERSIONS}")
+        if piece is None:  # the driver asks whether anybody is there
+            return *node, None
+        if key not in _opened:
+            for stack, _ in _opened.values():
+                stack.close()
+            _opened.clear()
+            stack = ExitStack()
+            _opened[key] = stack, ray.get(work[0]).open(stack)
+        return *node, _opened[key][1](piece, common)
+    except DareError as error:
+        return *node, error
+    except Exception as error:
+        return *node, ClusterError(f"{type(error).__name__}: {error}")
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in found.items())
+
+
+# ---------------------------------------------------------------- in the driver
+
+
+@contextmanager
+def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
+    """Connect to a cluster, unless the program is connected already and goes on using Ray.
+
+    Ray's news of nodes that have died go to stderr, since stdout is for results.
+    """
+    _check_listening(address)
+    try:
+        import ray
+    except ImportError:
+        what = 'Ray is not installed; install it with pip install "dare-merge[ray]"'
+        raise ClusterError(f'cluster = "{address}": {what}') from None
+    if ray.is_initialized():
+        yield Cluster(ray, address)
+        return
+    with redirect_stdout(sys.stderr if verbose else io.StringIO()):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(address, log_to_driver=False, logging_level="CRITICAL")
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0] or repr(error)
+            raise _no_answer(address, reason) from None
+        try:
+            yield Cluster(ray, address)
+        finally:
+            ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Refuse an address where nobody listens: Ray would wait a minute, and end the process."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise _no_answer(address, error.strerror or str(error)) from None
+
+
+def _no_answer(address: str, reason: str) -> ClusterError:
+    return ClusterError(
+        f'cluster = "{address}": no Ray cluster answers ({reason}); '
+        "start one with `ray start --head`, or leave cluster out"
+    )
+
+
+class Cluster:
+    """A Ray cluster that this process is connected to."""
+
+    def __init__(self, ray: Any, address: str) -> None:
+        self._ray = ray
+        self._address = address
+        self._tasks_per_node = 1
+        self.task_memory = 0
+        """Bytes that one task may take."""
+        self._is_answering = False
+        self._sent: tuple[Work, Any] | None = None
+
+    def processors(self) -> list[int]:
+        """Return the number of processors that Ray may use on each node that is there."""
+        alive = (node["Resources"] for node in self._ray.nodes() if node["Alive"])
+        return [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
+
+    def share_out(self, least: int, limit: int, given: int | None, threads: int | None) -> int:
+        """Return how many tasks run at once in all, by the memory and processors of a node.
+
+        A task needs the `least`; a node has the `limit`, or more than that if none was `given`.
+        """
+        largest = max(self.processors(), default=1)
+        self._tasks_per_node = max(1, min(largest, threads or largest, limit // max(least, 1)))
+        each = limit // self._tasks_per_node
+        self.task_memory = each if given is not None else max(each, TASK_MEMORY_BYTES)
+        return self._slots(self._processors_of_a_task)
+
+    @property
+    def _processors_of_a_task(self) -> int:
+        return max(1, max(self.processors(), default=1) // self._tasks_per_node)
+
+    def _slots(self, processors: int) -> int:
+        """Return the number of tasks with these processors that can run at once."""
+        return sum(found // processors for found in self.processors())
+
+    def run(self, work: Work, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
+        """Have all pieces done; yield each result as soon as it is there."""
+        ray, processors = self._ray, self._processors_of_a_task
+        task = ray.remote(_run_piece).options(
+            num_cpus=processors, max_retries=RETRIES, scheduling_strategy="SPREAD"
+        )
+        if self._sent is None or self._sent[0] is not work:
+            self._sent = work, (secrets.token_hex(16), versions(), (ray.put(work),))
+        given, common = self._sent[1], ray.put(common)
+        waiting = itertools.chain(() if self._is_answering else (None,), pieces)
+        running: set[Any] = set()
+        slots, polled_at, heard_at = 1, -NODE_POLL_SECONDS, time.monotonic()
+        try:
+            while True:
+                if (now := time.monotonic()) - polled_at > NODE_POLL_SECONDS:
+                    slots, polled_at = self._slots(processors), now
+                    heard_at = now if slots and self._is_answering else heard_at
+                    self._check_patience(slots, now - heard_at)
+                wanted = TASKS_PER_SLOT * max(slots, 1) - len(running)
+                more = itertools.islice(waiting, max(0, wanted))
+                running.update(task.remote(*given, piece, common) for piece in more)
+                if not running:
+                    return
+                ready, _ = ray.wait(list(running), timeout=NODE_POLL_SECONDS)
+                running.difference_update(ready)
+                for reference in ready:
+                    yield from self._take(reference)
+        finally:
+            for reference in running:
+                ray.cancel(reference, force=True)
+
+    def _check_patience(self, slots: int, seconds: float) -> None:
+        """Refuse to wait any longer for a node that has processors for a task."""
+        if seconds < PATIENCE_SECONDS:
+            return
+        reason = "no node is left that can do the work; add nodes and run it again: it resumes"
+        if slots:
+            reason = "no node has free processors; wait for other jobs to end, or add nodes"
+        raise ClusterError(f'cluster = "{self._address}": {reason}')
+
+    def _take(self, reference: Any) -> Iterator[Result]:
+        """Yield the result of a task, unless it was only to answer."""
+        errors = self._ray.exceptions
+        try:
+            node, name, outcome = self._ray.get(reference)
+        except errors.RayTaskError as error:  # before any line of ours
+            reason = str(error).strip().splitlines()[-1]
+            what = f"dare cannot be started there ({reason})"
+            raise ClusterError(f"node {error.ip}: {what}; {SAME_VERSIONS}") from None
+        except errors.RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ClusterError(
+                f'cluster = "{self._address}": a task died {1 + RETRIES} times ({reason}); lower '
+                "threads or max_memory, and run the same command again: it resumes"
+            ) from None
+        if isinstance(outcome, DareError):
+            raise type(outcome)(*(f"node {name}: {finding}" for finding in outcome.args))
+        self._is_answering = True
+        if outcome is not None:
+            yield (node, name), *outcome
 
 
 # ---------------------------------------------------------------- the same inputs
@@ -52,13 +283,13 @@ Sample = dict[str, str]
 
 
 def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
-    """Say what inputs look like here, so that others can say whether they see the same."""
-    with ExitStack() as stack:
-        return tuple(_sample(stack.enter_context(source)) for source in sources)
+    """Take samples of inputs, by which other processes can tell whether they see the same."""
+    with hold_open(sources):
+        return tuple(map(_sample, sources))
 
 
 def check_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sample]) -> None:
-    """Refuse inputs that do not look like the driver's."""
+    """Refuse inputs whose samples are not the driver's."""
     files = (recipe.base, *(entry.file for entry in recipe.models))
     for file, found, sample in zip(files, sample_inputs(sources), samples, strict=True):
         if differing := [name for name in sample if found.get(name) != sample[name]]:
@@ -82,7 +313,7 @@ def _sample(source: Source) -> Sample:
 
 
 def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
-    """The recipe for tasks: one thread, so much memory, and what lies here named from the root."""
+    """Return the recipe for tasks: one thread, a task's memory, local paths from the root."""
 
     def absolute(path: Path) -> Path:
         is_here = not isinstance(path, StorePath) and path.exists()
@@ -99,8 +330,8 @@ def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
 
 
 @dataclass(frozen=True)
-class MergeJob:
-    """A merge under way; a piece is a share of its chunks, or some looks."""
+class MergeWork:
+    """A merge under way; a piece is a share of its chunks, or some tensors to observe."""
 
     recipe: Recipe
     backend: str
@@ -108,14 +339,14 @@ class MergeJob:
     fingerprint: str
     inputs: tuple[Sample, ...]
     folder: Path
-    """Of the partial output."""
+    """The folder of the partial output."""
     metadata: Mapping[str, str]
-    """Of its files, which decides where their tensors begin."""
+    """The metadata of its files, which decides where their tensors begin."""
     fetches: bool = True
-    """Whether models on the hub are fetched, or read from there."""
+    """True if models on the hub are fetched, and not read from there."""
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str], memory: int) -> MergeJob:
+    def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str], memory: int) -> MergeWork:
         """Describe a plan to others."""
         files = (file for source in (plan.base, *plan.models) for file in source.files)
         return cls(
@@ -129,7 +360,7 @@ class MergeJob:
             fetches=not any(isinstance(file, StorePath) for file in files),
         )
 
-    def open(self, stack: ExitStack) -> Do:
+    def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs and make the plan; refuse others than the driver has."""
         load_installed_stages()
         for file in self.stage_files:
@@ -138,8 +369,7 @@ class MergeJob:
         plan = make_plan(
             recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=self.backend
         )
-        for source in (plan.base, *plan.models):
-            stack.enter_context(source)
+        stack.enter_context(hold_open((plan.base, *plan.models)))
         check_inputs(recipe, (plan.base, *plan.models), self.inputs)
         if fingerprint(plan) != self.fingerprint:
             raise InputError(
@@ -149,7 +379,7 @@ class MergeJob:
         files = self.files(plan)
         is_sent = plan.layout is not None and plan.layout.is_sent
 
-        def do(piece: Share | Sequence[Look], known: Mapping[Id, Any]) -> tuple[Any, int]:
+        def run(piece: Share | Sequence[Observe], known: Mapping[Id, Any]) -> tuple[Any, int]:
             read: list[int] = []
             if not isinstance(piece, Mapping):
                 return do_census_steps(plan, piece, known, progress=read.append), sum(read)
@@ -165,11 +395,11 @@ class MergeJob:
                 files.close()
             return records, sum(read)
 
-        return do
+        return run
 
     def files(self, plan: Plan) -> OutputFiles:
-        """The files of the partial output, as this process sees them."""
-        assert plan.layout is not None  # a merge in memory has no job
+        """Return the files of the partial output, as this process sees them."""
+        assert plan.layout is not None  # a merge in memory has no cluster
         return OutputFiles(self.folder, plan.layout, self.metadata)
 
 
@@ -203,20 +433,19 @@ def execute_on_cluster(
             cost.least_memory, cost.max_memory, recipe.max_memory, recipe.threads
         )
         division = Division(plan, _count_slices(plan, len(cluster.processors()), tasks))
-        job = MergeJob.of(plan, output.folder, metadata, cluster.task_memory)
+        work = MergeWork.of(plan, output.folder, metadata, cluster.task_memory)
         left = list(_shares_left(division, done))
-        known = _conclude(plan, division, job, cluster, progress) if left else {}
-        files, arriving = job.files(plan), set[tuple[str, str]]()
-        for node, made, nbytes in cluster.run(job, left, known):
-            if node not in arriving:
+        known = _conclude(plan, division, work, cluster, progress) if left else {}
+        files, checked_nodes = work.files(plan), set[tuple[str, str]]()
+        for node, made, nbytes in cluster.run(work, left, known):
+            if node not in checked_nodes:
                 _check_arrival(node[1], files, made[0])
-                arriving.add(node)
+                checked_nodes.add(node)
             output.record(made)
             records += made
             progress(nbytes)
-    for source in (plan.base, *plan.models):
-        with source:  # which refuses one that has changed
-            pass
+    with hold_open((plan.base, *plan.models)):  # which refuses one that has changed
+        pass
     return records
 
 
@@ -228,26 +457,26 @@ def _count_slices(plan: Plan, nodes: int, tasks: int) -> int:
 
 
 def _conclude(
-    plan: Plan, division: Division, job: MergeJob, cluster: Cluster, progress: Progress
+    plan: Plan, division: Division, work: MergeWork, cluster: Cluster, progress: Progress
 ) -> dict[Id, Any]:
-    """Have tasks look at the tensors of whole models; conclude from that, round by round."""
+    """Have tasks observe the tensors of whole models; conclude from that, round by round."""
     known: dict[Id, Any] = {}
-    looks: dict[int, list[Step]] = defaultdict(list)
+    to_observe: dict[int, list[Step]] = defaultdict(list)
     for step in list_census_steps(plan):
-        if isinstance(step, Look):
-            looks[division.owner(step.tensor)].append(step)
+        if isinstance(step, Observe):
+            to_observe[division.owner(step.tensor)].append(step)
         elif isinstance(step, Conclude):
             found = dict(known)
-            for _, results, nbytes in cluster.run(job, list(looks.values()), known):
+            for _, results, nbytes in cluster.run(work, list(to_observe.values()), known):
                 found |= results
                 progress(nbytes)
             known |= do_census_steps(plan, [step], found)
-            looks.clear()
+            to_observe.clear()
     return known
 
 
 def _shares_left(division: Division, done: Sequence[Record]) -> Iterator[Share]:
-    """What the slices have to do, without the chunks that are done."""
+    """Yield the shares of slices, without the chunks that are done."""
     finished = {(record.tensor, record.chunk) for record in done}
     for share in division.shares():
         left = {n: [chunk for chunk in of if (n, chunk) not in finished] for n, of in share.items()}

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 from dare import kernels
@@ -19,15 +19,15 @@ from dare.output.writer import ArraySink, Sink
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend
-from dare.run.graph import Conclude, Copy, Id, Merge, Step, list_census_steps, list_steps
-from dare.run.threads import run_steps
-from dare.run.worker import Progress, Worker
+from dare.run.graph import Conclude, Copy, Merge, list_census_steps, list_steps
+from dare.run.threads import Id, Step, run_steps
+from dare.run.worker import Progress, Worker, hold_open, sources_of
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 
 MakeWorker = Callable[[Plan, Backend, Any, Progress, threading.Event], Worker]
 Conclusions = Mapping[Id, Any]
-"""What was concluded of all tensors of a model, for the stages that ask for it."""
+"""Conclusions about all tensors of a model, for the stages that ask for them."""
 
 
 def execute(
@@ -73,16 +73,14 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
 
     def is_same(record: Record) -> bool:
         tensor = tensors[record.tensor]
-        sources = [plan.base, *(plan.source_of(tensor, model) for model in tensor.models)]
+        sources = sources_of(plan, tensor, tensor.models)
         span = chunk_span(record.chunk, tensor.elements)
         ((_, found),) = read_chunks(sources, tensor.name, *span, base_first=True)
         progress(sum(raw.nbytes for raw in found))
         return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
 
-    with ExitStack() as stack:
-        for source in (plan.base, *plan.models):
-            stack.enter_context(source)
-        pool = stack.enter_context(ThreadPoolExecutor(plan.cost.threads))
+    opened = hold_open((plan.base, *plan.models))
+    with opened, ThreadPoolExecutor(plan.cost.threads) as pool:
         same = list(itertools.compress(records, pool.map(is_same, records)))
     chunks = Counter(record.tensor for record in same)
     whole = {name for name, count in chunks.items() if count == tensors[name].chunks}
@@ -92,7 +90,7 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
 
 
 def draw_conclusions(plan: Plan) -> Conclusions:
-    """Look at all tensors for the stages that ask for it, so that parts of the plan can be run."""
+    """Observe all tensors for the stages that ask for it, so that parts of the plan can be run."""
     return do_census_steps(plan, list_census_steps(plan), {}, kind=Conclude)
 
 
@@ -105,7 +103,7 @@ def do_census_steps(
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
 ) -> dict[Id, Any]:
-    """Do looks or draw conclusions; return the results of one kind of steps, or of all."""
+    """Observe tensors or draw conclusions; return the results of one kind of steps, or of all."""
     found: dict[Id, Any] = {}
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
@@ -127,12 +125,11 @@ def _run(
     make_worker: MakeWorker = Worker,
 ) -> None:
     holds_matrices = plan.cost.matrix_bytes > 0
-    with ExitStack() as stack:
-        if holds_matrices:
-            stack.enter_context(one_blas_thread())
-        for source in (plan.base, *plan.models):
-            stack.enter_context(source)
-        stack.enter_context(kernels.load(plan.backend).announcing(announce))
+    with (
+        one_blas_thread() if holds_matrices else nullcontext(),
+        hold_open((plan.base, *plan.models), checks=True),
+        kernels.load(plan.backend).announcing(announce),
+    ):
         run_steps(
             list(steps),
             lambda stop: make_worker(plan, Backend(plan), sink, progress, stop),
@@ -141,5 +138,3 @@ def _run(
             collect=collect,
             groups_ahead=plan.cost.threads if holds_matrices else None,
         )
-        for source in (plan.base, *plan.models):
-            source.check_unchanged()

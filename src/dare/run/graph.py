@@ -1,12 +1,12 @@
 """The work of a plan as a list of steps: plain data, which any thread, process or machine can do.
 
-    look (a tensor, for a stage that asks about all tensors of a model) → conclude
+    observe (a tensor, for a stage that asks about all tensors of a model) → conclude
       → survey (a tensor of one model) → survey all (a tensor of all models) → merge (a chunk)
     copy (a chunk)
 
 A step names the tensor it is for, and by id the results that it needs. Merges and copies write
-their bytes and return a record; what the others return is passed on. The order of the list only
-serves speed: bytes depend on the plan and the inputs alone.
+their bytes and return a record; the results of the others are passed on. The order of the list
+only serves speed: bytes depend on the plan and the inputs alone.
 """
 
 from __future__ import annotations
@@ -14,43 +14,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dare.planning.data import CensusPlan, Fate, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
+from dare.run.threads import Id, Step
 from dare.tensors.chunks import chunk_span
 
-Id = tuple[Any, ...]
-
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A piece of work."""
-
-    id: Id
-    needs: tuple[Id, ...]
-    group: int
-    """The place of its tensor in the plan, from 1; 0 for what comes before all merging."""
-    elements: int
-    """How much it has to see: elements of each input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Look(Step):
-    """Look at one tensor for a census."""
+class Observe(Step):
+    """Observe one tensor for a stage that asks about all tensors of a model."""
 
     census: int
-    """The place of the census in the plan."""
+    """The place of the stage's request in the plan's `censuses`."""
     round: int
     tensor: str
     conclusions: tuple[tuple[int, Id], ...]
-    """What was concluded for stages before, by their positions in the chain."""
+    """The conclusions for earlier stages, by their positions in the chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conclude(Step):
-    """Draw the conclusion from the looks of a round."""
+    """Draw the conclusion from the observations of a round."""
 
     census: int
     round: int
@@ -89,17 +75,17 @@ class Copy(Step):
 
 
 def survey_id(tensor: TensorPlan, model: int) -> Id:
-    """What the result of a survey is called."""
+    """Return the id of a survey."""
     return "survey", tensor.name, model
 
 
 def survey_all_id(tensor: TensorPlan) -> Id:
-    """What the result of a combine stage's survey is called."""
+    """Return the id of a combine stage's survey."""
     return "survey all", tensor.name
 
 
 def conclusion_id(census: CensusPlan, number: int) -> Id:
-    """What the conclusion of a round is called, in any plan that has this census."""
+    """Return the id of a round's conclusion, the same in any plan that has this census."""
     settings = tuple(sorted(census.settings.items()))
     return "conclude", census.model, census.position, settings, number
 
@@ -110,9 +96,9 @@ def list_steps(
     known: Collection[Id] = (),
     share: Share | None = None,
 ) -> list[Step]:
-    """All steps but the chunks that are done and the conclusions that are known.
+    """List all steps but the chunks that are done and the conclusions that are known.
 
-    With a share, only what makes its chunks. Comparisons of integers come first, since they may end
+    With a share, only its chunks are made. Comparisons of integers come first, since they may end
     the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
     conclusions = _conclusions(plan)
@@ -136,7 +122,7 @@ def list_steps(
 
 
 def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
-    """The looks of all censuses, one after the other, and of each round by round."""
+    """List the steps of all censuses, one after the other, and of each round by round."""
     before = _conclusions(plan)
     for place, census in enumerate(plan.censuses):
         rounds = plan.stages[census.position].rounds(census.settings)
@@ -144,21 +130,20 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
             continue
         last: tuple[Id, ...] = ()
         for number in range(len(rounds)):
-            looks = []
+            observed = []
             for tensor in census.tensors:
-                concluded_before = before[tensor.name, census.model]
-                earlier = tuple(c for c in concluded_before if c[0] < census.position)
-                needs = (*last, *(conclusion for _, conclusion in earlier))
-                looks.append(("look", place, number, tensor.name))
                 name, elements = tensor.name, tensor.elements
-                yield Look(looks[-1], needs, 0, elements, place, number, name, earlier)
+                earlier = tuple(c for c in before[name, census.model] if c[0] < census.position)
+                needs = (*last, *(conclusion for _, conclusion in earlier))
+                observed.append(("observe", place, number, name))
+                yield Observe(observed[-1], needs, 0, elements, place, number, name, earlier)
             concluded = conclusion_id(census, number)
-            yield Conclude(concluded, (*last, *looks), 0, 0, place, number)
+            yield Conclude(concluded, (*last, *observed), 0, 0, place, number)
             last = (concluded,)
 
 
 def _conclusions(plan: Plan) -> dict[tuple[str, int], list[tuple[int, Id]]]:
-    """For a tensor and a model, the last conclusion for each stage that has a census."""
+    """Return the last conclusion for each stage that has a census, by tensor and model."""
     conclusions: dict[tuple[str, int], list[tuple[int, Id]]] = defaultdict(list)
     for census in plan.censuses:
         last = len(plan.stages[census.position].rounds(census.settings)) - 1
@@ -175,7 +160,7 @@ def _merging(
     conclusions: dict[tuple[str, int], list[tuple[int, Id]]],
     group: int,
 ) -> Iterator[Step]:
-    """The steps of one tensor, if it has chunks to be merged."""
+    """List the steps of one tensor, if it has chunks to be merged."""
     if not chunks:
         return
     surveys: list[Id] = []

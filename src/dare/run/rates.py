@@ -1,7 +1,7 @@
-"""How long a plan will take on this machine: its bytes, and what earlier merges took for theirs.
+"""Estimates of a plan's time on this machine, from its bytes and the rates of earlier merges.
 
 Every merge of noticeable size leaves the rate of its method in a small file. A method that was
-never merged with here has the rate that is usual for what its stages look at.
+never used here has the rate that is usual for stages that read as much.
 """
 
 from __future__ import annotations
@@ -13,40 +13,39 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages.matrices import is_matrix, sides
 from dare.tensors.files import cache_folder, read_private, write_private
 
-USUAL = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
+USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
 """Bytes that one thread reads and writes in a second, where nothing was measured."""
 USUAL_MARGINS, MEASURED_MARGINS = (0.5, 2.0), (0.6, 1.8)
-"""What the ends of a range are multiplied with; at most 4 times apart."""
+"""Factors for the ends of a range, at most 4 times apart."""
 START_SECONDS = 0.8
-"""What every merge takes to start, whatever its size."""
+"""The time that every merge takes to start, whatever its size."""
 NOTICEABLE_BYTES = 1e8
-"""A merge of fewer says little of the rate."""
-SIDE = 1024
+"""The least a merge must read and write to say something about the rate."""
+PLAIN_SIDE = 1024
 """The shorter side of a matrix whose bytes count once, where stages need whole matrices."""
 RATES_KEPT = 200
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a merge will take.
+    """The range of times that a merge will take.
 
     >>> print(Estimate(4.2, 8.7, is_measured=True))
     about 4.2 to 8.7 s on this machine
     """
 
     low: float
-    """In seconds, start-up included."""
+    """Seconds, start-up included."""
     high: float
     is_measured: bool
-    """Whether this machine has merged by the same method before."""
+    """True if this machine has merged by the same method before."""
 
     def __str__(self) -> str:
-        """The range, in the unit that fits its upper end."""
+        """Return the range, in the unit that fits its upper end."""
         if self.high < 1:
             return "less than a second on this machine"
         units = {"h": 3600, "min": 60, "s": 1}
@@ -55,26 +54,26 @@ class Estimate:
         return f"about {low} to {high} {unit} on this machine"
 
     def to_dict(self) -> dict[str, Any]:
-        """The range in seconds, ready for JSON."""
+        """Return the range in seconds, ready for JSON."""
         return asdict(self)
 
 
 def _rounded(value: float) -> float:
-    """To two digits."""
+    """Round to two digits."""
     return round(value, 1 - math.floor(math.log10(value))) if value else value
 
 
 def estimate(plan: Plan) -> Estimate:
-    """Say how long a plan will take on this machine, from the rates of earlier merges."""
+    """Estimate the time of a plan on this machine, from the rates of earlier merges."""
     measured = _kept().get(_key(plan))
     low, high = USUAL_MARGINS if measured is None else MEASURED_MARGINS
-    rate = measured or USUAL[_kind(plan)]
+    rate = measured or USUAL_RATES[_kind(plan)]
     seconds = START_SECONDS + _work(plan) / (rate * plan.cost.threads)
     return Estimate(low * seconds, high * seconds, measured is not None)
 
 
 def keep_rate(plan: Plan, seconds: float) -> None:
-    """Remember how fast a whole merge was, start-up aside, for the next one by this method."""
+    """Keep the rate of a whole merge, start-up aside, for the next one by this method."""
     work = _work(plan)
     if work < NOTICEABLE_BYTES:
         return
@@ -87,7 +86,7 @@ def keep_rate(plan: Plan, seconds: float) -> None:
 
 
 def _kept() -> dict[str, float]:
-    """The rates of earlier merges; none, if the file is damaged or somebody else's."""
+    """Read the rates of earlier merges; none, if the file is damaged or somebody else's."""
     with suppress(OSError, ValueError, RecursionError):
         kept = json.loads(read_private(cache_folder() / "rates.json"))
         if isinstance(kept, dict):
@@ -97,33 +96,31 @@ def _kept() -> dict[str, float]:
 
 
 def _key(plan: Plan) -> str:
-    """What a rate is kept under; several machines may share a user's folder."""
+    """Return the name of a rate; several machines may share a user's folder."""
     method = "+".join(stage.name for stage in plan.stages)
     return f"{platform.node()} {plan.backend} {method if any(plan.merged()) else 'copy'}"
 
 
 def _kind(plan: Plan) -> str:
-    """What decides the usual rate: what the stages look at before they merge."""
+    """Return the kind of plan that decides the usual rate: what its stages read before merging."""
     if not any(plan.merged()):
         return "copy"
     if plan.backend == "reference":
         return "reference"
     if plan.cost.passes == 1:
         return "element"
-    return max((stage.sees for stage in plan.stages), key=list(USUAL).index)
+    return max((stage.sees for stage in plan.stages), key=list(USUAL_RATES).index)
 
 
 def _work(plan: Plan) -> float:
-    """Bytes read and written, those of large matrices counted more often if these are taken whole.
+    """Return the bytes read and written; those of matrices that are taken apart count more often.
 
     Taking a matrix apart takes its shorter side times as long as reading it.
     """
     takes_whole = any(stage.sees == "matrix" for stage in plan.stages)
-    return sum(_work_of(plan, tensor, takes_whole=takes_whole) for tensor in plan.tensors)
-
-
-def _work_of(plan: Plan, tensor: TensorPlan, *, takes_whole: bool) -> float:
-    nbytes = plan.cost.bytes_read_of(tensor) + tensor.elements * tensor.dtype.itemsize
-    if takes_whole and tensor.is_merged and is_matrix(tensor.shape):
-        return nbytes * sides(tensor.shape)[0] / SIDE
-    return nbytes
+    work = 0.0
+    for tensor in plan.tensors:
+        nbytes = plan.cost.bytes_read_of(tensor) + tensor.elements * tensor.dtype.itemsize
+        is_taken_apart = takes_whole and tensor.is_merged and is_matrix(tensor.shape)
+        work += nbytes * sides(tensor.shape)[0] / PLAIN_SIDE if is_taken_apart else nbytes
+    return work

@@ -1,7 +1,7 @@
 """Run a list of steps on the threads of this process.
 
 A step says by id what it needs; it is handed out once that is there, in the order of the list as
-far as possible, with the results it needs as values. A result is let go of when the last step that
+far as possible, with the results it needs as values. A result is dropped when the last step that
 needs it has been done.
 """
 
@@ -10,81 +10,76 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from dare.tensors.chunks import CHUNK
 
-READ_AHEAD = 4
+STEPS_READ_AHEAD = 4
 """Steps per thread between asking for bytes and reading them."""
-
-BATCH = 4 * CHUNK
+BATCH_ELEMENTS = 4 * CHUNK
 """Elements that a thread takes at a time: the interpreter's lock is asked for less often."""
 
+Id = tuple[Any, ...]
 
-class AnyStep(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class Step:
     """A piece of work."""
 
-    @property
-    def id(self) -> Hashable:
-        """What its result is called."""
-
-    @property
-    def needs(self) -> Sequence[Hashable]:
-        """The ids of the results that it needs."""
-
-    @property
-    def group(self) -> int:
-        """Which part of the work it belongs to; groups follow each other in the list."""
-
-    @property
-    def elements(self) -> int:
-        """How much it has to see, by which batches are measured."""
+    id: Id
+    """The name of its result."""
+    needs: tuple[Id, ...]
+    """The ids of the results that it needs."""
+    group: int
+    """Its group: the place of its tensor in the plan, from 1; 0 for what comes before."""
+    elements: int
+    """The number of elements of each input that it reads, by which batches are measured."""
 
 
-Step = TypeVar("Step", bound=AnyStep)
-Step_co = TypeVar("Step_co", bound=AnyStep, covariant=True)
-Step_contra = TypeVar("Step_contra", bound=AnyStep, contravariant=True)
+AnyStep = TypeVar("AnyStep", bound=Step)
+AnyStep_co = TypeVar("AnyStep_co", bound=Step, covariant=True)
+AnyStep_contra = TypeVar("AnyStep_contra", bound=Step, contravariant=True)
 
 
 @dataclass(frozen=True)
-class Batch(Generic[Step_co]):
+class Batch(Generic[AnyStep_co]):
     """Some steps that can be done now, none of which needs another."""
 
     places: tuple[int, ...]
-    """Of the steps in the list of all."""
-    steps: tuple[Step_co, ...]
-    results: Mapping[Any, Any]
-    """What the steps need, by id."""
+    """The places of the steps in the list of all."""
+    steps: tuple[AnyStep_co, ...]
+    results: Mapping[Id, Any]
+    """The results that the steps need, by id."""
 
 
-class AnyWorker(Protocol[Step_contra]):
+class AnyWorker(Protocol[AnyStep_contra]):
     """The private state of one thread, and what it does."""
 
-    def prefetch(self, step: Step_contra) -> None:
+    def prefetch(self, step: AnyStep_contra) -> None:
         """Say what will be read when the step runs, some time before it does."""
 
-    def run_batch(self, batch: Batch[Step_contra]) -> Iterator[Any]:
+    def run_batch(self, batch: Batch[AnyStep_contra]) -> Iterator[Any]:
         """Do the steps of a batch; yield a result for each, in order."""
 
 
 def run_steps(
-    steps: Sequence[Step],
-    make_worker: Callable[[threading.Event], AnyWorker[Step]],
+    steps: Sequence[AnyStep],
+    make_worker: Callable[[threading.Event], AnyWorker[AnyStep]],
     threads: int,
     *,
-    known: Mapping[Any, Any] = MappingProxyType({}),
-    collect: Callable[[Sequence[Step], Sequence[Any]], None] = lambda _steps, _results: None,
+    known: Mapping[Id, Any] = MappingProxyType({}),
+    collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
     groups_ahead: int | None = None,
 ) -> None:
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
     `make_worker` makes the worker of one thread; the event it is given is set when work is to stop.
-    `collect` is told of the results of every batch, in the thread that has them. `known` are
-    results that are there already. Steps wait that are more than `groups_ahead` groups ahead of the
-    first that is not done, if results take much room.
+    `collect` gets the results of every batch, in the thread that has them. `known` are results
+    that are there already. Where results take much room, `groups_ahead` holds back steps that are
+    more groups ahead of the first that is not done.
     """
     schedule = _Schedule(steps, known, threads, groups_ahead)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
@@ -93,10 +88,11 @@ def run_steps(
     asked = 0
 
     def to_prefetch(last: int) -> range:
-        """Steps up to some way beyond one, as far as nobody has asked for their bytes yet."""
+        """Return the steps up to some way beyond one whose bytes nobody has asked for yet."""
         nonlocal asked
         with asking:
-            first, asked = asked, max(asked, min(len(steps), last + 1 + READ_AHEAD * threads))
+            end = min(len(steps), last + 1 + STEPS_READ_AHEAD * threads)
+            first, asked = asked, max(asked, end)
             return range(first, asked)
 
     def work() -> None:
@@ -133,13 +129,13 @@ def run_steps(
         raise errors[0]
 
 
-class _Schedule(Generic[Step]):
-    """Hands out steps, and passes on what came of them; any thread may ask."""
+class _Schedule(Generic[AnyStep]):
+    """Hands out steps, and passes their results on; any thread may ask."""
 
     def __init__(
         self,
-        steps: Sequence[Step],
-        known: Mapping[Any, Any],
+        steps: Sequence[AnyStep],
+        known: Mapping[Id, Any],
         takers: int,
         groups_ahead: int | None,
     ) -> None:
@@ -151,7 +147,7 @@ class _Schedule(Generic[Step]):
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
-        self._waiting: dict[Hashable, list[int]] = defaultdict(list)
+        self._waiting: dict[Id, list[int]] = defaultdict(list)
         self._missing = [0] * len(steps)
         self._is_done = [False] * len(steps)
         self._first_undone = 0
@@ -166,14 +162,14 @@ class _Schedule(Generic[Step]):
             if not needs:
                 self._ready.append(place)  # in order, so it is a heap
 
-    def take(self) -> Batch[Step] | None:
+    def take(self) -> Batch[AnyStep] | None:
         """Wait for steps that can be done; None when there will be no more.
 
         Batches get smaller towards the end, so that all threads end together.
         """
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                room = min(BATCH, self._left // (2 * self._takers))
+                room = min(BATCH_ELEMENTS, self._left // (2 * self._takers))
                 if places := self._take(room):
                     steps = tuple(self._steps[place] for place in places)
                     results = {need: self._results[need] for step in steps for need in step.needs}
@@ -182,7 +178,7 @@ class _Schedule(Generic[Step]):
             return None
 
     def _take(self, room: int) -> list[int]:
-        """At least one step, if one can be done, and more as far as there is room for them."""
+        """Take at least one step, if one can be done, and more as far as there is room."""
         places: list[int] = []
         while self._ready and self._is_near(self._ready[0]):
             elements = self._steps[self._ready[0]].elements
@@ -199,7 +195,7 @@ class _Schedule(Generic[Step]):
         first = self._steps[self._first_undone].group
         return self._steps[place].group <= first + self._groups_ahead
 
-    def hand_in(self, batch: Batch[Step], results: Sequence[Any]) -> None:
+    def hand_in(self, batch: Batch[AnyStep], results: Sequence[Any]) -> None:
         """Pass the results of a batch on to the steps that wait for them."""
         with self._changed:
             for place, step, result in zip(batch.places, batch.steps, results, strict=True):
@@ -219,7 +215,7 @@ class _Schedule(Generic[Step]):
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Let everybody leave."""
+        """Have all threads leave."""
         self.stop.set()
         with self._changed:
             self._changed.notify_all()

@@ -1,54 +1,78 @@
-"""One worker: reads what a step needs, has it computed, writes what came of it."""
+"""One worker: reads what a step needs, has it computed, writes the result.
+
+A merge refuses inputs with elements that are not finite, unless the recipe allows them. Finding
+them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN results,
+and only where these say so are the stored elements read again. An infinity that a model and the
+base share, as in a stored causal mask, is no change and never refused. Overflow of finite inputs
+is a warning in the report.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
+from dare.checks.finite import check_chunk, is_suspect
 from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
 from dare.inputs.sources import Source
 from dare.output.journal import Record
 from dare.output.writer import Sink
-from dare.planning.data import TensorPlan
+from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
-from dare.run.finite import check_chunk, is_suspect
 from dare.run.graph import (
     Conclude,
     Copy,
-    Id,
-    Look,
     Merge,
-    Step,
+    Observe,
     Survey,
     SurveyAll,
     conclusion_id,
     survey_all_id,
     survey_id,
 )
-from dare.run.threads import Batch
+from dare.run.threads import Batch, Id, Step
 from dare.stages import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
 Progress = Callable[[int], None]
-"""Told of every few bytes that have been read."""
+"""Called with the number of bytes that were just read."""
 Results = Mapping[Id, Any]
+BASE = -1
+"""The base's number where models are counted by their places in the recipe."""
 
 
 class Stopped(Exception):  # noqa: N818
     """Another thread has failed, or the user has interrupted: leave without a word."""
 
 
+@contextmanager
+def hold_open(sources: Sequence[Source], *, checks: bool = False) -> Iterator[None]:
+    """Hold sources open; `checks` refuses at the end those that have changed meanwhile."""
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source)
+        yield
+        for source in sources if checks else ():
+            source.check_unchanged()
+
+
+def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[Source]:
+    """Return the sources of a tensor: the base, then some of the models."""
+    return [plan.base, *(plan.source_of(tensor, model) for model in models)]
+
+
 class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
 
     takes_spans = True
-    """Whether `_code` takes several chunks as one, where the backend does."""
+    """Tells that `_code` takes several chunks as one, where the backend does."""
 
     def __init__(
         self, plan: Plan, backend: Backend, sink: Sink, progress: Progress, stop: threading.Event
@@ -60,53 +84,48 @@ class Worker:
         self._progress = progress
         self._stop = stop
 
-    def _sources(self, tensor: TensorPlan, models: Collection[int]) -> list[Source]:
-        """Where a tensor is read: the base, and what models have of it."""
-        return [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
-
     def prefetch(self, step: Step) -> None:
         """Ask for the bytes of a chunk; what reads whole tensors is served by the system."""
         if isinstance(step, Merge | Copy):
             tensor = self._tensors[step.tensor]
-            for source in self._sources(tensor, tensor.models):
+            for source in sources_of(self._plan, tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
 
     def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
+        results = batch.results
         for steps in _spans(batch.steps, self._backend.chunks_at_once):
             match steps[0]:
                 case Merge() | Copy():
-                    yield from self._make(cast("Sequence[Merge | Copy]", steps), batch.results)
-                case Survey() as step:
-                    yield self._survey(
-                        self._tensors[step.tensor], step.model, step.conclusions, batch.results
-                    )
-                case SurveyAll() as step:
-                    yield self._survey_all(self._tensors[step.tensor], batch.results)
-                case Look() as step:
-                    yield self._look(step, batch.results)
+                    yield from self._make(cast("Sequence[Merge | Copy]", steps), results)
+                case Survey(tensor=name, model=model, conclusions=conclusions):
+                    yield self._survey(self._tensors[name], model, conclusions, results)
+                case SurveyAll(tensor=name):
+                    yield self._survey_all(self._tensors[name], results)
+                case Observe() as step:
+                    yield self._observe(step, results)
                 case Conclude() as step:
-                    yield self._conclude(step, batch.results)
+                    yield self._conclude(step, results)
                 case step:
                     raise TypeError(f"{step!r} is not a step of a merge")
 
-    # ------------------------------------------------------------ censuses and surveys
+    # ------------------------------------------------------------ whole models and tensors
 
-    def _look(self, step: Look, results: Results) -> Any:
+    def _observe(self, step: Observe, results: Results) -> Any:
         census = self._plan.censuses[step.census]
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
-        look = self._plan.stages[position].rounds(census.settings)[step.round].observe
-        known = results[conclusion_id(census, step.round - 1)] if step.round else None
+        observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        return look(self._walk(tensor, model, summaries, position), known, **census.settings)
+        walk = self._walk(tensor, model, summaries, position)
+        return observe(walk, _conclusion_before(census, step.round, results), **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
         census = self._plan.censuses[step.census]
         conclude = self._plan.stages[census.position].rounds(census.settings)[step.round].conclude
-        known = results[conclusion_id(census, step.round - 1)] if step.round else None
         names = [tensor.name for tensor in census.tensors]
-        looks = {name: results["look", step.census, step.round, name] for name in names}
-        return conclude(looks, known, **census.settings)
+        observed = {name: results["observe", step.census, step.round, name] for name in names}
+        known = _conclusion_before(census, step.round, results)
+        return conclude(observed, known, **census.settings)
 
     def _survey(
         self,
@@ -116,14 +135,14 @@ class Worker:
         results: Results,
         before: int | None = None,
     ) -> Summaries:
-        """What the surveying stages of a chain find, in order, up to a position."""
+        """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:
                 break
             survey = self._plan.stages[position].survey
-            assert survey is not None  # surveyed_stages has looked
+            assert survey is not None  # surveyed_stages has seen to it
             walk = self._walk(tensor, model, summaries, position, concluded.get(position))
             summaries[position] = survey(walk, **tensor.settings_of(model)[position])
         return summaries
@@ -136,7 +155,7 @@ class Worker:
         position: int,
         census: Any = None,
     ) -> _Walk:
-        """The blocks as they come to a stage, which knows what the surveys before it found."""
+        """Return the blocks as they come to a stage, which knows the surveys before it."""
 
         def blocks() -> Iterator[Block]:
             for chunk in self._chunks(tensor, [model]):
@@ -157,21 +176,19 @@ class Worker:
     def _chunks(
         self,
         tensor: TensorPlan,
-        models: Collection[int],
+        models: Sequence[int],
         start: int = 0,
         count: int | None = None,
         together: int = 1,
     ) -> Iterator[Chunk]:
         """Read the base and some models chunk by chunk, unless the work is to stop."""
-        sources = self._sources(tensor, models)
-        buffers = [self._backend.inputs[place] for place in (0, *(1 + m for m in models))]
+        sources = sources_of(self._plan, tensor, models)
         is_plain = not any(source.reading_bytes for source in sources)
-        at_once = CHUNK * (self._backend.chunks_at_once if is_plain else 1)
         for place, (base, *tuned) in read_chunks(
             *(sources, tensor.name, start, count),
-            buffers=buffers,
+            buffers=[self._backend.inputs[row] for row in (0, *(1 + m for m in models))],
             base_first=True,
-            at_once=at_once,
+            at_once=CHUNK * (self._backend.chunks_at_once if is_plain else 1),
             together=CHUNK * together,
         ):
             if self._stop.is_set():
@@ -196,7 +213,7 @@ class Worker:
         return records
 
     def _code(self, chunk: Chunk, results: Results, into: Bytes) -> list[Record]:
-        """Make what is to be stored of some chunks."""
+        """Make the stored bytes of some chunks."""
         tensor = chunk.tensor
         if tensor.is_merged:
             summary = results.get(survey_all_id(tensor))
@@ -215,24 +232,23 @@ class Worker:
         ]
 
     def _digests(self, chunk: Chunk, *others: Raw) -> list[list[str]]:
-        """For base, models and others, the digest of every chunk; some are known."""
-        sources = self._sources(chunk.tensor, chunk.tuned)
-        known = [self._known_digests(source, chunk) for source in sources]
+        """Return the digests of every chunk of base, models and others; some are known."""
+        numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+        known = [
+            [source.chunk_digest(chunk.tensor.name, number) or "" for number in numbers]
+            for source in sources_of(self._plan, chunk.tensor, chunk.tuned)
+        ]
+        known = [digests if all(digests) else [] for digests in known]
         raws = (chunk.base, *chunk.tuned.values(), *others)
-        unknown = [raw for raw, digests in zip_longest(raws, known) if digests is None]
+        unknown = [raw for raw, digests in zip_longest(raws, known) if not digests]
         found = iter(self._backend.digests(unknown))
         return [digests or next(found) for _, digests in zip_longest(raws, known)]
 
-    def _known_digests(self, source: Source, chunk: Chunk) -> list[str] | None:
-        numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-        digests = [source.chunk_digest(chunk.tensor.name, number) for number in numbers]
-        return [d for d in digests if d] if all(digests) else None
-
     def _check_finite(self, chunk: Chunk, figures: Sequence[Figures]) -> None:
-        """Refuse inputs that are not finite; nothing is looked at where no figure says so."""
-        nans = sum(found.exceptions[1] for found in figures)
+        """Refuse inputs that are not finite; their elements are only read if a figure says so."""
         if self._plan.recipe.allow_not_finite or not any(is_suspect(*found) for found in figures):
             return
+        nans = sum(found.exceptions[1] for found in figures)
         check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
 
     def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
@@ -245,9 +261,9 @@ class Worker:
                 )
 
     def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
-        """Where the output is made: in its place (True), or in a buffer that is to be written.
+        """Return the output's own place (True), or a buffer that is to be written.
 
-        There it begins in its page where it will in the file, for direct writes.
+        The buffer begins in its page where the output will in the file, for direct writes.
         """
         offset, nbytes = (n * tensor.dtype.itemsize for n in (start, count))
         place = self._sink.place(tensor.name, offset, nbytes)
@@ -258,7 +274,7 @@ class Worker:
 
 
 def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
-    """Steps one by one, but chunks of one tensor that follow each other together."""
+    """Yield steps one by one, but chunks of one tensor that follow each other together."""
     span: list[Step] = []
     for step in steps:
         if span and (len(span) == most or not _follows(span[-1], step)):
@@ -275,8 +291,13 @@ def _follows(step: Step, after: Step) -> bool:
     return False
 
 
+def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:
+    """Return the conclusion of the round before; None for the first round."""
+    return results[conclusion_id(census, number - 1)] if number else None
+
+
 def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
-    """What was found for each model."""
+    """Return the findings of the surveys of each model."""
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
 
 

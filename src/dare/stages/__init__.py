@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
 from dare.stages.methods import ALIASES, IMPLIED, parse_method
-from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage
+from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage, find_stage
 
 __all__ = [
     "ALIASES",
@@ -23,6 +23,7 @@ __all__ = [
     "Settings",
     "Stage",
     "Walk",
+    "find_stage",
     "parse_method",
 ]
 

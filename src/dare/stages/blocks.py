@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Part, reference
+from dare.kernels import Operand, reference
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.mask import mask_key
 
@@ -373,7 +373,7 @@ class Deltas:
         if len(kinds) > 1 or not noted or 0 in weights:
             return False
         parts = [
-            Part(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
+            Operand(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
             for block, weight, share in zip(self.blocks, weights, shares, strict=True)
         ]
         start = self.blocks[0].start

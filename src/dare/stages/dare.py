@@ -47,6 +47,8 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     surveys_when=lambda settings: settings["rescale"] == "l1" and drops(settings),
     is_lazy=always,
     is_random=drops,
+    drops_at_random=True,
+    keeps="random",
     is_identity=lambda settings: not drops(settings),
     redrops=lambda settings: settings["rescale"] != "l1",
 )

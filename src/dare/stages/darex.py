@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -40,6 +41,7 @@ ROUNDING = 1e-9
     check=lambda settings: find_divisor(**settings),
     is_lazy=always,
     is_random=drops,
+    drops_at_random=True,
     is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
     redrops=always,
 )
@@ -107,3 +109,23 @@ def balanced_q(drop_rate: float, models: int = 1) -> float:
     """
     p = check_drop_rate(drop_rate)
     return min(round(1 - p + models * p / COHERENCE, 6), 1.0)
+
+
+def suggest_q(rate: float, stages: Sequence[str], models: int, *, is_default: bool) -> str:
+    """Return the q to use at a drop rate, and how to set it.
+
+    The rate is the chain's default, or one beside it.
+    """
+    if not {"dare", "darex"} & set(stages):
+        return "the stage darex divides by a larger q, or bounds the variance"
+    method = "+".join("darex" if name == "dare" else name for name in stages)
+    q = balanced_q(rate, models)
+    left = (1 - rate) / q
+    way = f'set method = "{method}", and q = {q:g} beside this rate'
+    if is_default:
+        way = f'use --method {method} --q {q:g}, or method = "{method}" and q = {q:g} in [darex]'
+    return (
+        f"{way}: that keeps {left:.0%} of each change and {left**2:.0%} of its variance "
+        "(a rule of thumb, 1 - p + p·models/100, from the demonstration's models; "
+        "docs/guides/darex.md says how to find a better q)"
+    )

@@ -70,6 +70,7 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
     survey_bytes=_survey_bytes,
     check=_check_window,
     is_random=drops,
+    drops_at_random=True,
     is_identity=lambda settings: not drops(settings),
 )
 def della(

@@ -8,7 +8,7 @@ from dare.stages.blocks import Deltas, Floats
 from dare.stages.registry import combine_stage
 
 
-@combine_stage(paper="arXiv:2405.17461")
+@combine_stage(paper="arXiv:2405.17461", votes=True)
 def emr(deltas: Deltas) -> Floats:
     """Vote on the sign of each element and take the largest change that has it (EMR-Merging).
 

@@ -25,7 +25,7 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
     return 4 * (2 * models + 1) * rows * columns + aligned + 16 * rank * rows + eigen_bytes(rank)
 
 
-@matrix_combine_stage(paper="arXiv:2410.19735", work_bytes=_work_bytes)
+@matrix_combine_stage(paper="arXiv:2410.19735", votes=True, work_bytes=_work_bytes)
 def knots(
     deltas: Sequence[Floats], weights: Sequence[float], *, keep_ratio: KeepAligned = 0.2
 ) -> Floats:

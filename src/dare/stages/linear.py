@@ -12,7 +12,7 @@ def linear(deltas: Deltas) -> Floats:
     return deltas.sum(deltas.weights)
 
 
-@combine_stage(paper="arXiv:2212.04089", is_identity=always, is_lazy=always)
+@combine_stage(paper="arXiv:2212.04089", adds_up=True, is_identity=always, is_lazy=always)
 def sum(deltas: Deltas) -> Floats:  # noqa: A001
     """Add the deltas up (task arithmetic): Σ wᵢ·δ̂ᵢ, where each weight is 1 unless given."""
     return deltas.sum(deltas.weights)

@@ -115,7 +115,7 @@ def matrix_delta_stage(
 
 
 def matrix_combine_stage(
-    *, work_bytes: WorkBytes, paper: str = ""
+    *, work_bytes: WorkBytes, paper: str = "", votes: bool = False
 ) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
     """Register a function from all models' matrices and their weights to one as a combine stage.
 
@@ -135,7 +135,7 @@ def matrix_combine_stage(
                 return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
             return _chunk_of(deltas.summary, deltas.blocks[0])
 
-        combine_stage(**_declare(survey, work_bytes, paper))(apply)
+        combine_stage(**_declare(survey, work_bytes, paper), votes=votes)(apply)
         return function
 
     return register

@@ -11,7 +11,7 @@ import copyreg
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,6 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
+from dare.documents.words import exact_text, times
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.stages.registry import STAGES, Stage
 from dare.tensors.digest import bytes_digest
@@ -213,3 +215,51 @@ def _stage(stage: Stage) -> dict[str, Any]:
         shown["models"] = stage.models
         shown["default_weight"] = None if weigh is None else [weigh(count) for count in counts]
     return shown
+
+
+def explain(names: Sequence[str]) -> Iterator[Document]:
+    """Yield a document for each stage that is named; without names, one with all of them."""
+    for stage in (STAGES[name] for name in names):
+        columns: Columns = {
+            "parameter": lambda parameter: parameter.name,
+            "default": lambda parameter: exact_text(parameter.default),
+            "range": lambda parameter: parameter.range,
+            "meaning": lambda parameter: parameter.description,
+        }
+        words = (" ".join(paragraph.split()) for paragraph in stage.documentation.split("\n\n"))
+        parts: tuple[Part, ...] = (*words, tabulate(stage.parameters.values(), columns))
+        yield Document(
+            title=stage.name,
+            kind="stage",
+            lead=f"({stage.kind} stage)",
+            sections=(Section("stage", stage.name, parts, is_brief=True),),
+            facts=(("Paper", stage.paper),) if stage.paper else (),
+        )
+    if not names:
+        yield _explain_all()
+
+
+def _explain_all() -> Document:
+    columns: Columns = {
+        "stage": lambda stage: stage.name,
+        "does": lambda stage: stage.summary,
+        "parameters": lambda stage: ", ".join(
+            f"{p.name}={exact_text(p.default)}" for p in stage.parameters.values()
+        ),
+        "paper": lambda stage: stage.paper,
+    }
+    titles = {
+        "delta": "Delta stages change each model's delta; any number, in the order given.",
+        "combine": "Combine stages make one delta of all; exactly one, at the end.",
+    }
+    tables = [
+        tabulate((s for s in STAGES.values() if s.kind == kind), columns, title=title)
+        for kind, title in titles.items()
+    ]
+    tables.append(Table(("alias", "is"), tuple(ALIASES.items()), title="Other names"))
+    return Document(
+        title=f"{times(len(STAGES), 'stage')}",
+        kind="methods",
+        lead="chain them as in dare+ties; `dare methods STAGE` explains one",
+        sections=(Section("stages", "Stages", tuple(tables), is_brief=True),),
+    )

@@ -213,10 +213,23 @@ class Stage:
     interpolates: Settings | None = None
     """The settings with which it interpolates between whole models, one of which may be the base;
     None: it combines changes to the base."""
+    drops_at_random: bool = False
+    """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
+    votes: bool = False
+    """Whether the models vote on each element, so that a small change loses to a large one."""
+    keeps: Literal["random", "magnitude"] | None = None
+    """The scheme of delta files that keeps the same elements."""
+    adds_up: bool = False
+    """Whether it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
     """Its origin outside this package: a file's digest, or a package and its version."""
     file: str = ""
     """The file that registers it, if that lies outside of all packages."""
+
+    @property
+    def may_redrop(self) -> bool:
+        """Tell if there are parameters for which it only drops by its own mask."""
+        return self.redrops is not _never
 
     def surveys(self, settings: Settings) -> bool:
         """Return whether it must see the whole tensor first, for these parameters."""
@@ -265,6 +278,19 @@ class Stage:
 
 STAGES: dict[str, Stage] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def find_stage(**declared: Any) -> Stage:
+    """Return the first stage that declares this.
+
+    >>> find_stage(keeps="magnitude").name, find_stage(adds_up=True).name
+    ('trim', 'sum')
+    """
+    return next(
+        stage
+        for stage in STAGES.values()
+        if all(getattr(stage, name) == value for name, value in declared.items())
+    )
 
 
 def delta_stage(**declared: Any) -> Callable[[Function], Function]:

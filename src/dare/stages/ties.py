@@ -30,6 +30,7 @@ Weighted = Annotated[bool, Field(description="Whether a model's vote counts by i
 
 @combine_stage(
     paper="arXiv:2306.01708",
+    votes=True,
     is_identity=always,
     is_lazy=lambda settings: settings["vote"] == "sum" and settings["weighted"],
 )

@@ -1,7 +1,7 @@
 """Addresses of things in stores, as paths; nothing is asked of a store here.
 
-What an address says besides the place (a password, a signature, a token) is kept apart, and is
-found again by `access_to`. The text of a path never has it, so no message, manifest or card can.
+Secrets in an address (a password, a signature, a token) are kept apart, and found again by
+`access_to`. The text of a path never has them, so no message, manifest or card can.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ else:
 
 @dataclass(frozen=True)
 class Access:
-    """How what lies at a place, or below it, is asked for; some of it is secret."""
+    """The means to request objects at a place, or below it; some are secret."""
 
     password: str = field(default="", repr=False)
     """`name:password` of the address."""
     query: str = field(default="", repr=False)
-    """What stands after the `?`: the signature of a signed address, or a token."""
+    """The part after the `?`: the signature of a signed address, or a token."""
     url: str = field(default="", repr=False)
-    """Where to ask in place of the address."""
+    """The address to use in place of the path's."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     names: Mapping[str, int] | None = field(default=None, repr=False)
     """All files below the place and their sizes, if those are known and cannot change."""
 
 
 _ACCESS: dict[str, Access] = {}
-"""By the text of a path."""
+"""Access by the text of a path."""
 
 
 class Address(_LocalPath):
@@ -52,13 +52,13 @@ class Address(_LocalPath):
     """
 
     def __str__(self) -> str:
-        """The address."""
+        """Return the address."""
         text = super().__str__()
         scheme, colon, rest = text.partition(":")
         return f"{scheme}:/{rest or '/'}" if colon and scheme in SCHEMES else text
 
     def __eq__(self, other: object) -> bool:
-        """A path of this machine is never the same, whatever its text."""
+        """Compare addresses; a path of this machine is never the same, whatever its text."""
         return isinstance(other, Address) and str(self) == str(other)
 
     def __hash__(self) -> int:
@@ -69,12 +69,12 @@ class Address(_LocalPath):
         raise TypeError(f"{self}: is in a store, not in a file on this machine")
 
     def __reduce__(self) -> Any:
-        """Another process can ask as this one does."""
+        """Pickle the path with its access, so that another process has it too."""
         return _restored, (type(self), str(self), *_access_above(self))
 
     @property
     def scheme(self) -> str:
-        """What kind of store it is."""
+        """The kind of store."""
         return self.parts[0].removesuffix(":")
 
     @property
@@ -87,7 +87,7 @@ class Address(_LocalPath):
         """The place within the bucket, container or host."""
         return "/".join(self.parts[2:])
 
-    # ------------------------------------------------------------ an address is what it is
+    # ------------------------------------------------------------ an address is absolute
 
     def absolute(self) -> Self:
         return self
@@ -106,12 +106,12 @@ class Address(_LocalPath):
 
 
 def grant_access(path: Address, access: Access) -> None:
-    """Remember how to ask for what lies at a place and below it, as long as this process lives."""
+    """Remember the access to a place and below it, as long as this process lives."""
     _ACCESS[str(path)] = access
 
 
 def access_to(path: Address) -> tuple[Address, Access]:
-    """The place at or above a path whose access holds for it, and that access."""
+    """Return the place at or above a path whose access holds for it, and that access."""
     place, access = _access_above(path)
     return type(path)(place or str(path)), access or Access()
 
@@ -130,7 +130,7 @@ def _restored(kind: type[Address], text: str, place: str, access: Access | None)
 
 
 def without_credentials(text: str) -> str:
-    """A text without the passwords, signatures and tokens that stand in its addresses.
+    """Return a text without the passwords, signatures and tokens of its addresses.
 
     >>> without_credentials("no answer from https://me:secret@hub.example/x")
     'no answer from https://hub.example/x'

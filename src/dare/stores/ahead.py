@@ -1,8 +1,8 @@
 """A file in a store, read ahead: requests are under way before their bytes are needed.
 
-Who reads in order is noticed, as a disk's cache does it: each hint or read that goes on where the
-last one ended doubles what is asked for in advance, in pieces of 8 MiB and up to a limit that the
-files of one source share. A lone read asks for its own bytes and no more. Every answer must be of
+Reading in order is noticed, as a disk's cache does it: each hint or read that begins where the last
+one ended doubles what is requested in advance, in pieces of 8 MiB and up to a limit that the files
+of one source share. A lone read asks for its own bytes and no more. Every answer must be of
 the version that was planned for.
 """
 
@@ -19,8 +19,8 @@ from dare.stores import reading
 from dare.stores.addresses import Address, access_to
 from dare.stores.reading import Answer, Stamp
 
-PIECE = 8 << 20
-"""The most bytes that one request asks for."""
+PIECE_BYTES = 8 << 20
+"""The most that one request asks for."""
 AHEAD_BYTES = 32 << 20
 """The most that is read ahead of what is needed, of one source."""
 LONE_BYTES = 2 << 20
@@ -28,9 +28,9 @@ LONE_BYTES = 2 << 20
 MOST_RUNS = 16
 """Places of one file that are read on from at the same time."""
 STALE_SECONDS = 5.0
-"""What lies unused for so long makes room for other pieces."""
-NEAR = 16
-"""A read belongs to a run if it begins at most so many times its own size after it."""
+"""Time after which unused pieces make room for others."""
+NEAR_SIZES = 16
+"""A read belongs to a run if it begins at most this many times its own size after it."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class _Piece:
     end: int
     answer: Future[Answer]
     left: int
-    """Bytes that nobody has read yet."""
+    """Bytes that were not read yet."""
     users: int = 0
     touched: float = field(default_factory=time.monotonic)
 
@@ -52,19 +52,19 @@ class _Run:
 
     begin: int
     place: int
-    """The last that was wanted."""
+    """The last position that was wanted."""
     end: int
-    """Up to where everything was asked for."""
+    """The end of what was requested."""
     step: int
-    """How far ahead is asked for."""
+    """The bytes that are requested ahead."""
 
-    def goes_on(self, begin: int, near: int) -> bool:
-        """Whether a place is in the run, as far as it has come, or follows it."""
+    def includes(self, begin: int, near: int) -> bool:
+        """Tell whether a position is in the run, as far as it has come, or follows it."""
         return max(self.begin, self.place - near) <= begin <= self.end + near
 
 
 class Ahead:
-    """How much may be read ahead by the files of one source, and how much of it is taken."""
+    """The room for reading ahead that the files of one source share."""
 
     def __init__(self, limit_bytes: int = AHEAD_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -73,17 +73,17 @@ class Ahead:
         self._files: list[StoreFile] = []
 
     def join(self, file: StoreFile) -> None:
-        """A file has been opened."""
+        """Add a file that was opened."""
         with self.lock:
             self._files.append(file)
 
     def leave(self, file: StoreFile) -> None:
-        """A file has been closed."""
+        """Remove a file that was closed."""
         with self.lock:
             self._files = [other for other in self._files if other is not file]
 
     def take(self, nbytes: int) -> bool:
-        """Take room, of which stale pieces make some; the lock must be held."""
+        """Take room, some of it from stale pieces; the lock must be held."""
         if self._held + nbytes > self.limit_bytes:
             before = time.monotonic() - STALE_SECONDS
             for file in self._files:
@@ -115,7 +115,7 @@ class StoreFile:
         self._is_fixed = access_to(path)[1].names is not None
         if stamp is None:
             try:
-                seen = reading.look(path)
+                seen = reading.read_first_bytes(path)
             except FileNotFoundError:
                 raise InputError(f"{path}: no such file") from None
             self._first, stamp = memoryview(seen.data), seen.stamp
@@ -124,7 +124,7 @@ class StoreFile:
         self._ahead.join(self)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is under way."""
         self._ahead.leave(self)
         with self._lock:
             for piece in list(self._pieces):
@@ -133,13 +133,13 @@ class StoreFile:
     # ------------------------------------------------------------ ahead
 
     def prefetch(self, position: int, nbytes: int) -> None:
-        """Say that these bytes will be read soon."""
+        """Announce that these bytes will be read soon."""
         with self._lock:
             self._expect(position, min(position + nbytes, self.size), self._ahead.limit_bytes)
 
     def _expect(self, begin: int, end: int, near: int, *, asks: bool = True) -> None:
-        """These bytes are wanted: see what of them, and of what follows, to ask for."""
-        run = next((r for r in reversed(self._runs) if r.goes_on(begin, near)), None)
+        """Request wanted bytes, and those after them as far as the run suggests."""
+        run = next((r for r in reversed(self._runs) if r.includes(begin, near)), None)
         if run is None:
             run = _Run(begin, begin, end, end - begin)
         else:
@@ -153,18 +153,18 @@ class StoreFile:
         if asks:
             self._ask_between(begin, end, 1)
         target = min(begin + run.step, self.size)
-        run.end = self._ask_between(max(run.end, end), target, min(PIECE, run.step) // 2)
+        run.end = self._ask_between(max(run.end, end), target, min(PIECE_BYTES, run.step) // 2)
 
     def _ask_between(self, place: int, end: int, least: int) -> int:
-        """Ask for what was not asked for yet, if there is room; return how far it goes now.
+        """Request what was not requested yet, if there is room; return how far it goes now.
 
-        Less than `least` is not worth a request, and is asked for with what follows it.
+        Less than `least` is not worth a request, and is requested with what follows it.
         """
         while place < end:
             if (there := self._at(place)) is not None:
                 place = there.end
                 continue
-            stop = min(end, place + PIECE, self._next_after(place))
+            stop = min(end, place + PIECE_BYTES, self._next_after(place))
             if stop - place < least or not self._ahead.take(stop - place):
                 break
             asked = reading.ask_range(self.path, place, stop)
@@ -176,7 +176,7 @@ class StoreFile:
         return next((p for p in self._pieces if p.begin <= position < p.end), None)
 
     def _next_after(self, position: int) -> int:
-        """Where the next piece begins, or the file ends."""
+        """Return the beginning of the next piece, or the end of the file."""
         return min((p.begin for p in self._pieces if p.begin > position), default=self.size)
 
     def _drop(self, piece: _Piece) -> None:
@@ -186,7 +186,7 @@ class StoreFile:
             piece.answer.cancel()
 
     def drop_stale(self, before: float) -> None:
-        """Let go of what was not touched since; the lock must be held."""
+        """Drop pieces that were not touched since; the lock must be held."""
         for piece in list(self._pieces):
             if piece.touched < before and not piece.users and piece.answer.done():
                 self._drop(piece)
@@ -203,14 +203,14 @@ class StoreFile:
         return max(0, end - position)
 
     def _parts(self, place: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """What lies between two places, piece by piece, each with where it ends."""
+        """Yield the bytes between two positions, piece by piece, each with its end."""
         if place < end <= len(self._first):
             yield end, self._first[place:end]
             return
         while place < end:
             size = end - place
             with self._lock:
-                self._expect(place, end, NEAR * size, asks=size > LONE_BYTES)
+                self._expect(place, end, NEAR_SIZES * size, asks=size > LONE_BYTES)
                 piece = self._at(place)
                 if piece is not None:
                     piece.users += 1
@@ -226,7 +226,7 @@ class StoreFile:
             place = stop
 
     def _received(self, piece: _Piece, begin: int, end: int) -> memoryview | None:
-        """Some bytes of a piece; None if it could not be had, so that they are asked for again."""
+        """Return some bytes of a piece; None if it did not come, so that it is requested again."""
         data = None
         try:
             data = self._checked(piece.answer)[begin - piece.begin : end - piece.begin]
@@ -243,7 +243,7 @@ class StoreFile:
         return data
 
     def _checked(self, asked: Future[Answer]) -> memoryview:
-        """What came, if it is of the version that it must be of."""
+        """Return the bytes of an answer, if it is of the planned version."""
         try:
             answer = asked.result()
         except FileNotFoundError:
@@ -256,4 +256,4 @@ class StoreFile:
 
 
 class _Changed(InputError):  # noqa: N818
-    """Another object lies there now."""
+    """There is another object now."""

@@ -1,4 +1,4 @@
-"""Where files lie: on this machine, or in a store that has an address.
+"""Paths of files on this machine, or in a store that has an address.
 
 A `StorePath` asks the store (`dare.stores.reading`) whether it exists and what is in it. So
 whatever takes a path takes an address.
@@ -57,7 +57,7 @@ def home_folder() -> Path | None:
 
 
 def to_path(place: str | os.PathLike[str]) -> Path:
-    """The path that a text means; what is secret in an address is kept apart.
+    """Return the path that a text means; secrets of an address are kept apart.
 
     >>> to_path("models/base"), str(to_path("https://me:secret@host/base?token=1"))
     (PosixPath('models/base'), 'https://host/base')

@@ -1,9 +1,9 @@
-"""Stores: what lies at an address is listed, looked at and read in ranges.
+"""Reading from stores: folders are listed, files are read in ranges.
 
-obstore does the asking, with its own retries: an answer of 429 or 5xx, a connection that breaks or
-says nothing is tried again after a while. Requests run in threads of their own, many at a time.
-What goes wrong for good becomes an InputError that says what to do, and never repeats what a server
-or a client says in full: signatures and keys stand there.
+obstore makes the requests, with its own retries: an answer of 429 or 5xx, a connection that breaks
+or says nothing is tried again after a while. Requests run in threads of their own, many at a time.
+A lasting failure becomes an InputError with a remedy. It never repeats a server's or a client's
+text in full, which may hold signatures and keys.
 
 Credentials are found as each store's own tools find them, in the environment or a profile.
 """
@@ -31,32 +31,32 @@ from dare.stores.addresses import WEB, Address, access_to
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-INSTALL = "pip install 'dare-merge[stores]'"
+INSTALL_COMMAND = "pip install 'dare-merge[stores]'"
 
 CONNECT_SECONDS = 10.0
 PATIENCE_SECONDS = 30.0
-"""How long a server may send nothing before it is asked again."""
+"""Time that a server may send nothing before it is asked again."""
 REQUEST_SECONDS = 300.0
-"""How long one answer may take as a whole."""
+"""Time that one answer may take as a whole."""
 RETRIES = 5
 RETRY_SECONDS = 120.0
-"""After which nothing is tried again."""
+"""Time after which nothing is tried again."""
 MOST_REQUESTS = 64
-"""At a time, of this process."""
+"""The most requests of this process at a time."""
 END_SECONDS = 2.0
-"""How long the end of the process waits for requests that are under way."""
+"""Time that the end of the process waits for requests that are under way."""
 FIRST_BYTES = 1 << 17
-"""Of a file, asked for with the first request: it holds most headers."""
+"""Bytes of a file that the first request asks for: they hold most headers."""
 RECENT_SECONDS = 10.0
-"""How long the list of a folder, or the content of a small file in it, is taken as it was."""
-MOST_REMEMBERED = 1 << 20
-"""Bytes of a small file that is remembered for so long."""
+"""Time that the list of a folder, or the content of a small file, is remembered."""
+MOST_REMEMBERED_BYTES = 1 << 20
+"""The largest file that is remembered."""
 
 FILE_SUFFIXES = {
     *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
     *(".txt", ".md", ".jinja", ".model", ".py"),
 }
-"""Nothing is looked for below a web address that ends like this."""
+"""Ends of web addresses that are files, so that nothing is searched below them."""
 USUAL_NAMES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("model.safetensors.index.json", "model.safetensors"),
@@ -67,7 +67,7 @@ USUAL_NAMES = (
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-"""What is looked for below a web address, since a web server cannot list a folder."""
+"""Names that are tried below a web address, since a web server cannot list a folder."""
 
 REMEDIES = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
@@ -85,7 +85,7 @@ _RETRIED = re.compile(r"after (\d+) retries")
 
 Result = TypeVar("Result")
 Names = Mapping[str, int | None]
-"""What there is in a folder, by name: the size of a file, None for a folder."""
+"""The entries of a folder by name: the size of a file, None for a folder."""
 Stamp = tuple[Any, ...]
 
 
@@ -95,21 +95,21 @@ class Answer:
 
     data: Any = field(repr=False)
     size: int
-    """Of the whole object."""
+    """The size of the whole object."""
     version: str
     """Its ETag, or when it was changed."""
 
     @property
     def stamp(self) -> Stamp:
-        """By what the object is known to be the same."""
+        """The identity of the object's content."""
         return (self.size, self.version, "")
 
 
-# ---------------------------------------------------------------- asking
+# ---------------------------------------------------------------- requests
 
 
 class _Requests:
-    """Threads that ask, each one thing at a time.
+    """Threads that make requests, each one at a time.
 
     They are daemons, so that a server that hangs keeps no process from ending. obstore has calls
     for asyncio too, but those crash the interpreter if it ends at the wrong moment.
@@ -121,7 +121,7 @@ class _Requests:
         self._threads = self._idle = self._process = 0
 
     def start(self, request: Callable[[], Result]) -> Future[Result]:
-        """Have something done in a thread."""
+        """Run a request in a thread."""
         from concurrent.futures import Future
 
         future: Future[Result] = Future()
@@ -154,7 +154,7 @@ class _Requests:
             del future, request
 
     def _end(self) -> None:
-        """Let what is under way come to an end: it must not come back while Python goes away."""
+        """Wait for requests that are under way: none must return while Python ends."""
         with self._changed:
             self._waiting.clear()
             self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
@@ -164,33 +164,33 @@ _requests = _Requests()
 
 
 def in_background(action: Callable[[], Result]) -> Future[Result]:
-    """Have something done in a thread that keeps no process from ending."""
+    """Run an action in a thread that keeps no process from ending."""
     return _requests.start(action)
 
 
 _stores: dict[Any, Any] = {}
 _recent: dict[tuple[str, str], tuple[float, Any]] = {}
-_looks: dict[str, Future[Answer]] = {}
+_first_answers: dict[str, Future[Answer]] = {}
 _lock = threading.Lock()
 
 
 def forget() -> None:
-    """Forget connections, and what was seen of folders: something has changed."""
+    """Forget connections and folders: something has changed."""
     with _lock:
         _stores.clear()
         _recent.clear()
-        _looks.clear()
+        _first_answers.clear()
 
 
 def _recall(kind: str, path: Address) -> Any:
-    """What was found a moment ago; None if nothing was looked for."""
+    """Return what was found a moment ago; None if nothing was."""
     with _lock:
         since, found = _recent.get((kind, str(path)), (-RECENT_SECONDS, None))
     return found if time.monotonic() - since < RECENT_SECONDS else None
 
 
 def _remember(kind: str, path: Address, found: Result) -> Result:
-    """Keep what was found for a moment."""
+    """Remember for a moment what was found."""
     now = time.monotonic()
     with _lock:
         for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
@@ -200,7 +200,7 @@ def _remember(kind: str, path: Address, found: Result) -> Result:
 
 
 def _insist(path: Address, request: Callable[[], Result]) -> Result:
-    """Ask; what obstore does not try again (a body that is not what was asked for) is, here."""
+    """Make a request, and try again what obstore does not: a body that was not asked for."""
     for attempt in range(RETRIES + 1):
         try:
             return request()
@@ -210,7 +210,7 @@ def _insist(path: Address, request: Callable[[], Result]) -> Result:
             text = str(error)
             is_final = _STATUS.search(text) or _RETRIED.search(text) or not _is_passing(error)
             if is_final or attempt == RETRIES:
-                raise _explained(path, error) from None
+                raise explained(path, error) from None
         time.sleep(min(8.0, 0.1 * 2**attempt))
     raise AssertionError
 
@@ -221,11 +221,19 @@ def _is_passing(error: Exception) -> bool:
     return isinstance(error, exceptions.GenericError) and "without LOCATION" not in str(error)
 
 
+def _request(path: Address, ask: Callable[[Any, Any, str], Result]) -> Future[Result]:
+    """Have obstore, a client and a key asked in the background, with retries."""
+    store, key = locate(path)
+    import obstore
+
+    return in_background(lambda: _insist(path, lambda: ask(obstore, store, key)))
+
+
 # ---------------------------------------------------------------- connecting
 
 
-def _locate(path: Address) -> tuple[Any, str]:
-    """The client for a place, and what the place is called there."""
+def locate(path: Address) -> tuple[Any, str]:
+    """Return the client for a place, and the place's name there."""
     place, access = access_to(path)
     if path.scheme == "hf" and not access.url:
         raise InputError(f"{path}: a model on the hub can only be read as a base or a model")
@@ -246,7 +254,7 @@ def _locate(path: Address) -> tuple[Any, str]:
 
 
 def can_read() -> bool:
-    """Whether obstore is installed."""
+    """Tell whether obstore is installed."""
     return find_spec("obstore") is not None
 
 
@@ -254,7 +262,7 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
     try:
         from obstore import store
     except ImportError:
-        raise InputError(f"{path}: reading from a store needs obstore: {INSTALL}") from None
+        raise InputError(f"{path}: reading from a store needs obstore: {INSTALL_COMMAND}") from None
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),
@@ -275,11 +283,11 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         connect: Any = store.from_url
         return connect(url, client_options=options, retry_config=retries, **settings)
     except Exception as error:
-        raise _explained(path, error) from None
+        raise explained(path, error) from None
 
 
 def _allows_http(path: Address) -> bool:
-    """Whether an endpoint of S3 may be asked without TLS: on this machine, or if it is allowed."""
+    """Tell whether S3 may be asked without TLS: on this machine, or if that is allowed."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if path.scheme != "s3" or not endpoint.startswith("http://"):
         return False
@@ -294,7 +302,7 @@ def _allows_http(path: Address) -> bool:
 
 
 def aws_session() -> Any:
-    """A session of boto3, which finds profiles, roles and regions; None without boto3."""
+    """Return a session of boto3, which finds profiles, roles and regions; None without boto3."""
     try:
         import boto3  # type: ignore[import-untyped]
     except ImportError:
@@ -303,7 +311,7 @@ def aws_session() -> Any:
 
 
 def _s3_settings() -> dict[str, Any]:
-    """What obstore does not find in the environment by itself: a profile, a role, no account."""
+    """Return the settings that obstore does not find itself: a profile, a role, no account."""
     given = os.environ.keys()
     settings: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
@@ -324,12 +332,9 @@ def _s3_settings() -> dict[str, Any]:
 
 
 def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
-    """Ask for some bytes of an object, which begin inside it; fewer come if it ends before."""
-    store, key = _locate(path)
+    """Request some bytes of an object, which begin inside it; fewer come if it ends before."""
 
-    def get() -> Answer:
-        import obstore
-
+    def get(obstore: Any, store: Any, key: str) -> Answer:
         result = obstore.get(store, key, options={"range": (begin, end)})
         data = memoryview(result.bytes())
         meta = result.meta
@@ -339,21 +344,21 @@ def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
             raise ValueError(f"{len(data)} bytes came instead of {end - begin}")
         return answer
 
-    return in_background(lambda: _insist(path, get))
+    return _request(path, get)
 
 
-def look_soon(paths: Iterable[Address]) -> None:
-    """Ask for the first bytes of files that will be looked at."""
+def prefetch_first_bytes(paths: Iterable[Address]) -> None:
+    """Request the first bytes of files that will be opened."""
     for path in paths:
         asked = ask_range(path, 0, FIRST_BYTES)
         with _lock:
-            _looks[str(path)] = asked
+            _first_answers[str(path)] = asked
 
 
-def look(path: Address) -> Answer:
-    """The first bytes of a file; FileNotFoundError if there is none."""
+def read_first_bytes(path: Address) -> Answer:
+    """Read the first bytes of a file; FileNotFoundError if there is none."""
     with _lock:
-        asked = _looks.pop(str(path), None)
+        asked = _first_answers.pop(str(path), None)
     try:
         return (asked or ask_range(path, 0, FIRST_BYTES)).result()
     except InputError as error:
@@ -363,12 +368,9 @@ def look(path: Address) -> Answer:
 
 
 def read_small(path: Address, most_bytes: int) -> bytes:
-    """The content of a small file; FileNotFoundError if there is none."""
-    store, key = _locate(path)
+    """Read the content of a small file; FileNotFoundError if there is none."""
 
-    def get() -> bytes:
-        import obstore
-
+    def get(obstore: Any, store: Any, key: str) -> bytes:
         result = obstore.get(store, key)
         if result.meta["size"] > most_bytes:
             raise HeaderError(f"{path}: larger than {most_bytes} bytes")
@@ -376,19 +378,19 @@ def read_small(path: Address, most_bytes: int) -> bytes:
 
     content: bytes | None = _recall("content", path)
     if content is None:
-        content = in_background(lambda: _insist(path, get)).result()
-        if len(content) <= MOST_REMEMBERED:
+        content = _request(path, get).result()
+        if len(content) <= MOST_REMEMBERED_BYTES:
             _remember("content", path, content)
     if len(content) > most_bytes:
         raise HeaderError(f"{path}: larger than {most_bytes} bytes")
     return content
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- folders and sizes
 
 
 def list_folder(path: Address) -> Names:
-    """What there is in a folder of a store; nothing if it is none."""
+    """List a folder of a store; empty if it is none."""
     found: Names | None = _recall("folder", path)
     return _remember("folder", path, _list(path)) if found is None else found
 
@@ -399,20 +401,15 @@ def _list(path: Address) -> Names:
         return _below(access.names, path.relative_to(place).as_posix())
     if path.scheme in WEB:
         return {} if path.suffix.lower() in FILE_SUFFIXES else _probe(path)
-    store, key = _locate(path)
 
-    def ask() -> Any:
-        import obstore
+    def ask(obstore: Any, store: Any, key: str) -> Names:
+        found = obstore.list_with_delimiter(store, prefix=key or None)
+        folders = [folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]]
+        files = [file for file in found["objects"] if file["path"] != key]  # a folder's own mark
+        sizes = {file["path"].rpartition("/")[2]: file["size"] for file in files}
+        return {**dict.fromkeys(folders), **sizes}
 
-        return obstore.list_with_delimiter(store, prefix=key or None)
-
-    found = in_background(lambda: _insist(path, ask)).result()
-    folders = [folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]]
-    names: dict[str, int | None] = dict.fromkeys(folders)
-    for entry in found["objects"]:
-        if entry["path"] != key:  # a mark that some tools leave for a folder
-            names[entry["path"].rpartition("/")[2]] = entry["size"]
-    return names
+    return _request(path, ask).result()
 
 
 def _below(names: Mapping[str, int], folder: str) -> Names:
@@ -426,8 +423,8 @@ def _below(names: Mapping[str, int], folder: str) -> Names:
 
 
 def _probe(path: Address) -> Names:
-    """Which of the usual files a web server has below an address."""
-    asked = {name: _start_head(path / name) for name in USUAL_NAMES}
+    """Find the usual files that a web server has below an address."""
+    asked = {name: _request_size(path / name) for name in USUAL_NAMES}
     found: dict[str, int | None] = {}
     refusal = ""
     for name, future in asked.items():
@@ -442,26 +439,19 @@ def _probe(path: Address) -> Names:
     return found
 
 
-def _start_head(path: Address) -> Future[int]:
-    store, key = _locate(path)
-
-    def head() -> int:
-        import obstore
-
-        return int(obstore.head(store, key)["size"])
-
-    return in_background(lambda: _insist(path, head))
+def _request_size(path: Address) -> Future[int]:
+    return _request(path, lambda obstore, store, key: int(obstore.head(store, key)["size"]))
 
 
 def _ask_size(path: Address) -> int | None:
     try:
-        return _start_head(path).result()
+        return _request_size(path).result()
     except (FileNotFoundError, Forbidden):  # S3 forbids what is not there to those who cannot list
         return None
 
 
 def size_of(path: Address) -> int | None:
-    """How large a file is; None if there is none, or none that may be read."""
+    """Return the size of a file; None if there is none, or none that may be read."""
     place, access = access_to(path)
     if access.names is not None:
         return access.names.get(path.relative_to(place).as_posix())
@@ -475,12 +465,12 @@ def size_of(path: Address) -> int | None:
 
 
 def is_file(path: Address) -> bool:
-    """Whether there is a file at a place."""
+    """Tell whether there is a file at a place."""
     return bool(path.key) and size_of(path) is not None
 
 
 def status(path: Address) -> os.stat_result:
-    """What the system would say of a file or folder here; FileNotFoundError if there is none."""
+    """Return the status of a file or folder, as the system does; FileNotFoundError if none."""
     if path.key and (size := size_of(path)) is not None:
         return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, 0, 0, 0))
     if list_folder(path):
@@ -488,28 +478,15 @@ def status(path: Address) -> os.stat_result:
     raise FileNotFoundError(2, "No such file or directory", str(path))
 
 
-# ---------------------------------------------------------------- for those who write
-
-
-def connection(path: Address) -> Any:
-    """The client for the bucket or container that a place lies in."""
-    return _locate(path)[0]
-
-
-def explain(path: Address, error: Exception) -> str:
-    """Say what keeps something from being written, and what to do, without secrets."""
-    return str(_explained(path, error, writes=True))
-
-
-# ---------------------------------------------------------------- what went wrong
+# ---------------------------------------------------------------- errors
 
 
 class Forbidden(InputError):  # noqa: N818
     """A store does not give something to this user."""
 
 
-def _explained(path: Address, error: Exception, *, writes: bool = False) -> InputError:
-    """Say what is wrong and what to do, in our words and without secrets."""
+def explained(path: Address, error: Exception, *, writes: bool = False) -> InputError:
+    """Return an error with its remedy, in our words and without secrets."""
     if isinstance(error, InputError):
         return error
     from obstore import exceptions

@@ -6,7 +6,7 @@ language the ETag is made of the MD5 of each part, which is computed here too, s
 changed on the way is found. Where the ETag is something else (Google, Azure, encryption by a key of
 the user's), the object is read back and compared with the file, byte for byte.
 
-Every object carries a mark by which it is known to be one of ours.
+Every object carries a mark that shows that it is one of ours.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import BinaryIO
 from dare.errors import DareError, OutputError
 from dare.stores.ahead import StoreFile
 from dare.stores.locations import StorePath
-from dare.stores.reading import connection, explain
+from dare.stores.reading import explained, locate
 
 MARK = "dare"
-"""What our mark is called among the attributes of an object."""
+"""The name of our mark among the attributes of an object."""
 PART_BYTES = 16 << 20
-"""Of a part, if so many do for the object."""
+"""The size of a part, unless the object would have too many."""
 MAX_PARTS = 10_000
-"""Of one object, in S3."""
+"""The most parts of one object in S3."""
 MAX_OBJECT_BYTES = 5 << 40
-"""In S3; other stores allow no less."""
+"""The limit of S3; other stores allow no less."""
 PARTS_AT_ONCE = 4
 COMPARED_BYTES = 4 << 20
 SCHEMES = ("s3", "gs", "az")
-"""Stores that are written to."""
+"""Stores that can be written to."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +49,46 @@ class Stored:
 
 
 def part_bytes(size: int) -> int:
-    """How large the parts of an object are."""
+    """Return the size of an object's parts."""
     return max(PART_BYTES, -(-size // MAX_PARTS))
 
 
 def sending_bytes(size: int) -> int:
-    """What sending an object takes in memory: the parts under way, and one that is read."""
+    """Return the memory for sending an object: the parts under way, and one that is read."""
     return min(size, (PARTS_AT_ONCE + 2) * part_bytes(size))
 
 
 def list_names(folder: StorePath) -> list[str]:
-    """The names of all objects below a folder."""
+    """List the names of all objects below a folder."""
     with explaining(folder):
-        found = connection(folder).list(folder.key)
-        return [e["path"].removeprefix(f"{folder.key}/") for entries in found for e in entries]
+        store, key = locate(folder)
+        return [e["path"].removeprefix(f"{key}/") for entries in store.list(key) for e in entries]
 
 
-def look_at(path: StorePath) -> Stored | None:
-    """What the store says of an object; None if there is none."""
-    with explaining(path):
-        try:
-            found = connection(path).get(path.key, options={"head": True})
-        except FileNotFoundError:
-            return None
-        return Stored(found.meta["size"], _etag(found.meta["e_tag"]), MARK in found.attributes)
+def describe_object(path: StorePath) -> Stored | None:
+    """Return the store's description of an object; None if there is none."""
+    with explaining(path), suppress(FileNotFoundError):
+        store, key = locate(path)
+        found = store.get(key, options={"head": True})
+        etag = str(found.meta["e_tag"] or "").removeprefix("W/").strip('"')
+        return Stored(found.meta["size"], etag, MARK in found.attributes)
+    return None
 
 
 def read_object(path: StorePath) -> bytes | None:
-    """The content of a small object; None if there is none."""
-    with explaining(path):
-        try:
-            return bytes(connection(path).get(path.key).bytes())
-        except FileNotFoundError:
-            return None
+    """Read the content of a small object; None if there is none."""
+    with explaining(path), suppress(FileNotFoundError):
+        store, key = locate(path)
+        return bytes(store.get(key).bytes())
+    return None
 
 
 def delete(paths: Iterable[StorePath]) -> None:
     """Remove objects, in this order, if they are there."""
     for path in paths:
         with explaining(path), suppress(FileNotFoundError):
-            connection(path).delete(path.key)
+            store, key = locate(path)
+            store.delete(key)
 
 
 def upload(
@@ -96,9 +96,9 @@ def upload(
     content: bytes | Path,
     progress: Callable[[int], None] = lambda _nbytes: None,
 ) -> Stored:
-    """Store an object, in place of any other, and see that the store has it as it was sent.
+    """Store an object, in place of any other, and check that the store has it as it was sent.
 
-    `progress` is told of bytes that are read to be sent, and stops everything if it raises.
+    `progress` gets the number of bytes read to be sent, and stops everything if it raises.
     """
     size = len(content) if isinstance(content, bytes) else content.stat().st_size
     in_parts = size > PART_BYTES
@@ -112,15 +112,16 @@ def upload(
 
     with explaining(path), _opened(content) as file, suppress(FileNotFoundError):
         # An upload that is gone was completed if the answer to that was lost; what is there says.
-        connection(path).put(
-            path.key,
+        store, key = locate(path)
+        store.put(
+            key,
             pieces(file) if in_parts else b"".join(pieces(file)),
             attributes={MARK: "made by dare"},
             use_multipart=in_parts,
             chunk_size=part_bytes(size),
             max_concurrency=PARTS_AT_ONCE,
         )
-    stored = look_at(path)
+    stored = describe_object(path)
     whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
     expected = f"{whole}-{len(digests)}" if in_parts else "".join(d.hex() for d in digests)
     if (
@@ -152,16 +153,12 @@ def _opened(content: bytes | Path) -> BinaryIO:
     return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
 
 
-def _etag(text: str | None) -> str:
-    return str(text or "").removeprefix("W/").strip('"')
-
-
 @contextmanager
 def explaining(path: StorePath) -> Iterator[None]:
-    """Say what a store refuses, and what to do, without secrets."""
+    """Raise a store's errors with a remedy, without secrets."""
     try:
         yield
     except DareError as error:
         raise OutputError(str(error)) from None
     except Exception as error:
-        raise OutputError(explain(path, error)) from None
+        raise OutputError(str(explained(path, error, writes=True))) from None

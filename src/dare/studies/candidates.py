@@ -10,26 +10,30 @@ a plan is made for the same sources and carried out by the same workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.api import AnyRecipe, check_digests, make_recipe
+from dare.api import AnyRecipe, check_digests, make_recipe, merge
+from dare.checks.same_model import check_inputs
 from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, memory_of, names_in
-from dare.errors import InputError
+from dare.documents.words import named, show_size, times
+from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.arrays import place_of
 from dare.inputs.formats import open_inputs
 from dare.inputs.reading import Held, HeldSource, hold
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
-from dare.output.repeated_inputs import check_inputs
+from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
@@ -43,7 +47,6 @@ from dare.run.execute import execute
 from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.names import some_of
-from dare.tensors.sizes import named, show_size, times
 
 Arrays = dict[str, NDArray[Any]]
 AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})
@@ -79,7 +82,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
-        self.recipe = check_inputs(self.recipe, opened.base, opened.models)
+        self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
@@ -328,3 +331,130 @@ def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
         and kind.mantissa_bits >= narrower.mantissa_bits
         and kind.overflow_bits >= narrower.overflow_bits
     )
+
+
+# ---------------------------------------------------------------- forms for evaluators
+
+
+class Form(Protocol):
+    """Makes one candidate after the other; `candidate` is what the evaluator is given."""
+
+    candidate: Any
+
+    def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe in place of the last; return the digest of its weights."""
+
+    def close(self) -> None:
+        """Let go of the candidate."""
+
+
+def make_form(
+    form: str,
+    recipe: Recipe,
+    work: Path | None = None,
+    threads: int | None = None,
+    load_model: Callable[[Path], Any] | None = None,
+) -> Form:
+    """Return a maker of candidates as arrays (`tensors`), a torch module (`model`) or a `path`."""
+    if form == "path":
+        return _OnDisk(recipe, work)
+    # Base and models are read when the first candidate is made.
+    held = functools.cache(lambda: Candidates(_quiet(recipe), threads=threads))
+    return _Live(recipe, held, load_model) if form == "model" else _InMemory(held)
+
+
+class _InMemory:
+    """NumPy arrays by name. They cannot be written to, and the next candidate overwrites them."""
+
+    def __init__(self, held: Callable[[], Candidates]) -> None:
+        self._held = held
+        self._arrays: Arrays = {}
+        self._shape: object = None
+        self.candidate: Arrays = {}
+
+    def make(self, recipe: Recipe) -> str:
+        files = tuple(entry.file for entry in recipe.models)
+        shape = recipe.dtype, recipe.vocabulary, recipe.pad_to_multiple_of, files
+        into = self._arrays if shape == self._shape else None
+        self._shape, self.candidate = None, {}
+        if into is None:
+            self._arrays = {}  # before others take as much memory again
+        made = self._held().make(recipe, into)
+        self._arrays, self._shape = made.arrays, shape
+        self.candidate = {name: array.view() for name, array in made.arrays.items()}
+        for view in self.candidate.values():
+            view.flags.writeable = False
+        return made.digest
+
+    def close(self) -> None:
+        self._arrays, self.candidate = {}, {}
+
+
+class _Live:
+    """A torch module, which each candidate is written into."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        held: Callable[[], Candidates],
+        load_model: Callable[[Path], Any] | None,
+    ) -> None:
+        from dare.inputs.hub import resolve
+        from dare.inputs.loaded import load_live
+
+        self._held = held
+        base = resolve(recipe.base, verbose=False).path
+        if load_model is None and not base.is_dir():
+            raise RecipeError(
+                f"{recipe.base}: is a file, but transformers builds a model from a "
+                "directory with a config.json; define load_model(base) in the "
+                "evaluator's file, or take `tensors` as the parameter"
+            )
+        self.candidate = (load_model or load_live)(base)
+
+    def make(self, recipe: Recipe) -> str:
+        return self._held().write_into(self.candidate, recipe)
+
+    def close(self) -> None:
+        self.candidate = None
+
+
+class _OnDisk:
+    """A directory if the base is one, otherwise a file; it lies in a folder that goes away."""
+
+    def __init__(self, recipe: Recipe, work: Path | None) -> None:
+        is_file = recipe.base.is_file() and recipe.shard_size is None
+        self._name = "candidate.safetensors" if is_file else "candidate"
+        self._work = work
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.candidate: Path = Path()
+
+    def make(self, recipe: Recipe) -> str:
+        self.close()
+        self._folder = temporary_folder(self._work)
+        self.candidate = Path(self._folder.name).absolute() / self._name
+        return merge(_quiet(recipe, output=self.candidate), resume=False).digests.output
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _quiet(recipe: Recipe, **changes: Any) -> Recipe:
+    """Return the recipe without progress and warnings: many candidates would repeat them."""
+    return recipe.model_copy(update={"verbose": False, **changes})
+
+
+def temporary_folder(work: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in `work`, or wherever temporary files go."""
+    try:
+        if work is not None:
+            work.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(
+            prefix="dare-candidate-", dir=work, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise OutputError(
+            f"{work or tempfile.gettempdir()}: candidates cannot be written there: {error.strerror}"
+        ) from None

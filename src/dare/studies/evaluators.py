@@ -1,4 +1,4 @@
-"""What scores a candidate: a Python function, a shell command, or tasks of the harness.
+"""Evaluators: Python functions, shell commands and tasks of the harness, found, checked and run.
 
     evaluator                   what it is
     "module:function"           a function, in a process of its own
@@ -8,69 +8,71 @@
     a callable                  a function, in this process
 
 All are used the same way: make a candidate, then score it. Whatever an evaluator does wrong is an
-EvaluationError; after that, the next candidate can be made.
+EvaluationError; after that, the next candidate can be made. A function's first parameter says by
+its name what it is given: `tensors`, `model` or `path`. A parameter `items` says that it can score
+some of the items alone.
+
+A function by name runs in a process of its own, so that a crash or a hang costs one candidate. That
+process also holds the models and makes the candidates. It imports little at first: whether there is
+such a function is known in a tenth of a second.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import math
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dare.errors import EvaluationError, RecipeError, did_you_mean
+from dare.documents.words import times
+from dare.errors import DareError, EvaluationError, RecipeError, did_you_mean
 from dare.studies import harness
-from dare.studies.functions import (
-    FormScorer,
-    FunctionScorer,
-    OnDisk,
-    check_asked,
-    look_at,
-    split_name,
+from dare.studies.processes import (
+    SHELL,
+    AnsweringProcess,
+    Watched,
+    answer_requests,
+    describe_error,
+    describe_status,
+    foreign_error,
 )
-from dare.studies.results import Scored
-from dare.studies.scores import checked, read_scores
-from dare.studies.scoring_process import READY_SECONDS, Asked, ProcessScorer
-from dare.studies.watched import SHELL, TimeUpError, Watched, describe_status
+from dare.studies.results import UNGROUPED, Scored, group_means
 
 if TYPE_CHECKING:
     from dare.recipe.schema import Recipe
+    from dare.studies.candidates import Form
 
+Evaluator = str | Callable[..., Any]
+LoadModel = Callable[[Path], Any]
+FORMS = ("tensors", "model", "path")
+FILE_SUFFIX = ".py"
 MODEL, ITEMS = "{model}", "{items}"
 ALL_ITEMS = "all"
-"""What stands for `{items}` where all of them are to be scored."""
-QUOTED = 200
-"""Characters of a last line that a message quotes."""
+"""The text in place of `{items}` where all of them are to be scored."""
+QUOTED_LINE, QUOTED_VALUE = 200, 60
+"""Characters of a last line and of a wrong value that a message quotes."""
+READY_SECONDS = 600.0
+"""Where there is a time limit for scoring: the least for importing an evaluator and its model."""
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
 _FIRST_WORD = re.compile(r"\s*(?:\w+=[\w./:-]*\s+)*(?P<program>[\w./+-]+)(?=\s)")
-"""Of a command, after variables that it sets, where it is a plain word."""
-
-
-class Scorer(Protocol):
-    """Makes candidates and scores them."""
-
-    takes_items: bool
-    """Whether `score` may be given some of the items."""
-
-    def make(self, recipe: Recipe) -> str:
-        """Make the candidate of a recipe; return the digest of its weights."""
-
-    def score(self, items: Sequence[str] | None = None) -> Scored:
-        """Score the candidate that was made last, on all items or on these."""
-
-    def close(self) -> None:
-        """End what was started, and delete what was written."""
+"""The program of a command, after variables that it sets, where it is a plain word."""
 
 
 def open_scorer(
-    evaluator: str | Callable[..., Any],
+    evaluator: Evaluator,
     recipe: Recipe,
     *,
     time_limit: float | None = None,
@@ -89,33 +91,30 @@ def open_scorer(
             check_evaluator(evaluator)
             return CommandScorer(evaluator, recipe, time_limit, work, threads)
         _check_form(evaluator)
-        return ProcessScorer(evaluator, recipe, time_limit=time_limit, work=work, threads=threads)
+        return ProcessScorer(evaluator, recipe, time_limit, work, threads)
     if time_limit is not None:
         raise RecipeError('a time limit needs a function by name, as "module:function"')
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
-    function = look_at(evaluator, shown, getattr(module, "load_model", None))
-    return FunctionScorer(function, recipe, work=work, threads=threads)
+    function = read_signature(evaluator, shown, getattr(module, "load_model", None))
+    return FunctionScorer(function, recipe, work, threads)
 
 
-# ---------------------------------------------------------------- what cannot work
+# ---------------------------------------------------------------- checking before any model is read
 
 
 def check_evaluator(evaluator: str, *, time_limit: float | None = READY_SECONDS) -> None:
-    """Refuse an evaluator that cannot work, before any model is read.
-
-    A function is imported, in a process of its own; a command is not run.
-    """
+    """Refuse an evaluator that cannot work: a function is imported, a command is not run."""
     if _is_command(evaluator):
         _check_command(evaluator)
         return
     _check_form(evaluator)
     if not evaluator.startswith(harness.PREFIX):
-        asked = Asked(evaluator, threads=1)
+        process = _start_process(evaluator, threads=1)
         try:
-            asked.ask({"find": evaluator}, time_limit)
+            process.ask("find", evaluator, time_limit)
         finally:
-            asked.close()
+            process.close()
 
 
 def _is_command(evaluator: str) -> bool:
@@ -143,9 +142,9 @@ def _check_command(command: str) -> None:
                 f"there are {MODEL} and {ITEMS}. If it is meant for the shell, put a space after "
                 "the brace"
             )
-    looked_at = _run_shell("-n", "-c", _filled(command, Path("model"), ALL_ITEMS))
-    if looked_at.returncode:
-        reason = looked_at.stderr.decode(errors="replace").strip()
+    read = _run_shell("-n", "-c", _filled(command, Path("model"), ALL_ITEMS))
+    if read.returncode:
+        reason = read.stderr.decode(errors="replace").strip()
         raise RecipeError(f"{command!r}: the shell cannot read it: {reason}")
     first = _FIRST_WORD.match(command)
     if first and _run_shell("-c", 'command -v "$0"', first["program"]).returncode:
@@ -157,10 +156,174 @@ def _run_shell(*words: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, check=False, capture_output=True)  # noqa: S603
 
 
-# ---------------------------------------------------------------- commands
+# ---------------------------------------------------------------- functions by name
 
 
-class CommandScorer(FormScorer):
+@dataclass(frozen=True)
+class Function:
+    """A function that scores, and what it takes."""
+
+    call: Callable[..., Any]
+    form: str
+    takes_items: bool
+    load_model: LoadModel | None = None
+
+
+def split_name(text: str) -> tuple[str, str] | None:
+    """Return place and function of `module:function` or `folder/file.py:function`.
+
+    >>> split_name("scores.demo:validation"), split_name("my scores.py:test"), split_name("ls -l")
+    (('scores.demo', 'validation'), ('my scores.py', 'test'), None)
+    """
+    place, _, name = text.rpartition(":")
+    is_place = place.endswith(FILE_SUFFIX) or _is_dotted(place)
+    return (place, name) if is_place and _is_dotted(name) else None
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def find_function(text: str) -> Function:
+    """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
+    if text.startswith(harness.PREFIX):
+        tasks = harness.load_tasks(text)
+        return Function(tasks.score, "model", tasks.takes_items, tasks.load_model)
+    named = split_name(text)
+    if named is None:
+        raise RecipeError(f"{text}: is not the name of a function; write module:function")
+    place, name = named
+    module = _import(place)
+    try:
+        function = attrgetter(name)(module)
+    except AttributeError:
+        known = [n for n, value in vars(module).items() if callable(value)]
+        raise RecipeError(f"{place}: has no function {name!r}{did_you_mean(name, known)}") from None
+    return read_signature(function, text, vars(module).get("load_model"))
+
+
+def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> Function:
+    """Return what a function takes, by the names of its parameters."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise RecipeError(f"{shown}: is not a function whose parameters can be read") from None
+    forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}; the name decides what the function receives"
+    if not parameters:
+        raise RecipeError(f"{shown}: takes no parameters; the first must be {forms}")
+    first, *others = parameters
+    if first.name not in FORMS:
+        hint = did_you_mean(first.name, FORMS)
+        raise RecipeError(f"{shown}: its first parameter is {first.name!r}{hint}, not {forms}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for other in others:
+        if other.name != "items" and other.default is other.empty and other.kind not in variable:
+            raise RecipeError(
+                f"{shown}: there is no value for its parameter {other.name!r}; only "
+                f"{first.name} and items are known, and other parameters need a default"
+            )
+    takes_items = any(other.name == "items" for other in others)
+    return Function(function, first.name, takes_items, load_model)
+
+
+def _import(place: str) -> Any:
+    """Import a module as a program in the current folder, or in the file's folder, would."""
+    folder = Path.cwd()
+    module_name = place
+    if place.endswith(FILE_SUFFIX):
+        file = Path(place).absolute()
+        if not file.is_file():
+            raise RecipeError(f"{place}: there is no such file")
+        folder, module_name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise RecipeError(
+                f"{place}: there is no module {error.name!r}, neither in {folder} nor installed"
+            ) from None
+        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
+    found = getattr(module, "__file__", None)
+    if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):
+        raise RecipeError(
+            f"{place}: there is another module called {module_name!r} ({found}); rename the file"
+        )
+    return module
+
+
+# ---------------------------------------------------------------- scorers
+
+
+class Scorer:
+    """Makes candidates and scores them, one at a time."""
+
+    takes_items = False
+    """Whether `score` may be given some of the items."""
+    _is_made = False
+
+    def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe; return the digest of its weights."""
+        self._is_made = False
+        digest = self._make(recipe)
+        self._is_made = True
+        return digest
+
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        """Score the candidate that was made last, on all items or on these."""
+        if not self._is_made:
+            raise EvaluationError("there is no candidate to score; make one first")
+        if items is not None and not self.takes_items:
+            raise EvaluationError(
+                "the evaluator has no `items` and cannot score a part of the items"
+            )
+        return self._score(None if items is None else list(items))
+
+    def close(self) -> None:
+        """End what was started, and delete what was written."""
+        self._is_made = False
+        self._form.close()
+
+    _form: Form
+
+    def _make(self, recipe: Recipe) -> str:
+        return self._form.make(recipe)
+
+    def _score(self, items: list[str] | None) -> Scored:
+        raise NotImplementedError
+
+
+class FunctionScorer(Scorer):
+    """Scores candidates by a function, in this process."""
+
+    def __init__(
+        self, function: Function, recipe: Recipe, work: Path | None, threads: int | None
+    ) -> None:
+        from dare.studies.candidates import make_form
+
+        self._call, self.takes_items = function.call, function.takes_items
+        try:
+            self._form = make_form(function.form, recipe, work, threads, function.load_model)
+        except DareError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise foreign_error("the model to score could not be made", error) from error
+
+    def _score(self, items: list[str] | None) -> Scored:
+        more = {"items": items} if self.takes_items else {}
+        started = time.perf_counter()
+        try:
+            returned = self._call(self._form.candidate, **more)
+        except (Exception, SystemExit) as error:
+            raise foreign_error("the evaluator failed", error) from error
+        seconds = time.perf_counter() - started
+        return replace(read_scores(returned, items), seconds=seconds)
+
+
+class CommandScorer(Scorer):
     """Scores candidates by a shell command, which is given a file or directory."""
 
     def __init__(
@@ -171,42 +334,33 @@ class CommandScorer(FormScorer):
         work: Path | None,
         threads: int | None,
     ) -> None:
-        super().__init__(OnDisk(recipe, work), takes_items=ITEMS in command)
-        self._command = command
-        self._time_limit = time_limit
-        self._threads = threads
+        from dare.studies.candidates import make_form
 
-    def score(self, items: Sequence[str] | None = None) -> Scored:
-        """Run the command on the candidate that was made last."""
-        check_asked(items, is_made=self._is_made, takes_items=self.takes_items)
-        asked = ALL_ITEMS
+        self._form = make_form("path", recipe, work)
+        self.takes_items = ITEMS in command
+        self._command, self._time_limit, self._threads = command, time_limit, threads
+
+    def _score(self, items: list[str] | None) -> Scored:
+        candidate, asked = self._form.candidate, ALL_ITEMS
         if items is not None:
-            file = self._form.candidate.with_name("items.json")
-            file.write_text(json.dumps(list(items)), encoding="utf-8")
+            file = candidate.with_name("items.json")
+            file.write_text(json.dumps(items), encoding="utf-8")
             asked = str(file)
+        command, name = _filled(self._command, candidate, asked), repr(self._command)
         started = time.perf_counter()
-        line, printed = self._run(_filled(self._command, self._form.candidate, asked))
-        seconds = time.perf_counter() - started
-        try:
-            scored = checked(read_scores(_parsed(line)), items)
-        except EvaluationError as error:
-            raise EvaluationError(f"{self._command!r}: {error}", printed) from None
-        return replace(scored, seconds=seconds, output=printed)
-
-    def _run(self, command: str) -> tuple[str, str]:
-        """The last line of what a command prints, and the end of all that it printed."""
-        process = Watched([SHELL, "-c", command], threads=self._threads)
+        process = Watched([SHELL, "-c", command], name=name, threads=self._threads)
         try:
             status = process.pump(lambda: False, self._time_limit)
-        except TimeUpError:
-            problem = f"took longer than {self._time_limit:g} s and was stopped"
-        else:
-            problem = describe_status(status) if status else ""
         finally:
             process.close()
-        if problem:
-            raise EvaluationError(f"{self._command!r}: {problem}", process.printed.shown())
-        return process.stdout.last_line(), process.printed.shown()
+        seconds, printed = time.perf_counter() - started, process.printed.shown()
+        try:
+            if status:
+                raise EvaluationError(describe_status(status))
+            scored = read_scores(_parsed(process.stdout.last_line()), items)
+        except EvaluationError as error:
+            raise EvaluationError(f"{name}: {error}", printed) from None
+        return replace(scored, seconds=seconds, output=printed)
 
 
 def _filled(command: str, model: Path, items: str) -> str:
@@ -215,7 +369,7 @@ def _filled(command: str, model: Path, items: str) -> str:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The object on the last line that a command printed."""
+    """Return the object on the last line that a command printed."""
     if not line:
         raise EvaluationError("printed nothing; its last line must be a JSON object of numbers")
     try:
@@ -223,6 +377,213 @@ def _parsed(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        shown = line if len(line) <= QUOTED else f"{line[:QUOTED]}…"
+        shown = line if len(line) <= QUOTED_LINE else f"{line[:QUOTED_LINE]}…"
         raise EvaluationError(f"its last line must be a JSON object of numbers, not {shown!r}")
     return parsed
+
+
+# ---------------------------------------------------------------- functions in another process
+
+
+class ProcessScorer(Scorer):
+    """Scores candidates by a function in a process, which is started anew when it has ended."""
+
+    def __init__(
+        self,
+        evaluator: str,
+        recipe: Recipe,
+        time_limit: float | None,
+        work: Path | None,
+        threads: int | None,
+    ) -> None:
+        self._evaluator, self._recipe, self._time_limit = evaluator, recipe, time_limit
+        self._work, self._threads = work, threads
+        self._process: AnsweringProcess | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._start()
+
+    def _start(self) -> AnsweringProcess:
+        from dare.stages import STAGES
+        from dare.studies.candidates import temporary_folder
+
+        self._process = process = _start_process(self._evaluator, self._threads)
+        try:
+            limit = None if self._time_limit is None else max(self._time_limit, READY_SECONDS)
+            found = process.ask("find", self._evaluator, limit)
+            self.takes_items = found["takes_items"]
+            if found["form"] == "path":  # ours, so that it goes away even if the process crashes
+                self._folder = temporary_folder(self._work)
+            request = {
+                "recipe": self._recipe.to_document(),
+                "work": self._folder and str(Path(self._folder.name).absolute()),
+                "threads": self._threads,
+                # The files of stages that are no package's: who makes candidates needs them too.
+                "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
+            }
+            process.ask("open", request, limit)
+        except BaseException:
+            self.close()
+            raise
+        return process
+
+    def _make(self, recipe: Recipe) -> str:
+        process = self._process or self._start()
+        return str(self._ask(process, "make", recipe.to_document(), None))
+
+    def _score(self, items: list[str] | None) -> Scored:
+        assert self._process is not None
+        process = self._process
+        scored = self._ask(process, "score", items, self._time_limit)
+        return Scored(**{**scored, "output": process.printed})
+
+    def _ask(
+        self, process: AnsweringProcess, verb: str, given: Any, time_limit: float | None
+    ) -> Any:
+        try:
+            return process.ask(verb, given, time_limit)
+        except BaseException:
+            if not process.is_running:
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, and delete what was written."""
+        self._is_made = False
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _start_process(evaluator: str, threads: int | None) -> AnsweringProcess:
+    start = "from dare.studies.evaluators import answer; answer({})"
+    return AnsweringProcess(evaluator, start, threads)
+
+
+def answer(descriptor: int) -> None:
+    """Answer the requests of a `ProcessScorer`, in its process."""
+    answer_requests(_Answering(), descriptor)
+
+
+class _Answering:
+    """The function and the scorer of a process; the requests come in this order."""
+
+    function: Function
+    scorer: FunctionScorer
+
+    def find(self, evaluator: str) -> dict[str, Any]:
+        self.function = find_function(evaluator)
+        return {"form": self.function.form, "takes_items": self.function.takes_items}
+
+    def open(self, given: dict[str, Any]) -> None:
+        from dare.stages.methods import load_stages
+
+        for file in given["stages"]:
+            load_stages(file)
+        work = given["work"] and Path(given["work"])
+        self.scorer = FunctionScorer(
+            self.function, _recipe(given["recipe"]), work, given["threads"]
+        )
+
+    def make(self, document: dict[str, Any]) -> str:
+        return self.scorer.make(_recipe(document))
+
+    def score(self, items: list[str] | None) -> dict[str, Any]:
+        return asdict(self.scorer.score(items))
+
+
+def _recipe(document: dict[str, Any]) -> Recipe:
+    from dare.recipe.document import recipe_from_document
+
+    return recipe_from_document(document, "recipe")
+
+
+# ---------------------------------------------------------------- scores as they are returned
+
+
+def read_scores(returned: object, asked: Iterable[str] | None = None) -> Scored:
+    """Turn a number, or a table of numbers that may hold `items`, into scores.
+
+    Where only items are given, the score of a group is the mean of its items. If items were asked
+    for, others are refused.
+
+    >>> read_scores({"items": {"add/1": 1, "add/2": 0, "sort/1": 1}}).scores
+    {'add': 0.5, 'sort': 1.0}
+    """
+    table = returned if isinstance(returned, Mapping) else {UNGROUPED: returned}
+    given = table.get("items")
+    if given is not None and not isinstance(given, Mapping):
+        raise EvaluationError(f"items must be a table of numbers by id, not {_shown(given)}")
+    items = {
+        _name(id_, "id of an item"): _number(value, f"item {id_}")
+        for id_, value in (given or {}).items()
+    }
+    scores = {
+        _name(name, "name of a score"): _number(value, name)
+        for name, value in table.items()
+        if name != "items"
+    }
+    if not scores and not items:
+        raise EvaluationError("there are no scores; return a number, or numbers by name")
+    scored = Scored(scores or group_means(items), items)
+    problem = None if asked is None else compare_items(scored, scored, asked)
+    if problem:
+        raise EvaluationError(f"the evaluator returned different items; {problem}")
+    return scored
+
+
+def compare_items(first: Scored, now: Scored, asked: Iterable[str] | None = None) -> str | None:
+    """Return how the items differ from those asked for, or else from those of the first time.
+
+    None if they are the same. Where all were asked for, the names of the scores are compared too.
+    """
+    ids = first.items if asked is None else asked
+    what = "those of the first candidate" if asked is None else "those asked for"
+    found = _differences("item", ids, now.items)
+    if asked is None:
+        found += _differences("score", first.scores, now.scores)
+    return f"they are not {what}: {'; '.join(found)}" if found else None
+
+
+def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> list[str]:
+    from dare.tensors.names import some_of
+
+    wanted, given = dict.fromkeys(expected), dict.fromkeys(found)
+    missing = [name for name in wanted if name not in given]
+    new = [name for name in given if name not in wanted]
+    states = [(missing, f"of {len(wanted)} missing"), (new, "new")]
+    return [f"{times(len(n), word)} {how} ({some_of(n, 3)})" for n, how in states if n]
+
+
+def _name(name: object, what: str) -> str:
+    if isinstance(name, str) and name.strip():
+        return name
+    raise EvaluationError(f"the {what} must be text, not {_shown(name)}")
+
+
+def _number(value: Any, name: object) -> float:
+    """Return a finite number; one in an array or a tensor of one element will do."""
+    plain = value
+    if hasattr(value, "item"):
+        try:
+            plain = value.item()
+        except (ValueError, RuntimeError, TypeError):  # more than one element
+            raise EvaluationError(f"{name} must be one number, not {_shown(value)}") from None
+    if isinstance(plain, bool):
+        raise EvaluationError(f"{name} is {plain}; return 1 or 0 instead")
+    if not isinstance(plain, Real):
+        raise EvaluationError(f"{name} must be a number, not {_shown(value)}")
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise EvaluationError(f"{name} must be a finite number, not {_shown(plain)}")
+    return number
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= QUOTED_VALUE else f"{text[:QUOTED_VALUE]}…"

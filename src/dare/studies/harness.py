@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
-from dare.studies.functions import Function
 
 PREFIX = "lm_eval:"
 INSTALL = "pip install 'dare-merge[eval]'"
@@ -50,12 +49,10 @@ def check_name(text: str) -> None:
         raise RecipeError(f"{text}: needs lm-evaluation-harness: {INSTALL}")
 
 
-def find_tasks(text: str) -> Function:
-    """Load tasks, and return them as a function that scores a live model."""
+def load_tasks(text: str) -> Harness:
+    """Load the tasks that a text names."""
     check_name(text)
-    names, folder = split_tasks(text)
-    harness = Harness(names, folder)
-    return Function(harness.score, "model", harness.takes_items, harness.load_model)
+    return Harness(*split_tasks(text))
 
 
 class Harness:

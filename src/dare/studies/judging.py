@@ -1,4 +1,4 @@
-"""What is asked of merges: the objective, guards, what is scored of each, and how simple it is.
+"""The judgement of merges: objective, guards, which trials belong together, which is simplest.
 
 The objective is the weighted mean of scores, each with a weight that is negative where less is
 better. A guard is a bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.
@@ -14,10 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from dare.documents.notices import Notice, notice
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import recipe_from_document, with_settings
 from dare.recipe.schema import Recipe
-from dare.studies.results import Estimate, Ranked, Role, Scored, Settings, StudyData, Trial, key_of
+from dare.studies.results import (
+    Estimate,
+    Ranked,
+    Role,
+    Scored,
+    Scores,
+    Settings,
+    StudyData,
+    Trial,
+    key_of,
+)
 from dare.studies.space import is_random
 
 _PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)
@@ -31,7 +42,6 @@ LEVELS = (
     (Role.RECIPE,),
 )
 """Baselines, the simplest first."""
-Scores = Mapping[str, float]
 _KINDS = ("max", "min", "keep")
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
 
@@ -64,7 +74,7 @@ class Objective:
                 raise RecipeError(f"objective {name!r}: {weight:g} is not a weight; leave it out")
 
     def shares(self, scores: Iterable[str]) -> dict[str, float]:
-        """What each score counts, by its name: the sizes of the shares add up to 1."""
+        """Return the share of each score; their sizes add up to 1."""
         names = list(scores)
         for name in self.weights:
             _check_name(name, names, f"objective {name!r}")
@@ -73,40 +83,43 @@ class Objective:
         return {name: weight / total for name, weight in weights.items()}
 
     def value(self, scores: Mapping[str, float]) -> float:
-        """The objective of one candidate."""
         return float(self.values({name: np.float64(score) for name, score in scores.items()}))
 
     def values(self, scores: Mapping[str, Any]) -> np.ndarray:
-        """The objective of many at once: the arrays must have one shape, which it has too."""
+        """Return the objective of many at once: arrays of one shape give one of that shape."""
         shares = self.shares(scores)
         return np.asarray(sum(share * scores[name] for name, share in shares.items()), np.float64)
 
     def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-        """The least and the largest value that it can have, by those of all scores."""
+        """Return the least and the largest value that it can have, by those of all scores."""
         ends = [[share * e for e in scores[n]] for n, share in self.shares(scores).items()]
         return math.fsum(map(min, ends)), math.fsum(map(max, ends))
 
     def directions(self, names: Iterable[str]) -> dict[str, int]:
-        """1 for scores that should be large, -1 for small ones; others are left out."""
+        """Return 1 for scores that should be large, -1 for small ones; others are left out."""
         known = list(names)
         signs = {name: int(math.copysign(1, weight)) for name, weight in self.weights.items()}
         return {n: signs.get(n, 1) for n in known if n in signs or not signs}
 
 
-def doubts(objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()) -> list[str]:
-    """What looks like a mistake: scores that count as better when they grow, and should not."""
+def doubts(
+    objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()
+) -> list[Notice]:
+    """Return a notice for each score that should not count as better when it grows."""
     bounded = {guard.name for guard in guards if guard.kind == "max"}
     return [
-        f"In the objective a larger {name} is better, but "
-        + ("a guard sets its maximum" if name in bounded else "its name is that of an error")
-        + f"; if smaller is better, give it a negative weight: {name}=-1."
+        notice(
+            "larger_is_better",
+            name=name,
+            reason="a guard sets its maximum" if name in bounded else "its name is of an error",
+        )
         for name, sign in objective.directions(names).items()
         if sign > 0 and (name in bounded or sounds_like_an_error(name))
     ]
 
 
 def sounds_like_an_error(name: str) -> bool:
-    """Whether a score is called like something that has no upper end, and should be small."""
+    """Tell if a score is called like something that has no upper end, and should be small."""
     return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
@@ -155,7 +168,7 @@ class Guard:
             _check_name(self.name, names, f"guard {self.text!r}")
 
     def directions(self, names: Iterable[str]) -> dict[str, int]:
-        """The scores that it bounds: 1 where it bounds from below, -1 from above."""
+        """Return 1 for each score that it bounds from below, -1 from above."""
         of_objective = self.objective.directions(names)
         bounded = [self.name] if self.name != "*" else list(of_objective)
         if self.kind != "keep":
@@ -163,11 +176,14 @@ class Guard:
         return {name: of_objective.get(name, 1) for name in bounded}
 
     def broken(self, scores: Scores, singles: Sequence[Scores] = ()) -> list[str]:
-        """What it finds wrong, a sentence for each score; empty if all is well."""
+        """Return a sentence for each score that breaks it."""
         found = []
         for name, limit, best, sign in self._limits(scores, singles):
             if sign * (limit - scores[name]) > 0:
-                shown, bound = _told_apart(scores[name], limit)
+                for digits in range(4, 17):  # as many as tell them apart
+                    shown, bound = f"{scores[name]:.{digits}g}", f"{limit:.{digits}g}"
+                    if shown != bound:
+                        break
                 kept = f" (to keep {self.bound:.4g} of the best single model's {best:.4g})"
                 side = "below" if sign > 0 else "above"
                 more = kept if self.kind == "keep" else ""
@@ -175,12 +191,12 @@ class Guard:
         return found
 
     def slack(self, scores: Scores, singles: Sequence[Scores] = ()) -> float:
-        """By how much it is broken, by the score where that is most; 0 or less if it is kept."""
+        """Return by how much it is broken, at most; 0 or less if it is kept."""
         limits = self._limits(scores, singles)
         return max((sign * (limit - scores[name]) for name, limit, _, sign in limits), default=0.0)
 
     def is_judged(self, scores: Scores, singles: Sequence[Scores]) -> bool:
-        """Whether all its bounds are known: to keep a share, a single model must have the score."""
+        """Tell if all its bounds are known: to keep a share, a single model must have the score."""
         return len(list(self._limits(scores, singles))) == len(self.directions(scores))
 
     def _limits(
@@ -197,38 +213,34 @@ class Guard:
                 yield name, best - sign * (1 - self.bound) * abs(best), best, sign
 
 
-def _told_apart(value: float, limit: float) -> tuple[str, str]:
-    """Both with four digits, or as many as tell them apart."""
-    for digits in range(4, 17):
-        shown = f"{value:.{digits}g}", f"{limit:.{digits}g}"
-        if shown[0] != shown[1]:
-            break
-    return shown
-
-
 # ------------------------------------------------------------------------------------- judging
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A setting with its seeds, or a baseline: what is scored of it."""
+    """The scored trials of a setting with its seeds, or of a baseline."""
 
     trials: tuple[Trial, ...]
-    scored: tuple[Scored, ...]
-    name: str
+    name: str = ""
+    """Of a baseline."""
     is_random: bool = True
     """Whether another seed would give other weights; if not, one trial is all there is."""
 
     @property
+    def scored(self) -> tuple[Scored, ...]:
+        return tuple(trial.scored for trial in self.trials if trial.scored is not None)
+
+    @property
     def scores(self) -> dict[str, float]:
-        """Means over the seeds, of the scores that all have."""
-        names = [n for n in self.scored[0].scores if all(n in s.scores for s in self.scored)]
-        return {n: math.fsum(s.scores[n] for s in self.scored) / len(self.scored) for n in names}
+        """The means over the seeds, of the scores that all have."""
+        scores = [scored.scores for scored in self.scored]
+        names = [n for n in scores[0] if all(n in given for given in scores)]
+        return {n: math.fsum(given[n] for given in scores) / len(scores) for n in names}
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What is asked of merges in a study."""
+    """The demands on merges in a study."""
 
     objective: Objective
     guards: tuple[Guard, ...]
@@ -237,7 +249,6 @@ class Judge:
 
     @classmethod
     def of(cls, data: StudyData) -> Judge:
-        """The judge of a study."""
         document = {key: value for key, value in data.recipe.items() if key != "search"}
         try:
             recipe = recipe_from_document(document, "the study's recipe")
@@ -249,7 +260,6 @@ class Judge:
     def by(
         cls, weights: Mapping[str, float], guards: Iterable[str], recipe: Recipe | None = None
     ) -> Judge:
-        """A judge by weights and the texts of guards."""
         objective = Objective(weights)
         return cls(objective, tuple(Guard.parse(text, objective) for text in guards), recipe)
 
@@ -261,50 +271,50 @@ class Judge:
             guard.check(names)
 
     def broken(self, scores: Scores, singles: Sequence[Scores]) -> tuple[str, ...]:
-        """What the guards find wrong, a sentence each."""
+        """Return a sentence for each guard that is broken."""
         return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
 
     def directions(self, names: Sequence[str]) -> dict[str, int]:
-        """For scores that the objective or a guard has a direction for: 1 if more is better."""
+        """Return 1 for scores of which more is better, -1 for less; others are left out."""
         found: dict[str, int] = {}
         for guard in self.guards:
             found |= {n: sign for n, sign in guard.directions(names).items() if n in names}
         return found | self.objective.directions(names)
 
     def with_settings(self, settings: Settings) -> Recipe | None:
-        """The recipe of a setting, if it can be had."""
+        """Return the recipe of a setting, if it can be had."""
         try:
             return with_settings(self.recipe, settings) if self.recipe else None
         except RecipeError:
             return None
 
     def is_random(self, settings: Settings) -> bool:
-        """Whether another seed gives other weights; taken for granted if it cannot be told."""
+        """Tell if another seed gives other weights; assumed where it cannot be told."""
         recipe = self.with_settings(settings)
         return recipe is None or is_random(recipe)
 
-    def ranked(self, entry: Entry, value: Estimate, singles: Sequence[Scored]) -> Ranked:
-        """An entry with its objective, and the guards that its mean scores break."""
+    def ranked(self, entry: Entry, value: Estimate, singles: Sequence[Scores]) -> Ranked:
+        """Return an entry with its objective, and the guards that its mean scores break."""
         return Ranked(
             settings={} if entry.name else dict(entry.trials[0].settings),
             trials=tuple(trial.number for trial in entry.trials),
             objective=value,
             scores=entry.scores,
-            broken=self.broken(entry.scores, [single.scores for single in singles]),
+            broken=self.broken(entry.scores, singles),
             baseline=entry.name,
         )
 
     def entries_of_settings(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Settings with those of their seeds that are done."""
+        """Return settings with those of their seeds that are done."""
         found = _together(trials, lambda trial: key_of(trial.settings))
-        return [self.entry(same, "", self.is_random(same[0].settings)) for same in found.values()]
+        return [Entry(same, is_random=self.is_random(same[0].settings)) for same in found.values()]
 
     def entries_of_names(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Baselines that are done, but for the one that is there to tell the noise."""
+        """Return baselines that are done, but for the one that is there to tell the noise."""
         found = _together((t for t in trials if t.role is not Role.AGAIN), lambda t: t.name)
         # A runner-up has settings; of baselines that have none, only recipes may be random.
         return [
-            self.entry(
+            Entry(
                 same,
                 name,
                 same[0].role in (Role.ADVICE, Role.RECIPE)
@@ -313,16 +323,10 @@ class Judge:
             for name, same in found.items()
         ]
 
-    @staticmethod
-    def entry(trials: Sequence[Trial], name: str, is_random: bool) -> Entry:
-        """Trials that are scored, as one."""
-        scored = tuple(trial.scored for trial in trials if trial.scored is not None)
-        return Entry(tuple(trials), scored, name, is_random)
-
     # --------------------------------------------------------------------------------- simplicity
 
     def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
-        """By what they need: a plain merge, then few stages, no randomness, few changes."""
+        """Sort by what they need: a plain merge, then few stages, no randomness, few changes."""
         merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
         return sorted(merges, key=lambda way: (self._complexity(way), -way.objective.value))
 
@@ -336,7 +340,7 @@ class Judge:
         return 1, len(recipe.chain), is_random(recipe), self._changes(ranked.settings)
 
     def _changes(self, settings: Settings) -> int:
-        """How many settings differ in effect from the recipe's; each layer's value counts."""
+        """Count settings that differ in effect from the recipe's; each layer's value counts."""
         method = {name: value for name, value in settings.items() if name == "method"}
         start = self.with_settings(method)
         changes = int(start is not None and _method(start) != _method(self.recipe))
@@ -348,18 +352,13 @@ class Judge:
         return changes
 
 
-def _together(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, list[Trial]]:
-    """Trials that are done, by what they have in common."""
-    found: dict[str, list[Trial]] = {}
+def _together(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, tuple[Trial, ...]]:
+    """Return trials that are done, by what they have in common."""
+    found: dict[str, tuple[Trial, ...]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None:
-            found.setdefault(key(trial), []).append(trial)
+            found[key(trial)] = (*found.get(key(trial), ()), trial)
     return found
-
-
-def singles_of(entries: Iterable[Entry]) -> list[Scored]:
-    """What single models have, for guards that ask for a share of it."""
-    return [s for entry in entries if Role.of(entry.name) is Role.SINGLE for s in entry.scored]
 
 
 def _method(recipe: Recipe | None) -> list[str]:

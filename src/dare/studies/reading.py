@@ -1,36 +1,38 @@
-"""What a study holds, read from its file, and what follows from it: a conclusion and recipes."""
+"""A study read from its file, and its result: the data, the conclusion and the recipes."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare.documents.document import Document
+from dare.documents.notices import notice, notice_from_dict
+from dare.documents.page import render_page
+from dare.documents.shown import Shown
 from dare.errors import InputError, printable
+from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
-from dare.recipe.entries import distinct
-from dare.recipe.schema import ModelEntry, Recipe
-from dare.recipe.search import Search
+from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml
 from dare.studies.conclusions import conclude
-from dare.studies.results import ALONE, Conclusion, Ranked, Role, StudyData, Trial, key_of
-from dare.studies.space import Space, seed_shifts
+from dare.studies.document import grounds, study_document
+from dare.studies.results import Conclusion, Ranked, Role, StudyData, Trial, key_of
+from dare.studies.space import recipe_of, seed_shifts
 from dare.studies.study import BASELINE, HOLDOUT, Study
-from dare.studies.words import grounds
 
-PART = 0.4
-"""Of task arithmetic: the factor that its authors recommend where none can be chosen."""
 OUTPUT = "merged.safetensors"
 SIGNED = ", found by `dare search`."
 """How the first line of a recipe ends: a search writes over its own, and over no others."""
 
 
 @dataclass(frozen=True, repr=False)
-class SearchResult:
-    """What a search has found."""
+class SearchResult(Shown):
+    """The result of a search."""
 
     study: Path
     data: StudyData
@@ -42,7 +44,7 @@ class SearchResult:
     """The simplest recipe that cannot be told apart from the best and that no baseline beats."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values, ready for JSON; the items stay in the study."""
+        """Return the result as plain values, ready for JSON; the items stay in the study."""
         document = self.data.to_dict()
         for table in ("baselines", "trials", "holdout"):
             for trial in document[table]:
@@ -58,8 +60,22 @@ class SearchResult:
         conclusion = self.conclusion.to_dict()
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
+    def document(self, *, rows: int = 12, outputs: bool = False) -> Document:
+        """Return everything that is to be shown; a terminal shows so many `rows` of settings.
+
+        With `outputs` it also shows what the evaluators of failed trials printed.
+        """
+        return study_document(self.data, self.conclusion, rows=rows, outputs=outputs)
+
+    def to_html(self, path: str | PathLike[str] | None = None, *, overwrite: bool = True) -> str:
+        """Return the page of the study, one text that needs no network; write it to a path."""
+        text = render_page(self.document())
+        if path is not None:
+            write_file(Path(path), text.encode(), "page", overwrite=overwrite)
+        return text
+
     def to_toml(self, *, simplest: bool = False, output: Path | None = None) -> str:
-        """The best recipe, or the simplest, with what speaks for it as comments."""
+        """Return the best recipe, or the simplest, with the evidence for it as comments."""
         recipe = self.simplest if simplest else self.best
         if recipe is None:
             raise InputError(f"{self.study}: {self}; so there is no recipe to write")
@@ -71,11 +87,9 @@ class SearchResult:
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
 
     def __repr__(self) -> str:
-        """The study and its best setting in a line."""
         return f"<SearchResult of {self.study}: {self}>"
 
     def __str__(self) -> str:
-        """What to take, with its interval."""
         chosen = self.conclusion.chosen
         if chosen is not None and not self.conclusion.no_recipe:
             return f"{chosen.label}: {chosen.objective}"
@@ -83,13 +97,13 @@ class SearchResult:
 
 
 def read_result(path: Path) -> SearchResult:
-    """What a study shows by now, also while others work on it."""
+    """Return what a study shows by now, also while others work on it."""
     with closing(Study(path)) as study:
         return result_of(study)
 
 
 def result_of(study: Study) -> SearchResult:
-    """What an open study shows by now."""
+    """Return what an open study shows by now."""
     data, conclusion = read_study(study)
     best, simplest = (
         None if conclusion.no_recipe or ranked is None else recipe_of(data, ranked)
@@ -99,7 +113,7 @@ def result_of(study: Study) -> SearchResult:
 
 
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
-    """All that a study holds, and what is concluded from it."""
+    """Return all that a study holds, and the conclusion from it."""
     charter = study.charter
     recipe = recipe_from_document(charter.recipe, str(study.path))
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
@@ -119,7 +133,10 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         advice=study.note("advice"),
         left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
-        remarks=tuple(study.note("remarks") or ()),
+        notices=(
+            *(notice("study_remark", text=text) for text in study.note("remarks") or ()),
+            *map(notice_from_dict, study.note("notices") or ()),
+        ),
         importance=study.importance(),
     )
     conclusion = conclude(data, resamples=resamples)
@@ -131,7 +148,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
 
 
 def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
-    """What was scored on the holdout, under the names that hold now.
+    """Return what was scored on the holdout, under the names that hold now.
 
     Candidates are kept by their settings: a search that went on may have another winner.
     """
@@ -149,58 +166,6 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
 
 
 def runner_up(conclusion: Conclusion) -> Ranked | None:
-    """The second best setting, if there is one that keeps to the guards."""
+    """Return the second best setting, if there is one that keeps to the guards."""
     rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
     return next((ranked for ranked in rest if not ranked.broken), None)
-
-
-# ------------------------------------------------------------------------------------- recipes
-
-
-def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
-    """The recipe of a setting with its first seed, or of a baseline; with the study's output.
-
-    Of several seeds it has the first: to take the best of them would be another choice by chance.
-    """
-    recipe = recipe_from_document(data.recipe, "the recipe of the study")
-    if not ranked.baseline:
-        made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
-    else:
-        advice = None if data.advice is None else recipe_from_document(data.advice, "advice")
-        made = baseline_recipes(recipe, advice, data.left_out, data.is_searched)[ranked.baseline]
-    return made.model_copy(update={"output": data.output})
-
-
-def baseline_recipes(
-    recipe: Recipe, advised: Recipe | None, left_out: Collection[str], is_searched: bool
-) -> dict[str, Recipe]:
-    """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise."""
-    names = distinct([entry.name for entry in recipe.models])
-    alone = {
-        f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
-        for name, entry in zip(names, recipe.models, strict=True)
-    }
-    fit = [e for name, e in zip(names, recipe.models, strict=True) if name not in left_out]
-    has_some = 1 < len(fit) < len(names)
-    average, total = _plain(recipe, "linear"), _plain(recipe, "sum")
-    is_more = not is_searched and recipe not in (average, total, advised)
-    made = {
-        Role.BASE: _plain(recipe, "sum", scale=0.0),
-        **alone,
-        Role.AVERAGE: average,
-        Role.WITHOUT_STRANGERS: _plain(recipe, "linear", models=fit) if has_some else None,
-        Role.SUM: total,
-        Role.PART: _plain(recipe, "sum", scale=PART),
-        Role.ADVICE: advised,
-        Role.RECIPE: recipe if is_more else None,
-        Role.AGAIN: average,
-    }
-    return {str(name): found for name, found in made.items() if found is not None}
-
-
-def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
-    """A method with nothing set but what says how inputs fit together."""
-    entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
-    bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
-    bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
-    return recipe.model_copy(update={**bare, "models": entries, **more})

@@ -1,4 +1,4 @@
-"""What a study holds, and what is concluded from it: plain values, ready for JSON.
+"""A study's data and the conclusion from it: plain values, ready for JSON.
 
 A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
 weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
@@ -10,37 +10,27 @@ an item's id before the first slash is its group, and a score of that name is th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from dare.documents.notices import Notice
+from dare.documents.words import value_text
 from dare.tensors.json_values import json_ready
 
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
-
-
+Scores = Mapping[str, float]
+ALONE = " alone"
+"""The end of the name of each single model, and of no other."""
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""
 
 
-def group_of(item_id: str) -> str:
-    """The group that an item belongs to: the part of its id before the first slash.
-
-    >>> group_of("add/3/b"), group_of("17"), group_of("/17")
-    ('add', 'score', 'score')
-    """
-    group, slash, _ = item_id.partition("/")
-    return group if slash and group else UNGROUPED
-
-
-ALONE = " alone"
-"""How the name of each single model ends, and no other."""
-
-
 class Role(StrEnum):
-    """What a trial is for; the values are the names of all but settings and single models."""
+    """The purpose of a trial; the values are the names of all but settings and single models."""
 
     SETTING = ""
     SINGLE = ALONE
@@ -60,7 +50,7 @@ class Role(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Role:
-        """The role of what has a name in a study; models may be called like roles.
+        """Return the role of what has a name in a study; models may be called like roles.
 
         >>> Role.of("winner alone") is Role.SINGLE, Role.of("winner") is Role.WINNER
         (True, True)
@@ -68,34 +58,12 @@ class Role(StrEnum):
         return cls.SINGLE if name.endswith(ALONE) else cls(name)
 
 
-def key_of(settings: Settings) -> str:
-    """A text that equal settings share, in whatever order."""
-    return json.dumps(dict(settings), sort_keys=True, default=str)
-
-
-def value_text(value: Any) -> str:
-    """The value of a setting, short.
-
-    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(True)
-    ('0.6123', 'dare+ties', '[0, 1]', 'true')
-    """
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(value_text, value))}]"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{value:.4g}" if isinstance(value, float) else text
-
-
-def settings_text(settings: Settings) -> str:
-    """Settings in a line.
-
-    >>> settings_text({"method": "sum", "scale": 0.5})
-    'method=sum scale=0.5'
-    """
-    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+NOT_MERGED = (Role.BASE, Role.SINGLE)
+"""Baselines that exist already: if one of them is best, there is no need to merge."""
 
 
 class State(StrEnum):
-    """What became of a trial."""
+    """The state of a trial."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -106,20 +74,79 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more will become of it."""
         return self not in (State.WAITING, State.RUNNING)
+
+
+# ---------------------------------------------------------------- texts and groups
+
+
+def key_of(settings: Settings) -> str:
+    """Return a text that equal settings share, in whatever order."""
+    return json.dumps(dict(settings), sort_keys=True, default=str)
+
+
+def settings_text(settings: Settings) -> str:
+    """Return settings in a line.
+
+    >>> settings_text({"method": "sum", "scale": 0.5})
+    'method=sum scale=0.5'
+    """
+    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
+def group_of(item_id: str) -> str:
+    """Return the group of an item: the part of its id before the first slash.
+
+    >>> group_of("add/3/b"), group_of("17"), group_of("/17")
+    ('add', 'score', 'score')
+    """
+    group, slash, _ = item_id.partition("/")
+    return group if slash and group else UNGROUPED
+
+
+def groups_of(ids: Iterable[str]) -> dict[str, list[str]]:
+    """Return the ids of each group, all in their order."""
+    groups: dict[str, list[str]] = {}
+    for item_id in ids:
+        groups.setdefault(group_of(item_id), []).append(item_id)
+    return groups
+
+
+def group_means(items: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each group of items."""
+    return {g: math.fsum(items[i] for i in ids) / len(ids) for g, ids in groups_of(items).items()}
+
+
+def groups_of_scores(scored: Scored) -> dict[str, str]:
+    """Return the group of each score that is the mean of a group of items.
+
+    One score and items without groups belong together, whatever the score is called.
+    """
+    means = group_means(scored.items)
+    if set(means) == {UNGROUPED} and len(scored.scores) == 1:
+        groups = dict.fromkeys(scored.scores, UNGROUPED)
+    else:
+        groups = {name: name for name in scored.scores if name in means}
+    return {
+        name: group
+        for name, group in groups.items()
+        if math.isclose(scored.scores[name], means[group], rel_tol=1e-6, abs_tol=1e-6)
+    }
+
+
+# ---------------------------------------------------------------- data
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What an evaluator says of one candidate."""
+    """The scores of one candidate."""
 
     scores: dict[str, float]
     """By name; all are finite numbers."""
     items: dict[str, float] = field(default_factory=dict)
     """By id; empty if the evaluator gives none."""
     seconds: float = 0.0
-    """What scoring took, without making the candidate."""
+    """Without making the candidate."""
     output: str = ""
     """The last lines that the evaluator printed."""
 
@@ -133,17 +160,16 @@ class Trial:
     seed: int
     state: State
     scored: Scored | None = None
-    """Of a trial that was stopped early, on the items that it was scored on."""
+    """If it was stopped early, on the items that it was scored on."""
     objective: float | None = None
     """The larger, the better; None if it has no scores."""
     broken: tuple[str, ...] = ()
     """The guards that it breaks, each as a sentence."""
     digest: str | None = None
-    """Of the merged weights."""
     same_as: int | None = None
     """The trial that has the same weights, whose scores these are."""
     seconds: float = 0.0
-    """In all: making and scoring."""
+    """For making and scoring."""
     message: str = ""
     """Why it failed, or where it was stopped."""
     output: str = ""
@@ -153,12 +179,10 @@ class Trial:
 
     @property
     def role(self) -> Role:
-        """What it is for."""
         return Role.of(self.name)
 
     @property
     def label(self) -> str:
-        """What it is called."""
         return self.name or f"trial {self.number}"
 
     @property
@@ -174,15 +198,14 @@ class StudyData:
     recipe: dict[str, Any]
     """The document of the recipe that is searched around."""
     space: dict[str, Any]
-    """The document of `[search.over]`: what is searched over."""
+    """The document of `[search.over]`."""
     sampler: str
-    """`grid`, `random`, `tpe`, `cmaes` or `gp`."""
     planned: int
     """How many trials there will be; baselines, where nothing is searched over."""
     seeds: tuple[int, ...]
     evaluator: str
     objective: dict[str, float]
-    """By score: its weight; empty for the mean of all."""
+    """The weight of each score; empty for the mean of all."""
     guards: tuple[str, ...]
     baselines: tuple[Trial, ...]
     trials: tuple[Trial, ...]
@@ -190,10 +213,10 @@ class StudyData:
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     """The winner, the runner-up and the baselines, scored by that evaluator."""
-    remarks: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     """What a reader should know, such as why there is no advice."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting: its share in telling good trials from others, chance or not."""
+    """The share of each setting in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
     """The document of the advised recipe."""
     left_out: tuple[str, ...] = ()
@@ -223,7 +246,7 @@ class StudyData:
         return [t for t in (*self.baselines, *self.trials) if t.state is State.FAILED]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON."""
+        """Return all of it as plain values, ready for JSON."""
         return dict(json_ready(asdict(self)))
 
 
@@ -239,19 +262,18 @@ class Estimate:
     high: float | None = None
 
     def __neg__(self) -> Estimate:
-        """The number with the other sign."""
         if self.low is None or self.high is None:
             return Estimate(0.0 - self.value)
         return Estimate(0.0 - self.value, 0.0 - self.high, 0.0 - self.low)  # never -0
 
     def interval(self, sign: str = "") -> str:
-        """The bounds alone; empty if there are none."""
+        """Return the bounds alone; empty if there are none."""
         if self.low is None or self.high is None:
             return ""
         return f"{self.low:{sign}.4g} … {self.high:{sign}.4g}"
 
     def __format__(self, sign: str) -> str:
-        """The number, and the interval in brackets.
+        """Return the number, and the interval in brackets.
 
         >>> str(Estimate(0.5)), f"{Estimate(0.25, 0.125, 0.375):+}"
         ('0.5', '+0.25 (+0.125 … +0.375)')
@@ -260,7 +282,6 @@ class Estimate:
         return f"{self.value:{sign}.4g}" + (f" ({interval})" if interval else "")
 
     def __str__(self) -> str:
-        """The number, and the interval in brackets."""
         return format(self)
 
 
@@ -281,13 +302,16 @@ class Ranked:
 
     @property
     def role(self) -> Role:
-        """What it is for."""
         return Role.of(self.baseline)
 
     @property
     def label(self) -> str:
-        """What it is called in tables: `method=dare+ties drop_rate=0.9`, or a baseline's name."""
+        """Its name in tables: `method=dare+ties drop_rate=0.9`, or that of a baseline."""
         return self.baseline or settings_text(self.settings)
+
+    @property
+    def key(self) -> str:
+        return self.baseline or key_of(self.settings)
 
 
 @dataclass(frozen=True)
@@ -317,13 +341,9 @@ class Holdout:
     """How many winners have been scored on it; after the first, it is no longer held out."""
 
 
-NOT_MERGED = (Role.BASE, Role.SINGLE)
-"""Baselines that are there already: who finds one of them best need not merge."""
-
-
 @dataclass(frozen=True)
 class Conclusion:
-    """What a study shows, and what it does not."""
+    """The findings of a study, and their limits."""
 
     ranking: tuple[Ranked, ...] = ()
     """Settings, the best first; those that break guards after all others."""
@@ -341,18 +361,18 @@ class Conclusion:
     simplest: Ranked | None = None
     """The simplest of the best and its ties, if no baseline beats it; else what is chosen."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting: its share by Optuna's PED-ANOVA; empty where none differ beyond chance."""
+    """The share of each setting by Optuna's PED-ANOVA; empty where none differ beyond chance."""
     front: tuple[int, ...] = ()
     """Places in the ranking of settings that no other beats in every score."""
     noise: float | None = None
     """How far two scorings of the same weights differ in the objective; None: not measured."""
     holdout: Holdout | None = None
-    remarks: tuple[str, ...] = ()
-    """What limits all this, a sentence each."""
+    notices: tuple[Notice, ...] = ()
+    """What limits all this."""
 
     @property
     def no_recipe(self) -> str:
-        """Why there is no recipe to take; empty if there is one."""
+        """The reason why there is no recipe to take; empty if there is one."""
         chosen, candidates = self.chosen, self.ranking or self.baselines
         if chosen is not None and chosen.role not in NOT_MERGED:
             return ""
@@ -369,5 +389,5 @@ class Conclusion:
         return "not all is scored yet"
 
     def to_dict(self) -> dict[str, Any]:
-        """The conclusion as plain values, ready for JSON."""
+        """Return the conclusion as plain values, ready for JSON."""
         return dict(json_ready(asdict(self)))

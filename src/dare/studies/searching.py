@@ -6,44 +6,62 @@ taken, until nothing is left and nobody is busy any more.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
 from dare.api import AnyRecipe, make_recipe
-from dare.errors import DareError, EvaluationError, InputError, RecipeError
+from dare.documents.notices import Notice, notice
+from dare.documents.words import time_text
+from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.machine import available_cores
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import INCLUDE, recipe_from_document
+from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
-from dare.recipe.search import Choices, Range
-from dare.studies.evaluators import Scorer, open_scorer
-from dare.studies.reading import (
-    SearchResult,
-    baseline_recipes,
-    read_study,
-    recipe_of,
-    result_of,
-    runner_up,
+from dare.recipe.search import Choices, Range, Search
+from dare.studies.document import counted
+from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
+from dare.studies.judging import Judge
+from dare.studies.reading import SearchResult, read_study, result_of, runner_up
+from dare.studies.results import (
+    Conclusion,
+    Role,
+    Scored,
+    Settings,
+    State,
+    StudyData,
+    Trial,
+    group_means,
+    key_of,
+    settings_text,
 )
-from dare.studies.request import Evaluator, SearchRequest, evaluator_name, make_request
-from dare.studies.results import Role, Scored, Settings, State, Trial, key_of
-from dare.studies.scores import check_items, group_means, rungs
-from dare.studies.study import BASELINE, HOLDOUT, Claim, Placed, Planned, Study
-from dare.studies.terminal import Display, show_search
-from dare.studies.words import time_text
+from dare.studies.space import Space, baseline_recipes, recipe_of, seed_shifts
+from dare.studies.statistics import rungs
+from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
+DEFAULT_TRIALS = 40
+SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
+"""Packages that a sampler of Optuna imports when it first has something to suggest."""
+NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
+"""Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
-
-Job = Callable[[Scorer], Any]
+CONCLUDE_SECONDS = 1.0
+"""Between two conclusions from the trials of a running search."""
 
 
 def search(
@@ -75,13 +93,13 @@ def search(
         raise RecipeError("jobs: give the function by name, as in 'score.py:score'")
     with closing(Study(place, request.charter)) as opened:
         with show_search(visible=verbose) as display:
-            story = _Story(request, opened, display, jobs, None if work is None else Path(work))
-            story.tell(retry=retry, advice=advice)
+            running = _Search(request, opened, display, jobs, None if work is None else Path(work))
+            running.run(retry=retry, advice=advice)
         return result_of(opened)
 
 
 def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
-    """Where a study lies: as given, or beside the recipe under its name."""
+    """Return the path of a study: as given, or beside the recipe under its name."""
     if study is not None:
         return Path(study)
     if isinstance(recipe, str | PathLike):
@@ -89,8 +107,112 @@ def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     return Path("study.db")
 
 
-def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
-    """The advised recipe, the models that the advice leaves out, and why there is no recipe."""
+# ---------------------------------------------------------------- the request
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A search, completely described."""
+
+    space: Space
+    table: Search
+    sampler: str
+    planned: int
+    evaluator: Evaluator
+    holdout: Evaluator | None
+    judge: Judge
+    seed: int
+    output: Path | None
+    """Where the merge of the best will go; candidates are not written there."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that is searched around."""
+        return self.space.recipe
+
+    @property
+    def charter(self) -> Charter:
+        """The subject of the study."""
+        document = self.recipe.to_document()
+        for name in ("threads", "verbose", "max_memory"):  # which change no candidate
+            document.pop(name, None)
+        table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return Charter(
+            recipe={"models": document.pop("models"), **document},
+            space=table.get("over", {}),
+            sampler=self.sampler,
+            seeds=self.table.seeds,
+            evaluator=_evaluator_name(self.evaluator),
+            objective=self.table.objective,
+            guards=tuple(guard.text for guard in self.judge.guards),
+            race=self.table.race,
+            seed=self.seed,
+        )
+
+
+def make_request(
+    recipe: Recipe,
+    *,
+    over: Mapping[str, Choices | Range] | None = None,
+    evaluate: Evaluator | None = None,
+    holdout: Evaluator | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> SearchRequest:
+    """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
+    table = recipe.search or Search()
+    fields = {name: getattr(table, name) for name in Search.model_fields}
+    fields |= {name: value for name, value in settings.items() if value is not None}
+    searched = {**table.over, **(over or {})}
+    if (each := searched.pop(INCLUDE[:-1], None)) is not None:
+        names = distinct([entry.name for entry in recipe.models])
+        searched = {f"{INCLUDE}{name}": each for name in names} | searched
+    table = Search(**fields | {"over": searched})
+    defaults = {name: Search.model_fields[name].default for name in NEEDS_SPACE}
+    idle = [name for name, default in defaults.items() if getattr(table, name) != default]
+    if idle and not searched:
+        how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
+        raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
+    space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
+    space.check()
+    sampler = table.sampler or ("grid" if space.is_listed else "tpe")
+    if lacking := [name for name in SAMPLER_PACKAGES.get(sampler, ()) if find_spec(name) is None]:
+        how = f"pip install {' '.join(lacking)}, or use tpe"
+        raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
+    planned = table.trials or DEFAULT_TRIALS
+    if sampler == "grid":
+        if not space.is_listed:
+            raise RecipeError("a grid needs lists or steps; else use random, tpe, cmaes or gp")
+        planned = len(_grid_plan(space, table.seeds))
+    judging = evaluate if evaluate is not None else table.eval
+    if judging is None:
+        raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
+    judge = Judge.by(table.objective, table.guards)
+    held = holdout if holdout is not None else table.holdout
+    for evaluator in (judging, held):
+        if isinstance(evaluator, str):
+            check_evaluator(evaluator)
+    return SearchRequest(space, table, sampler, planned, judging, held, judge, seed, recipe.output)
+
+
+def _grid_plan(space: Space, seeds: int) -> list[Planned]:
+    """Return every setting, then again with other seeds where those change anything."""
+    return [
+        Planned(setting, shift)
+        for shift in seed_shifts(seeds)
+        for setting in space.grid()
+        if shift == 0 or space.is_random(setting)
+    ]
+
+
+def _evaluator_name(evaluator: Evaluator) -> str:
+    if isinstance(evaluator, str):
+        return evaluator
+    return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"
+
+
+def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], Notice | None]:
+    """Return the advised recipe, the models that it leaves out, and why there is no recipe."""
     try:
         analysis = analyze(
             recipe.base,
@@ -101,113 +223,115 @@ def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], str]:
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
-            return None, advice.left_out, "There is no advice: none of the models should be merged."
+            none = notice("no_advice", reason="none of the models should be merged")
+            return None, advice.left_out, none
         advised = recipe_from_document(advice.recipe, "advice")
     except DareError as error:
-        return None, (), f"There is no advice: {error}."
+        return None, (), notice("no_advice", reason=error)
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
     policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), advice.left_out, ""
+    return advised.model_copy(update={**policies, "output": None}), advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
 
 
-class Interrupted(Exception):  # noqa: N818
+class _Interrupted(Exception):  # noqa: N818
     """The search is ending: what was under way is left for the next time."""
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """By what candidates are scored, which is the same for all of them."""
+class _Rules:
+    """The rules by which candidates are scored, the same for all of them."""
 
-    request: SearchRequest
+    judge: Judge
     stop: threading.Event
     singles: Sequence[Mapping[str, float]] = ()
     """The scores of each model alone."""
     reference: Scored | None = None
-    """What all scores must look like: the same names, the same items."""
+    """Scores with the names and items that all must have."""
     has_items: bool = True
     """Whether items are the same each time, so that they can be compared."""
     rungs: Sequence[Sequence[str]] = ()
     """Growing parts of the items, of which each has what is new in it."""
 
+    def score(
+        self, scorer: Scorer, claim: Claim, recipe: Recipe, known: Mapping[str, Trial]
+    ) -> Trial:
+        """Score a candidate and write down the outcome; `known` are scored weights by digest."""
+        began = time.perf_counter()
+        notes: dict[str, Any] = {"seed": recipe.seed}
+        stopped = ""
+        try:
+            notes["digest"] = digest = scorer.make(recipe)
+            if (twin := known.get(digest)) is not None and twin.scored is not None:
+                scored = replace(twin.scored, seconds=0.0)
+                notes["message"] = f"the same weights as {twin.label}"
+                notes |= {} if twin.name else {"same_as": twin.number}
+            elif self.rungs:
+                scored, stopped = self._race(scorer, claim)
+            else:
+                scored = scorer.score()
+            self._check_alike(scored)
+        except DareError as error:
+            if self.stop.is_set():
+                raise _Interrupted from None
+            output = error.output if isinstance(error, EvaluationError) else ""
+            notes |= {"message": str(error), "output": output}
+            return claim.end(State.FAILED, seconds=time.perf_counter() - began, **notes)
+        if not self.has_items:
+            scored = replace(scored, items={})
+        if self.reference is None:
+            self.judge.check_names(scored.scores)
+        notes |= {
+            "scored": scored,
+            "objective": self.judge.objective.value(scored.scores),
+            "broken": self.judge.broken(scored.scores, self.singles),
+            "seconds": time.perf_counter() - began,
+        }
+        if stopped:
+            return claim.end(State.STOPPED, **notes | {"message": stopped})
+        slacks = {g.text: g.slack(scored.scores, self.singles) for g in self.judge.guards}
+        return claim.end(State.DONE, slacks=slacks, **notes)
 
-def _score_candidate(
-    scorer: Scorer, claim: Claim, recipe: Recipe, terms: _Terms, known: Mapping[str, Trial]
-) -> Trial:
-    """Score a candidate and write down what came of it; `known` are scored weights by digest."""
-    began = time.perf_counter()
-    notes: dict[str, Any] = {"seed": recipe.seed}
-    stopped = ""
-    try:
-        notes["digest"] = digest = scorer.make(recipe)
-        if (twin := known.get(digest)) is not None and twin.scored is not None:
-            scored = replace(twin.scored, seconds=0.0)
-            notes["message"] = f"the same weights as {twin.label}"
-            notes |= {} if twin.name else {"same_as": twin.number}
-        elif terms.rungs:
-            scored, stopped = _race(scorer, claim, terms)
-        else:
-            scored = scorer.score()
-        _check_alike(scored, terms)
-    except DareError as error:
-        if terms.stop.is_set():
-            raise Interrupted from None
-        output = error.output if isinstance(error, EvaluationError) else ""
-        spent = time.perf_counter() - began
-        return claim.fail(str(error), output=output, seconds=spent, **notes)
-    if not terms.has_items:
-        scored = replace(scored, items={})
-    judge = terms.request.judge
-    if terms.reference is None:
-        judge.check_names(scored.scores)
-    objective = judge.objective.value(scored.scores)
-    notes["broken"] = judge.broken(scored.scores, terms.singles)
-    notes["seconds"] = time.perf_counter() - began
-    if stopped:
-        return claim.stop(scored, objective, stopped, **notes)
-    slacks = {guard.text: guard.slack(scored.scores, terms.singles) for guard in judge.guards}
-    return claim.finish(scored, objective, slacks=slacks, **notes)
+    def _race(self, scorer: Scorer, claim: Claim) -> tuple[Scored, str]:
+        """Score on one part of the items after the other; stop when it is among the worse."""
+        scored = Scored({})
+        total = sum(map(len, self.rungs))
+        for rung, part in enumerate(self.rungs):
+            found = scorer.score(part)
+            items = {**scored.items, **found.items}
+            scores = {**found.scores, **scored.scores, **group_means(items)}
+            scored = Scored(scores, items, scored.seconds + found.seconds, found.output)
+            objective = self.judge.objective.value(scores)
+            if len(items) < total and claim.report(objective, rung):
+                done = f"{len(items)} of {total} items"
+                return scored, f"stopped after {done}: it was in the lower two thirds"
+        return scored, ""
+
+    def _check_alike(self, scored: Scored) -> None:
+        """Refuse scores that cannot be compared with those of the others."""
+        if self.reference is None:
+            return
+        named = replace(scored, items=self.reference.items)  # then only the names are compared
+        compares_items = self.has_items and not self.rungs
+        difference = compare_items(self.reference, scored if compares_items else named)
+        if difference is not None:
+            message = f"the evaluator gave different scores: {difference}"
+            raise EvaluationError(message, scored.output)
 
 
-def _race(scorer: Scorer, claim: Claim, terms: _Terms) -> tuple[Scored, str]:
-    """Score on one part of the items after the other; stop when it is among the worse."""
-    scored = Scored({})
-    total = sum(map(len, terms.rungs))
-    for rung, part in enumerate(terms.rungs):
-        found = scorer.score(part)
-        items = {**scored.items, **found.items}
-        scores = {**found.scores, **scored.scores, **group_means(items)}
-        scored = Scored(scores, items, scored.seconds + found.seconds, found.output)
-        objective = terms.request.judge.objective.value(scores)
-        if len(items) < total and claim.report(objective, rung):
-            done = f"{len(items)} of {total} items"
-            return scored, f"stopped after {done}: it was in the lower two thirds"
-    return scored, ""
-
-
-def _check_alike(scored: Scored, terms: _Terms) -> None:
-    """Refuse scores that cannot be compared with those of the others."""
-    if terms.reference is None:
-        return
-    named = replace(scored, items=terms.reference.items)  # then only the names are compared
-    compares_items = terms.has_items and not terms.rungs
-    difference = check_items(terms.reference, scored if compares_items else named)
-    if difference is not None:
-        raise EvaluationError(f"the evaluator gave different scores: {difference}", scored.output)
-
-
-def _known(trials: Iterable[Trial]) -> dict[str, Trial]:
-    """Weights that were scored already, by digest."""
+def _by_digest(trials: Iterable[Trial]) -> dict[str, Trial]:
     return {trial.digest: trial for trial in trials if trial.is_done and trial.digest}
 
 
 # ---------------------------------------------------------------- all of them
 
+Scoring = Callable[[Scorer], Any]
+
 
 @dataclass
-class _Story:
+class _Search:
     """A search under way."""
 
     request: SearchRequest
@@ -215,23 +339,23 @@ class _Story:
     display: Display
     jobs: int
     work: Path | None
+    stop: threading.Event = field(default_factory=threading.Event)
+    known_baselines: dict[str, Trial] = field(default_factory=dict)
+    """Those that are scored, by digest."""
 
-    def __post_init__(self) -> None:
-        self.terms = _Terms(self.request, threading.Event())
-        self.known_baselines: dict[str, Trial] = {}
-
-    def tell(self, *, retry: bool, advice: bool) -> None:
+    def run(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
+        self.rules = _Rules(self.request.judge, self.stop)
         first_new = len(self.study.trials())
         with self._scorers(self.request.evaluator) as scorers:
             self._prepare(advice=advice)
             self._score_baselines(scorers)
-            self._set_terms(scorers[0])
+            self._set_rules(scorers[0])
             self._announce()
             self._score_trials(scorers, retry_before=first_new if retry else 0)
         if self.request.holdout is not None:
             with self._scorers(self.request.holdout) as scorers:
-                self._score_holdout(scorers)
+                self._score_holdout(scorers, _evaluator_name(self.request.holdout))
 
     # ------------------------------------------------------------ before the trials
 
@@ -244,10 +368,10 @@ class _Story:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        space, no_advice = self.request.space, (None, (), "")
+        space, no_advice = self.request.space, (None, (), None)
         if advice:
             self.display.say("analysing the models for the advice")
-        recipe, left_out, remark = advised_for(space.recipe) if advice else no_advice
+        recipe, left_out, lack = advised_for(space.recipe) if advice else no_advice
         starts = [] if recipe is None else [space.nearest(recipe, left_out)]
         starts.append(space.nearest(space.recipe))
         different = {key_of(start): start for start in starts if start is not None}
@@ -257,19 +381,18 @@ class _Story:
                 self.study.keep("left_out", left_out)
                 if not space.over:
                     self.study.keep("planned", len(self._baseline_recipes()))
-                self._remark(remark)
+                self._note(lack)
                 self.study.keep("starts", list(different.values()))
 
-    def _remark(self, text: str) -> None:
-        known = self.study.note("remarks") or []
-        if text and text not in known:
-            self.study.keep("remarks", [*known, text])
+    def _note(self, found: Notice | None) -> None:
+        known = self.study.note("notices") or []
+        if found is not None and found.text not in [kept["text"] for kept in known]:
+            self.study.keep("notices", [*known, asdict(found)])
 
     def _baseline_recipes(self) -> dict[str, Recipe]:
         document, space = self.study.note("advice"), self.request.space
-        advised = None if document is None else recipe_from_document(document, "advice")
         left_out = self.study.note("left_out") or ()
-        return baseline_recipes(space.recipe, advised, left_out, is_searched=bool(space.over))
+        return baseline_recipes(space.recipe, document, left_out, is_searched=bool(space.over))
 
     def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
         recipes = self._baseline_recipes()
@@ -278,7 +401,7 @@ class _Story:
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
         plain: dict[str, tuple[Recipe, Settings]] = {n: (r, {}) for n, r in recipes.items()}
-        self._score_beside(scorers, BASELINE, plain, self.terms)
+        self._score_beside(scorers, BASELINE, plain, self.rules)
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -286,52 +409,51 @@ class _Story:
             printed = f"; its last line was: {last}" if last else ""
             raise InputError(f"no baseline could be scored: {failed[0].message}{printed}")
 
-    def _set_terms(self, scorer: Scorer) -> None:
-        """What the baselines say of the evaluator: which items there are, and what to take."""
+    def _set_rules(self, scorer: Scorer) -> None:
+        """Learn from the baselines which items there are, and whether they can be compared."""
         done = [trial for trial in self.study.beside(BASELINE) if trial.scored is not None]
-        self.known_baselines = _known(done)
+        self.known_baselines = _by_digest(done)
         scores = [trial.scored for trial in done if trial.scored is not None]
         first = scores[0]
         singles = [t.scored.scores for t in done if t.role is Role.SINGLE and t.scored is not None]
-        differences = [d for d in (check_items(first, other) for other in scores[1:]) if d]
+        differences = [d for d in (compare_items(first, other) for other in scores[1:]) if d]
         if any(other.scores.keys() != first.scores.keys() for other in scores):
             raise InputError(
                 "the evaluator gives different scores each time, so nothing can be "
                 f"compared: {differences[0]}; return the same names each time"
             )
         has_items = bool(first.items) and not differences
-        self.terms = replace(self.terms, singles=singles, reference=first, has_items=has_items)
-        remark = ""
+        parts: Sequence[Sequence[str]] = ()
+        lack = None
         if differences:
-            remark = (
-                f"The evaluator gives different items each time ({differences[0]}), so "
-                "candidates cannot be compared item by item."
-            )
+            lack = notice("items_differ", difference=differences[0])
         elif self.request.table.race and not (has_items and scorer.takes_items):
-            lack = "cannot be told which items to score" if has_items else "gives no items"
-            remark = f"The evaluator {lack}, so every candidate is scored on all data."
+            how = "cannot be told which items to score" if has_items else "gives no items"
+            lack = notice("no_race", lack=how)
         elif self.request.table.race:
             parts = rungs(first.items, seed=self.request.seed)
-            self.terms = replace(self.terms, rungs=parts if len(parts) > 1 else ())
+        self.rules = _Rules(
+            *(self.request.judge, self.stop, singles, first, has_items),
+            rungs=parts if len(parts) > 1 else (),
+        )
         with self.study.turn():
-            self._remark(remark)
+            self._note(lack)
 
     def _announce(self) -> None:
         """Say how long it will take."""
         each = fmean(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
         left = self.request.planned - len(self.study.trials())
-        if left <= 0:
-            return
-        jobs = f" / {self.jobs} jobs" if self.jobs > 1 else ""
-        expected = time_text(left * each / self.jobs)
-        self.display.announce(f"{left} trials × {each:.1f} s{jobs} = {expected}")
+        if left > 0:
+            jobs = f" / {self.jobs} jobs" if self.jobs > 1 else ""
+            expected = time_text(left * each / self.jobs)
+            self.display.announce(f"{left} trials × {each:.1f} s{jobs} = {expected}")
 
     # ------------------------------------------------------------ trials
 
     def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
         choose, planned = self._chooser(), self.request.planned
 
-        def take() -> Job | None:
+        def take() -> Scoring | None:
             claim = self.study.take_next(self.request.space, planned, choose, retry_before)
             return None if claim is None else partial(self._score_trial, claim)
 
@@ -341,22 +463,17 @@ class _Story:
         self._work(scorers, take, self.study.is_busy)
 
     def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
-        known = _known([placed.trial for placed in self.study.trials()]) | self.known_baselines
+        known = _by_digest([placed.trial for placed in self.study.trials()]) | self.known_baselines
         recipe = self.request.space.candidate(claim.settings, claim.shift)
-        ended = _score_candidate(scorer, claim, recipe, self.terms, known)
+        ended = self.rules.score(scorer, claim, recipe, known)
         self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:
-        """What stands at a place of the plan."""
-        space, shifts = self.request.space, self.request.shifts
+        """Return the function that says what stands at a place of the plan."""
+        space, shifts = self.request.space, seed_shifts(self.request.table.seeds)
         starts = self.study.note("starts")
         if self.request.sampler == "grid":
-            plan = [
-                Planned(setting, shift)
-                for shift in shifts
-                for setting in space.grid()
-                if shift == 0 or space.is_random(setting)
-            ]
+            plan = _grid_plan(space, self.request.table.seeds)
             return lambda place, _found: plan[place]
 
         def choose(place: int, found: Sequence[Placed]) -> Planned | None:
@@ -373,12 +490,11 @@ class _Story:
 
     # ------------------------------------------------------------ beside the trials
 
-    def _score_holdout(self, scorers: Sequence[Scorer]) -> None:
+    def _score_holdout(self, scorers: Sequence[Scorer], evaluator: str) -> None:
         """Score the winner, the runner-up and the baselines on data that has chosen nothing."""
         data, conclusion = read_study(self.study)
         if conclusion.best is None:
             return
-        evaluator = evaluator_name(self.request.holdout or "")
         with self.study.turn():
             before = self.study.note("holdout")
             if before not in (None, evaluator):
@@ -392,26 +508,26 @@ class _Story:
         }
         for baseline in conclusion.baselines:
             recipes[baseline.baseline] = recipe_of(data, baseline), {}
-        self._score_beside(scorers, HOLDOUT, recipes, _Terms(self.request, self.terms.stop))
+        self._score_beside(scorers, HOLDOUT, recipes, _Rules(self.request.judge, self.stop))
 
     def _score_beside(
         self,
         scorers: Sequence[Scorer],
         kind: str,
         recipes: Mapping[str, tuple[Recipe, Settings]],
-        terms: _Terms,
+        rules: _Rules,
     ) -> None:
         """Score candidates that are no trials, by name; each has settings to be known by."""
         wanted = {name: settings for name, (_, settings) in recipes.items()}
 
-        def take() -> Job | None:
+        def take() -> Scoring | None:
             claim = self.study.take_beside(kind, wanted)
             if claim is None:
                 return None
             self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
             recipe, _ = recipes[claim.name]
-            known = {} if claim.name == Role.AGAIN else _known(self.study.beside(kind))
-            return partial(_score_candidate, claim=claim, recipe=recipe, terms=terms, known=known)
+            known = {} if claim.name == Role.AGAIN else _by_digest(self.study.beside(kind))
+            return partial(rules.score, claim=claim, recipe=recipe, known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 
@@ -419,7 +535,7 @@ class _Story:
 
     @contextmanager
     def _scorers(self, evaluator: Evaluator) -> Iterator[list[Scorer]]:
-        """What scores, one for each job; all are ended with the search, however it ends."""
+        """Open a scorer for each job; all are ended with the search, however it ends."""
         open_one = partial(
             open_scorer,
             evaluator,
@@ -432,26 +548,28 @@ class _Story:
             yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]
 
     def _work(
-        self, scorers: Sequence[Scorer], take: Callable[[], Job | None], is_busy: Callable[[], bool]
+        self,
+        scorers: Sequence[Scorer],
+        take: Callable[[], Scoring | None],
+        is_busy: Callable[[], bool],
     ) -> None:
         """Let every scorer do what there is to do, until nothing is left and nobody is busy."""
-        stop, errors = self.terms.stop, list[BaseException]()
+        errors = list[BaseException]()
 
         def work(scorer: Scorer) -> None:
             try:
-                while not stop.is_set():
-                    job = take()
-                    if job is not None:
-                        job(scorer)
+                while not self.stop.is_set():
+                    if (scoring := take()) is not None:
+                        scoring(scorer)
                     elif is_busy():  # whoever is busy may die over it
                         time.sleep(POLL_SECONDS)
                     else:
                         return
-            except Interrupted:
+            except _Interrupted:
                 pass
             except BaseException as error:
                 errors.append(error)
-                stop.set()
+                self.stop.set()
 
         threads = [threading.Thread(target=work, args=(s,), daemon=True) for s in scorers]
         for thread in threads:
@@ -461,9 +579,85 @@ class _Story:
                 while thread.is_alive():
                     thread.join(POLL_SECONDS)
         except BaseException:
-            stop.set()
+            self.stop.set()
             for scorer in scorers:
                 scorer.close()
             raise
         if errors:
             raise errors[0]
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Display:
+    """The progress of a search: a bar if there is one, else a line for each event if visible."""
+
+    def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
+        self._visible, self._bar = visible, bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+        self._planned = self._done = self._first = 0
+        self._began = self._concluded = time.monotonic()
+        self._turn = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """Say what is being done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=escape(printable(text)))
+        else:
+            self.announce(text)
+
+    def announce(self, text: str) -> None:
+        """Say something that is not to go away."""
+        if self._bar is not None:
+            self._bar.console.print(escape(printable(text)), highlight=False)
+        elif self._visible:
+            print(printable(text), file=sys.stderr, flush=True)
+
+    def begin(self, planned: int, done: int) -> None:
+        """Say how many trials are planned, and how many are done."""
+        self._planned, self._done, self._first = planned, done, done
+        self._began = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=planned, completed=done, description="")
+
+    def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
+        """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
+        with self._turn:
+            self._done += 1
+            now = time.monotonic()
+            if self._bar is None or self._task is None:
+                self.say(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
+                return
+            self._bar.advance(self._task)
+            if now - self._concluded > CONCLUDE_SECONDS:
+                each = (now - self._began) / (self._done - self._first)
+                self.say(live_line(*read(), each * (self._planned - self._done)))
+                self._concluded = time.monotonic()
+
+
+@contextmanager
+def show_search(*, visible: bool) -> Iterator[Display]:
+    """Follow a search if `visible`, on stderr: by a bar on a terminal, else line by line."""
+    if not visible or not sys.stderr.isatty():
+        yield Display(visible=visible)
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Display(visible=True, bar=bar)
+
+
+def trial_line(trial: Trial) -> str:
+    """Return a trial in a line: what was tried, and what came of it."""
+    found = "" if trial.objective is None else f" {trial.objective:.4g}"
+    message = f" ({trial.message})" if trial.message else ""
+    state = "" if trial.is_done else f" {trial.state}"
+    tried = f"{settings_text(trial.settings)} seed={trial.seed}"
+    return f"{tried}:{state}{found}{message}, {trial.seconds:.1f} s"
+
+
+def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
+    """Return trials, the best so far and the time left, in a line."""
+    best = conclusion.best
+    found = [] if best is None else [f"best {best.objective} {best.label}"]
+    return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))

@@ -1,4 +1,4 @@
-"""The space that is searched: which settings there are, and recipes made of them.
+"""The space that is searched, and the recipes of its settings and of the baselines.
 
 A setting counts only in methods that have it, and only for models that take part, so candidates
 have different settings. Everything is checked before the first candidate is made.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,18 +16,28 @@ from typing import Any
 import numpy as np
 
 from dare.errors import RecipeError
-from dare.recipe.document import FIELDS, INCLUDE, applies, read_value, set_by_name, with_settings
+from dare.recipe.document import (
+    FIELDS,
+    INCLUDE,
+    applies,
+    read_value,
+    recipe_from_document,
+    set_by_name,
+    with_settings,
+)
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
-from dare.recipe.schema import Recipe
-from dare.recipe.search import Choices, Range
+from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
-from dare.studies.results import Settings, key_of
+from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, key_of
 
 SEED_STEP = 1000
 """Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
 MOST_IN_GRID = 100_000
 METHOD = "method"
+PART = 0.4
+"""The factor of task arithmetic that its authors recommend where none can be chosen."""
 
 
 def parse_over(text: str) -> tuple[str, Choices | Range]:
@@ -67,17 +77,16 @@ class Space:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """The methods that are tried."""
         chosen = self.over.get(METHOD)
         return chosen if isinstance(chosen, tuple) else (self.recipe.method,)
 
     def names_in(self, method: str) -> list[str]:
-        """The settings that count in a method, without the method itself; first, which models."""
+        """Return the settings that count in a method, but for the method; first, which models."""
         names = [name for name in self.over if name != METHOD and applies(name, method)]
         return sorted(names, key=lambda name: not name.startswith(INCLUDE))
 
     def counting(self, settings: Settings) -> dict[str, Any]:
-        """Those of some settings that count: neither for another method nor for models left out."""
+        """Leave out settings that are for another method or for models left out."""
         method = settings.get(METHOD, self.methods[0])
         return {
             name: value
@@ -88,7 +97,7 @@ class Space:
         }
 
     def has_models(self, settings: Settings) -> bool:
-        """Whether a setting leaves any model to merge."""
+        """Tell if a setting leaves any model to merge."""
         names = distinct([entry.name for entry in self.recipe.models])
         return any(settings.get(INCLUDE + name, True) for name in names)
 
@@ -119,7 +128,7 @@ class Space:
                 raise RecipeError(f"over {name}: {error}") from None
 
     def candidate(self, settings: Settings, shift: int = 0) -> Recipe:
-        """The recipe of a setting, with all its seeds shifted."""
+        """Return the recipe of a setting, with all its seeds shifted."""
         recipe = with_settings(self.recipe, settings)
         if not shift:
             return recipe
@@ -130,18 +139,16 @@ class Space:
         return recipe.model_copy(update={"models": entries, "seed": recipe.seed + shift})
 
     def is_random(self, settings: Settings) -> bool:
-        """Whether another seed gives other weights."""
+        """Tell if another seed gives other weights."""
         return is_random(self.candidate(settings))
-
-    # ------------------------------------------------------------ ways to choose
 
     @property
     def is_listed(self) -> bool:
-        """Whether there is a finite number of settings, so that all can be tried."""
+        """Whether there is a finite number of settings."""
         return all(_listed(dimension) is not None for dimension in self.over.values())
 
     def grid(self) -> list[dict[str, Any]]:
-        """Every setting once; none if nothing is searched over."""
+        """Return every setting once; none if nothing is searched over."""
         settings: dict[str, dict[str, Any]] = {}
         for method in self.methods:
             own = {METHOD: method} if METHOD in self.over else {}
@@ -156,7 +163,7 @@ class Space:
         return list(settings.values())
 
     def draw(self, number: int, seed: int) -> dict[str, Any]:
-        """A setting by chance, which depends on its number alone."""
+        """Draw a setting by chance, which depends on its number alone."""
         chance = np.random.default_rng([seed, number])
         while True:
             drawn = {name: _drawn(dimension, chance) for name, dimension in self.over.items()}
@@ -164,7 +171,7 @@ class Space:
                 return self.counting(drawn)
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """A setting as a sampler suggests it through a trial of Optuna."""
+        """Return a setting as a sampler suggests it through a trial of Optuna."""
         settings: dict[str, Any] = {}
         if METHOD in self.over:
             settings[METHOD] = trial.suggest_categorical(METHOD, self.methods)
@@ -175,7 +182,11 @@ class Space:
             if name.startswith(INCLUDE) and not self.has_models({**settings, name: False}):
                 settings[name] = True  # nothing to choose: all others are left out
             elif isinstance(dimension, Range):
-                found = [_suggested(trial, part, dimension) for part in _parts(name, dimension)]
+                start, to, log, step = dimension.start, dimension.to, dimension.log, dimension.step
+                found = [
+                    dimension.fitted(trial.suggest_float(part, start, to, log=log, step=step))
+                    for part in _parts(name, dimension)
+                ]
                 settings[name] = found[0] if dimension.layers is None else found
             else:
                 texts = [repr(choice) for choice in dimension]
@@ -183,26 +194,25 @@ class Space:
         return settings
 
     def suggestion(self, settings: Settings) -> dict[str, Any]:
-        """What `suggest` must be told to come to a setting."""
-        told: dict[str, Any] = {}
+        """Return the parameters by which `suggest` comes to a setting."""
+        found: dict[str, Any] = {}
         for name, value in settings.items():
             dimension = self.over[name]
             if isinstance(dimension, Range):
                 values = value if isinstance(value, list) else [value]
-                told |= zip(_parts(name, dimension), values, strict=True)
+                found |= zip(_parts(name, dimension), values, strict=True)
             else:
-                told[name] = value if name == METHOD else repr(value)
-        return told
-
-    # ------------------------------------------------------------ where to start
+                found[name] = value if name == METHOD else repr(value)
+        return found
 
     def nearest(self, recipe: Recipe, left_out: Sequence[str] = ()) -> dict[str, Any] | None:
-        """The setting of the space that is nearest to a recipe; None if its method is not there.
+        """Return the setting that is nearest to a recipe; None if its method is not there.
 
         Where the recipe leaves models out that the space does not, its scale is for other models,
         and the scale is that of the recipe that is searched around.
         """
-        same = [m for m in self.methods if _chain(m) == _chain(recipe.method)]
+        chain = [stage.name for stage in parse_method(recipe.method)]
+        same = [m for m in self.methods if [stage.name for stage in parse_method(m)] == chain]
         if not same:
             return None
         settings: dict[str, Any] = {METHOD: same[0]} if METHOD in self.over else {}
@@ -216,29 +226,28 @@ class Space:
 
 
 def is_random(recipe: Recipe) -> bool:
-    """Whether a stage draws, for any model, tensor or layer."""
+    """Tell if a stage draws, for any model, tensor or layer."""
+
+    def most(value: Any) -> Any:
+        return max(value) if isinstance(value, list | tuple) else value
+
     overrides = [{}, *(entry.settings for entry in recipe.models)]
     overrides += [rule.settings for rule in recipe.tensors]
     if recipe.embedding_drop_rate is not None:
         overrides.append({"drop_rate": recipe.embedding_drop_rate})
     return any(
-        stage.is_random({name: _most(own.get(name, value)) for name, value in settings.items()})
+        stage.is_random({name: most(own.get(name, value)) for name, value in settings.items()})
         for stage, settings in recipe.chain
         for own in overrides
     )
 
 
-def _most(value: Any) -> Any:
-    return max(value) if isinstance(value, list | tuple) else value
-
-
 def seed_shifts(count: int) -> tuple[int, ...]:
-    """What is added to a recipe's seeds, for so many repetitions of a setting."""
+    """Return what is added to a recipe's seeds, for so many repetitions of a setting."""
     return tuple(SEED_STEP * place for place in range(count))
 
 
-def _chain(method: str) -> tuple[str, ...]:
-    return tuple(stage.name for stage in parse_method(method))
+# ---------------------------------------------------------------- dimensions
 
 
 def _listed(dimension: Choices | Range) -> Sequence[Any] | None:
@@ -248,7 +257,7 @@ def _listed(dimension: Choices | Range) -> Sequence[Any] | None:
 
 
 def _ends(dimension: Choices | Range) -> Sequence[Any]:
-    """The values that tell whether all are valid."""
+    """Return values that are valid only if all are."""
     if isinstance(dimension, tuple):
         return dimension
     ends = dimension.values or (dimension.start, dimension.to)
@@ -257,14 +266,9 @@ def _ends(dimension: Choices | Range) -> Sequence[Any]:
 
 
 def _parts(name: str, dimension: Range) -> list[str]:
-    """What each number of a setting is called."""
+    """Return the names of a setting's numbers."""
     count = dimension.layers
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
-
-
-def _suggested(trial: Any, part: str, dimension: Range) -> float:
-    start, to, step = dimension.start, dimension.to, dimension.step
-    return dimension.fitted(trial.suggest_float(part, start, to, log=dimension.log, step=step))
 
 
 def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
@@ -284,7 +288,7 @@ def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
 
 
 def _value_of(recipe: Recipe, name: str) -> Any:
-    """What a recipe says of a setting; of several models, the mean."""
+    """Return the value of a setting in a recipe; of several models, the mean."""
     first, dot, rest = name.partition(".")
     names = distinct([entry.name for entry in recipe.models])
     if not dot and name in FIELDS:
@@ -310,19 +314,76 @@ def _value_of(recipe: Recipe, name: str) -> Any:
 
 
 def _snapped(dimension: Choices | Range, value: Any) -> Any:
-    """The value of a dimension that is nearest to another."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    """Return the value of a dimension that is nearest to another."""
     if isinstance(dimension, Range):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         middle = (dimension.start + dimension.to) / 2
         number = min(max(float(value), dimension.start), dimension.to) if is_number else middle
         if dimension.values is not None:
             number = min(dimension.values, key=lambda listed: abs(listed - number))
         return number if dimension.layers is None else [number] * dimension.layers
-    return min(dimension, key=lambda choice: _gap(choice, value))
+
+    def gap(choice: Any) -> float:
+        try:
+            return abs(float(choice) - float(value))
+        except (TypeError, ValueError):
+            return 0.0 if choice == value else math.inf
+
+    return min(dimension, key=gap)
 
 
-def _gap(one: Any, other: Any) -> float:
-    try:
-        return abs(float(one) - float(other))
-    except (TypeError, ValueError):
-        return 0.0 if one == other else math.inf
+# ---------------------------------------------------------------- recipes
+
+
+def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
+    """Return the recipe of a setting with its first seed, or of a baseline; to the study's output.
+
+    Of several seeds it has the first: to take the best of them would be another choice by chance.
+    """
+    recipe = recipe_from_document(data.recipe, "the recipe of the study")
+    if ranked.baseline:
+        known = baseline_recipes(recipe, data.advice, data.left_out, is_searched=data.is_searched)
+        made = known[ranked.baseline]
+    else:
+        made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
+    return made.model_copy(update={"output": data.output})
+
+
+def baseline_recipes(
+    recipe: Recipe,
+    advice: dict[str, Any] | None,
+    left_out: Collection[str],
+    *,
+    is_searched: bool,
+) -> dict[str, Recipe]:
+    """Return a recipe for each baseline, by name; the average comes twice, for the noise."""
+    advised = None if advice is None else recipe_from_document(advice, "advice")
+    names = distinct([entry.name for entry in recipe.models])
+    alone = {
+        f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
+        for name, entry in zip(names, recipe.models, strict=True)
+    }
+    fit = [e for name, e in zip(names, recipe.models, strict=True) if name not in left_out]
+    has_some = 1 < len(fit) < len(names)
+    average, total = _plain(recipe, "linear"), _plain(recipe, "sum")
+    is_more = not is_searched and recipe not in (average, total, advised)
+    made = {
+        Role.BASE: _plain(recipe, "sum", scale=0.0),
+        **alone,
+        Role.AVERAGE: average,
+        Role.WITHOUT_STRANGERS: _plain(recipe, "linear", models=fit) if has_some else None,
+        Role.SUM: total,
+        Role.PART: _plain(recipe, "sum", scale=PART),
+        Role.ADVICE: advised,
+        Role.RECIPE: recipe if is_more else None,
+        Role.AGAIN: average,
+    }
+    return {str(name): found for name, found in made.items() if found is not None}
+
+
+def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
+    """Return a method with nothing set but what says how inputs fit together."""
+    entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
+    bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
+    bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
+    return recipe.model_copy(update={**bare, "models": entries, **more})

@@ -19,18 +19,24 @@ All numbers come from PCG64 with fixed seeds: the same study gives the same inte
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dare.errors import InputError
 from dare.studies.judging import Entry, Objective, sounds_like_an_error
-from dare.studies.results import Estimate, Scored
-from dare.studies.scores import groups_of, groups_of_scores
+from dare.studies.results import Estimate, Scored, groups_of, groups_of_scores
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
+LEAST_ITEMS = 10
+"""A part of fewer items tells too little to stop anything."""
+MOST_RUNGS = 4
+"""The most parts: each costs a start of the evaluator."""
+REDUCTION = 3
+"""Each part makes three times as many items, and one in three candidates goes on."""
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
 """How many numbers a step of the resampling may hold at once."""
@@ -282,6 +288,38 @@ def _student_factor(freedom: int) -> float:
 
 def _stream(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+# ------------------------------------------------------------------------------------- racing
+
+
+def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
+    """Parts of the items for racing: what each rung adds to those before it; the last makes all.
+
+    Each rung makes about three times as many items, takes each group by its share, and has one of
+    each group at least. So few items that no part would tell anything are one rung.
+
+    >>> [len(rung) for rung in rungs((f"add/{n}" for n in range(270)), seed=0)]
+    [10, 20, 60, 180]
+    """
+
+    def place(item_id: str) -> tuple[bytes, str]:
+        seeded = f"{seed}\0{item_id}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(seeded, digest_size=8).digest(), item_id
+
+    groups = groups_of(sorted(set(ids), key=place))
+    # Each group's items are spread evenly over 0 … 1, so that every beginning has its share.
+    spread = [
+        (number / len(group), *place(item_id))
+        for group in groups.values()
+        for number, item_id in enumerate(group)
+    ]
+    order = [item_id for *_, item_id in sorted(spread)]
+    least = max(LEAST_ITEMS, len(groups))
+    ends = [len(order)]
+    while len(ends) < MOST_RUNGS and ends[0] // REDUCTION >= least:
+        ends.insert(0, ends[0] // REDUCTION)
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 # ------------------------------------------------------------------------------------- fronts

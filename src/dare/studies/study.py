@@ -8,50 +8,52 @@ is done twice. The only module that imports Optuna.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import secrets
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dare.errors import InputError
-from dare.studies.locks import Presence
+from dare.errors import InputError, OutputError
 from dare.studies.results import Scored, Settings, State, Trial
-from dare.studies.scores import REDUCTION
 from dare.studies.space import Space
+from dare.studies.statistics import REDUCTION
 
 FORMAT = 2
 """Format 1 had formulas as objectives."""
 SQLITE = b"SQLite format 3\0"
-"""How such a file begins."""
+"""The first bytes of such a file."""
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, HOLDOUT = "baseline", "holdout"
-"""What is beside the trials."""
+"""The kinds of what is beside the trials."""
 KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
-"""What of a trial is written when it ends; the rest is known before."""
+"""Fields of a trial that are written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
-"""What is written with a trial: by whom it was taken and for what, and what became of it."""
+"""Notes on a trial: by whom it was taken and for what, and what became of it."""
 LEAST_FOR_IMPORTANCE = 10
 """Trials that must be done before settings are ranked: one of them makes the best tenth."""
-OPTUNAS = {
+OPTUNA_STATES = {
     State.DONE: "COMPLETE",
     State.STOPPED: "PRUNED",
     State.FAILED: "FAIL",
     State.RUNNING: "RUNNING",
     State.WAITING: "WAITING",
 }
-"""What Optuna calls the states."""
-CALLED = {"space": "settings that are searched over", "seeds": "number of seeds"}
-"""What parts of a charter are called in messages, where that is not their name."""
+CHARTER_WORDS = {"space": "settings that are searched over", "seeds": "number of seeds"}
+"""Names of a charter's fields in messages, where they differ."""
 
 
 @dataclass(frozen=True)
 class Charter:
-    """What a study is about: it cannot change without its trials losing their meaning."""
+    """The subject of a study: it cannot change without its trials losing their meaning."""
 
     recipe: dict[str, Any]
     space: dict[str, Any]
@@ -63,9 +65,25 @@ class Charter:
     race: bool
     seed: int
 
-    def to_json(self) -> str:
-        """The charter as text, by which it is compared."""
-        return json.dumps(asdict(self), sort_keys=True)
+    @property
+    def document(self) -> dict[str, Any]:
+        """The charter as JSON has it."""
+        return dict(json.loads(json.dumps(asdict(self))))
+
+
+class Planned(NamedTuple):
+    """A setting that is to be tried, and what is added to its seeds."""
+
+    settings: Mapping[str, Any]
+    shift: int = 0
+
+
+class Placed(NamedTuple):
+    """A trial, its place in the plan, and what is added to its seeds."""
+
+    trial: Trial
+    place: int
+    shift: int
 
 
 class Study:
@@ -75,7 +93,14 @@ class Study:
         """Open a study, or begin one if there is a charter and no file."""
         if charter is None and not path.is_file():
             raise InputError(f"{path}: there is no study; start one with `dare search --study`")
-        if not _may_be_study(path, is_begun=charter is None):
+        try:
+            with path.open("rb") as file:
+                first = file.read(len(SQLITE))
+        except FileNotFoundError:
+            first = b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        if first != SQLITE and (first or charter is None):  # one that is begun may be empty
             raise InputError(f"{path}: is not a study: a study is an SQLite file")
         self.path = path
         self._presence = Presence(path)
@@ -87,11 +112,15 @@ class Study:
             raise
 
     def _open(self, charter: Charter | None) -> None:
+        from sqlalchemy import URL
+
         optuna = _optuna()
         is_new = not self.path.exists()
+        # In a file's name `?` and `%` are signs like others.
+        address = URL.create("sqlite", database=str(self.path.resolve())).render_as_string()
         try:
             storage = optuna.storages.RDBStorage(
-                _address(self.path), engine_kwargs={"connect_args": {"timeout": 60}}
+                address, engine_kwargs={"connect_args": {"timeout": 60}}
             )
             known = {summary.study_name for summary in storage.get_all_studies()}
         except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
@@ -100,24 +129,23 @@ class Study:
         if not is_new and TRIALS not in known and known:
             raise InputError(f"{self.path}: contains studies of another program")
         self._begin(storage)
-        if charter is not None and self._is_fruitless(charter):
+        if charter is not None and self._is_abandoned(charter):
             for name in self._studies:
                 storage.delete_study(storage.get_study_id_from_name(name))
             self._begin(storage)
-        told = self.note("charter")
-        if told is None:
+        if self.note("charter") is None:
             if charter is None:
                 raise InputError(f"{self.path}: the study was never started; remove the file")
             self.keep("format", FORMAT)
             self.keep("charter", asdict(charter))
-            told = self.note("charter")
         if self.note("format") != FORMAT:
             raise InputError(
                 f"{self.path}: has format {self.note('format')}, not {FORMAT}; give another --study"
             )
-        self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
-        if charter is not None and self.charter.to_json() != charter.to_json():
-            raise InputError(self._another(charter))
+        kept = self.note("charter")
+        self.charter = Charter(**{**kept, "guards": tuple(kept["guards"])})
+        if charter is not None and self.charter.document != charter.document:
+            raise InputError(self._describe_other(charter))
 
     def _begin(self, storage: Any) -> None:
         with _quiet():
@@ -128,13 +156,12 @@ class Study:
                 for name in (TRIALS, BESIDE)
             }
 
-    def _is_fruitless(self, charter: Charter) -> bool:
-        """Whether it is of another search that has scored nothing, and that nobody works on.
+    def _is_abandoned(self, charter: Charter) -> bool:
+        """Tell if it is of another search that has scored nothing, and that nobody works on.
 
-        So it is after a wrong name in the objective, say: who puts it right needs no other file.
+        So it is after a wrong name in the objective, say: a corrected one needs no other file.
         """
-        told = self.note("charter")
-        if self.note("format") != FORMAT or told == json.loads(charter.to_json()):
+        if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
         states = _optuna().trial.TrialState
         found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
@@ -142,13 +169,13 @@ class Study:
         is_scored = any(trial.state in (states.COMPLETE, states.PRUNED) for trial in found)
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
-    def _another(self, charter: Charter) -> str:
-        """What makes this the study of another search."""
-        ours, theirs = (json.loads(c.to_json()) for c in (self.charter, charter))
+    def _describe_other(self, charter: Charter) -> str:
+        """Say what makes this the study of another search."""
+        ours, theirs = self.charter.document, charter.document
         key = next(f.name for f in fields(Charter) if ours[f.name] != theirs[f.name])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
-            f"{self.path}: is the study of another search ({CALLED.get(key, key)}: {then} "
+            f"{self.path}: is the study of another search ({CHARTER_WORDS.get(key, key)}: {then} "
             f"before, {now} now); give another --study, or the same settings as before"
         )
 
@@ -157,13 +184,11 @@ class Study:
         self._presence.close()
 
     def turn(self) -> AbstractContextManager[None]:
-        """Nobody else changes the study."""
+        """Wait until nobody else changes the study, and keep others from it."""
         return self._presence.turn()
 
-    # ------------------------------------------------------------ notes on the whole study
-
     def note(self, name: str) -> Any:
-        """What was kept under a name; None if nothing was."""
+        """Return what was kept for the whole study under a name; None if nothing was."""
         return self._studies[TRIALS].user_attrs.get(name)
 
     def keep(self, name: str, value: Any) -> None:
@@ -204,8 +229,8 @@ class Study:
             taken: dict[str, Any] = {"place": place, "owner": self._presence.mark}
             if chosen is not None:
                 taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
-                told = space.suggestion(chosen.settings)
-                study.enqueue_trial(told, user_attrs={TAKEN: taken})
+                suggestion = space.suggestion(chosen.settings)
+                study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
             with _quiet():
                 study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(found)])
                 trial = study.ask()
@@ -229,7 +254,7 @@ class Study:
                 if taken["kind"] != kind or taken["name"] not in wanted:
                     continue
                 if not found.state.is_finished() and not self._presence.is_alive(taken["owner"]):
-                    return self._claim(study, _again(study, found), None, taken)
+                    return self._claim(study, _resumed(study, found), None, taken)
                 if found.state != states.FAIL or taken["owner"] == self._presence.mark:
                     closed.add(taken["name"])
             name = next((name for name in wanted if name not in closed), None)
@@ -242,14 +267,14 @@ class Study:
                 return self._claim(study, study.ask(), None, taken)
 
     def _left_behind(self, study: Any, begun: Sequence[Any]) -> Any:
-        """The first trial that a process has taken, or was about to take, and died over."""
+        """Return the first trial that a process has taken, or was about to take, and died over."""
         states = _optuna().trial.TrialState
         for found in begun:
             if found.state == states.WAITING:
                 return study.ask()
             owner = found.user_attrs.get(TAKEN, {}).get("owner")
             if found.state == states.RUNNING and not (owner and self._presence.is_alive(owner)):
-                return _again(study, found)
+                return _resumed(study, found)
         return None
 
     def _claim(self, study: Any, trial: Any, space: Space | None, taken: Any) -> Claim:
@@ -265,7 +290,7 @@ class Study:
         return Claim(self, study, trial, settings, shift, known.get("name", ""))
 
     def is_busy(self, kind: str = "") -> bool:
-        """Whether anybody has taken something that is not done: a trial, or of a kind beside."""
+        """Tell if anybody has taken something that is not done: a trial, or of a kind beside."""
         study = self._studies[BESIDE if kind else TRIALS]
         return any(
             not found.state.is_finished()
@@ -276,19 +301,19 @@ class Study:
     # ------------------------------------------------------------ reading
 
     def trials(self) -> list[Placed]:
-        """All trials that have begun, in the order of their numbers."""
+        """Return all trials that have begun, in the order of their numbers."""
         found = self._studies[TRIALS].get_trials(deepcopy=False)
         return [_placed(trial) for trial in found if TAKEN in trial.user_attrs]
 
     def beside(self, kind: str) -> list[Trial]:
-        """The baselines, or what was scored on the holdout."""
+        """Return the baselines, or what was scored on the holdout; the last try of each."""
         found = self._studies[BESIDE].get_trials(deepcopy=False)
         of_kind = [trial for trial in found if trial.user_attrs[TAKEN]["kind"] == kind]
         latest = {trial.user_attrs[TAKEN]["name"]: trial for trial in of_kind}
         return [_read(trial) for trial in latest.values()]
 
     def importance(self) -> dict[str, float]:
-        """How much each of several settings tells good trials from others, in shares of 1."""
+        """Return how much each of several settings tells good trials from others, in shares."""
         optuna, study, found = _optuna(), self._studies[TRIALS], dict[str, float]()
         values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
         if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
@@ -299,25 +324,6 @@ class Study:
             setting = name.partition("[")[0]
             found[setting] = found.get(setting, 0.0) + value
         return found if len(found) > 1 else {}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A setting that is to be tried."""
-
-    settings: Mapping[str, Any]
-    shift: int = 0
-    """Of its seeds."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A trial, and its place in the plan."""
-
-    trial: Trial
-    place: int
-    shift: int
-    """Of its seeds."""
 
 
 @dataclass(frozen=True)
@@ -335,11 +341,10 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """Which trial it is."""
         return int(self._taken.number)
 
     def report(self, objective: float, rung: int) -> bool:
-        """Say how it does on a part of the items; return whether it is among the worse."""
+        """Report the objective on a part of the items; return whether it is among the worse."""
         with self.study.turn(), _quiet():
             self._taken.report(objective, REDUCTION**rung)
             self._within.pruner = _optuna().pruners.SuccessiveHalvingPruner(
@@ -347,37 +352,25 @@ class Claim:
             )
             return bool(self._taken.should_prune())
 
-    def finish(
-        self, scored: Scored, objective: float, *, slacks: Mapping[str, float], **notes: Any
+    def end(
+        self, state: State, *, slacks: Mapping[str, float] | None = None, **outcome: Any
     ) -> Trial:
-        """Write down the scores; what is written last makes them count."""
-        for name, slack in slacks.items():
+        """Write down what became of it; what is written last makes it count."""
+        for name, slack in (slacks or {}).items():
             self._taken.set_constraint(name, slack)
-        return self._end(State.DONE, scored=scored, objective=objective, **notes)
-
-    def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> Trial:
-        """Write down the scores on a part of the items, and that there will be no more."""
-        known = {"scored": scored, "objective": objective, "message": message}
-        return self._end(State.STOPPED, **known, **notes)
-
-    def fail(self, message: str, **notes: Any) -> Trial:
-        """Write down why there are no scores."""
-        return self._end(State.FAILED, message=message, **notes)
-
-    def _end(self, state: State, **outcome: Any) -> Trial:
         ended = Trial(self.number, dict(self.settings), outcome.pop("seed", 0), state, **outcome)
         kept = asdict(replace(ended, name=self.name))
         self._taken.set_user_attr(OUTCOME, {name: kept[name] for name in KEPT})
-        optunas = _optuna().trial.TrialState[OPTUNAS[state]]
         value = ended.objective if state is State.DONE else None
         with self.study.turn(), _quiet():
-            self._within.tell(self._taken, value, state=optunas)
+            optuna_state = _optuna().trial.TrialState[OPTUNA_STATES[state]]
+            self._within.tell(self._taken, value, state=optuna_state)
         return ended
 
 
 def _read(found: Any) -> Trial:
-    """A trial as a plain value."""
-    state = next(state for state, name in OPTUNAS.items() if name == found.state.name)
+    """Return a trial of Optuna as a plain value."""
+    state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
     taken = found.user_attrs[TAKEN]
     kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
     if kept.get("scored") is not None:
@@ -393,54 +386,29 @@ def _placed(found: Any) -> Placed:
     return Placed(_read(found), taken["place"], taken.get("shift", 0))
 
 
-def _may_be_study(path: Path, *, is_begun: bool) -> bool:
-    """Whether a file is one of SQLite; one that is to be begun may also be missing or empty."""
-    try:
-        with path.open("rb") as file:
-            first = file.read(len(SQLITE))
-    except FileNotFoundError:
-        return not is_begun
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return first == SQLITE or (not first and not is_begun)
-
-
-def _again(study: Any, found: Any) -> Any:
-    """A trial that another process left behind, to be gone on with."""
+def _resumed(study: Any, found: Any) -> Any:
+    """Return a trial that another process left behind, to be gone on with."""
     return _optuna().trial.Trial(study, found._trial_id)
 
 
 def _sampler(name: str, seed: Sequence[int]) -> Any:
-    """What suggests settings; it is made anew for each trial, so that a resumed study goes on as
-    one that was never interrupted.
-    """
+    """Make a sampler; each trial has a new one, so that a resumed study goes on unchanged."""
     samplers = _optuna().samplers
-    number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    kind, options = {
+        "tpe": (samplers.TPESampler, {"multivariate": True, "group": True}),
+        "cmaes": (samplers.CmaEsSampler, {"warn_independent_sampling": False}),
+        "gp": (samplers.GPSampler, {"warn_independent_sampling": False}),
+    }.get(name, (samplers.RandomSampler, {}))
     with _quiet():
-        match name:
-            case "tpe":
-                return samplers.TPESampler(seed=number, multivariate=True, group=True)
-            case "cmaes":
-                return samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
-            case "gp":
-                return samplers.GPSampler(seed=number, warn_independent_sampling=False)
-            case _:
-                return samplers.RandomSampler(seed=number)
+        return kind(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), **options)
 
 
 def _difference(one: Any, other: Any) -> str:
-    """What stands in one value and not so in another."""
+    """Return what stands in one value and not so in another."""
     if isinstance(one, dict) and isinstance(other, dict):
         changed = {key: value for key, value in one.items() if other.get(key) != value}
         one = changed or "without that"
     return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
-
-
-def _address(path: Path) -> str:
-    """The URL of a file, in whose name `?` and `%` are signs like others."""
-    from sqlalchemy import URL
-
-    return URL.create("sqlite", database=str(path.resolve())).render_as_string()
 
 
 def _optuna() -> Any:
@@ -454,7 +422,102 @@ def _optuna() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Optuna's warnings about what it calls experimental."""
+    """Hide Optuna's warnings about what it calls experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+# ---------------------------------------------------------------- locks
+
+# Each search locks a byte of a file beside the study, by which others know that it is alive: the
+# system releases the lock when the process ends, however it ends. Byte 0 is for taking turns.
+# Such locks belong to the process: it can lock its own bytes again, and loses all of them when it
+# closes the file once. So a process has each such file open once, for all that works on the study.
+
+
+@dataclass
+class _LockFile:
+    """A file that this process has open."""
+
+    descriptor: int
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    marks: set[int] = field(default_factory=set)
+    """Of those in this process that work on the study."""
+
+    def lock(self, byte: int, *, wait: bool) -> bool:
+        """Lock one byte; return whether that was possible."""
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self, byte: int) -> None:
+        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, byte)
+
+
+_open_files: dict[tuple[int, int], _LockFile] = {}
+"""By device and inode."""
+_opening = threading.Lock()
+
+
+class Presence:
+    """A worker on a study, known to others by its mark."""
+
+    def __init__(self, study: Path) -> None:
+        path = study.with_name(f"{study.name}.lock")
+        self.mark = 1 + secrets.randbelow(1 << 30)
+        with _opening:
+            try:
+                self._file = _open_lock_file(path)
+            except OSError as error:
+                raise OutputError(
+                    f"{study}: a study needs a folder that can be written to: {path.name}: "
+                    f"{error.strerror or error}"
+                ) from None
+            self._file.marks.add(self.mark)
+            self._file.lock(self.mark, wait=False)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until nobody else has a turn."""
+        with self._file.turn:
+            self._file.lock(0, wait=True)
+            try:
+                yield
+            finally:
+                self._file.unlock(0)
+
+    def is_alive(self, mark: int) -> bool:
+        """Tell if the one that is known by a mark is still at work."""
+        with _opening:
+            if mark in self._file.marks or not self._file.lock(mark, wait=False):
+                return True
+            self._file.unlock(mark)
+            return False
+
+    def close(self) -> None:
+        """Be gone."""
+        with _opening:
+            if self.mark not in self._file.marks:
+                return
+            self._file.marks.remove(self.mark)
+            if self._file.marks:
+                self._file.unlock(self.mark)
+            else:
+                for identity in [key for key, file in _open_files.items() if file is self._file]:
+                    del _open_files[identity]
+                os.close(self._file.descriptor)
+
+
+def _open_lock_file(path: Path) -> _LockFile:
+    """Open a file, or find it among those that are open."""
+    if path.exists():
+        there = path.stat()
+        if (found := _open_files.get((there.st_dev, there.st_ino))) is not None:
+            return found
+    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    new = os.fstat(file.descriptor)
+    _open_files[new.st_dev, new.st_ino] = file
+    return file

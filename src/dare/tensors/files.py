@@ -159,7 +159,7 @@ def prefetch_beginnings(files: Iterable[Path]) -> None:
     if stored:
         from dare.stores import reading
 
-        reading.look_soon(stored)
+        reading.prefetch_first_bytes(stored)
 
 
 class _Stream(io.RawIOBase):

@@ -117,6 +117,15 @@ def keep_lanes(
     key: tuple[int, int], size: int, high: int, low: int, start: int
 ) -> NDArray[np.bool_]:
     """Compute a mask from a derived key and the two parts of a threshold."""
+    lanes = draw_lanes(key, size, start)
+    keep = lanes < np.uint16(high)  # high is 256 when nothing is dropped
+    ties = np.flatnonzero(lanes == np.uint16(high))
+    keep[ties] = draw_tie_words(key, ties.astype(np.uint64) + np.uint64(start)) < np.uint64(low)
+    return keep
+
+
+def draw_lanes(key: tuple[int, int], size: int, start: int) -> NDArray[np.uint8]:
+    """Draw a byte for each of the elements start … start + size."""
     first_group = start // GROUP
     groups = -(-(start + size) // GROUP) - first_group
     calls = np.arange(CALLS_PER_GROUP * groups, dtype=np.uint64)
@@ -125,13 +134,12 @@ def keep_lanes(
     by_word = np.stack(words).reshape(4, groups, CALLS_PER_GROUP).transpose(1, 0, 2)
     lanes = np.ascontiguousarray(by_word).astype("<u4").view(np.uint8).reshape(-1)
     skip = start - first_group * GROUP
-    lanes = lanes[skip : skip + size]
+    return lanes[skip : skip + size]
 
-    keep = lanes < np.uint16(high)  # high is 256 when nothing is dropped
-    ties = np.flatnonzero(lanes == np.uint16(high))
-    tie_words = _call(ties.astype(np.uint64) + np.uint64(start), TIE_BREAK, key)[0]
-    keep[ties] = tie_words < np.uint64(low)
-    return keep
+
+def draw_tie_words(key: tuple[int, int], elements: Words) -> Words:
+    """Draw the words that break ties for some elements."""
+    return _call(elements, TIE_BREAK, key)[0]
 
 
 def _call(index: Words, domain: int, key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:

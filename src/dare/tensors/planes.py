@@ -22,8 +22,8 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import times
 from dare.errors import InputError
-from dare.tensors.sizes import times
 
 RAW, ALONE, DIFFERENCE = range(3)
 """Codes of a chunk: as it is, as its planes, or as those of its difference from the base."""

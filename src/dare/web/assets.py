@@ -1,4 +1,4 @@
-"""Everything that the page is made of, by name: what the server answers with, or a folder holds.
+"""The files of the page, by name, for the server or for a folder.
 
 The JavaScript that draws figures is made once and kept: making it takes seconds, in which the maker
 lets no other thread of its process go on. So `python -m dare.web.assets` prints it.
@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
+from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
 from dare.demo.tasks import TASKS, held_out_english
+from dare.documents.page import PACKAGE as SHELL
+from dare.documents.page import read_template, render_template
 from dare.errors import OutputError
-from dare.output.page.shell import SHELL, Section, render_template
-from dare.output.page.writing import write_file
+from dare.output.targets import write_file
 from dare.tensors.files import cache_folder, read_private, write_private
 
 PACKAGE = "dare.web"
@@ -31,19 +33,25 @@ MODELS: Mapping[str, Callable[[], bytes]] = {
     **{name: (home / WEIGHTS).read_bytes for name, home in {"base": BASE, **TUNED}.items()},
     **{name: partial(broken_model, name) for name in BROKEN},
 }
-"""What each model's file holds, by the names that a setting has for them."""
-PROMPTS = 100
-"""For each task, of those that no model was trained on; as many as `dare demo` asks."""
-ENGLISH_BYTES = 4096
+"""The content of each model's file, by the model's name in a setting."""
 DIGEST_BYTES = 32
 
+
+class PagePart(NamedTuple):
+    """A part of the playground with its template."""
+
+    name: str
+    title: str
+    template: str
+
+
 SECTIONS = (
-    Section("drop", "Drop and rescale", "drop.html.jinja"),
-    Section("signs", "Signs and conflict", "signs.html.jinja"),
-    Section("live", "Merge live", "live.html.jinja"),
-    Section("predict", "Predict first", "predict.html.jinja"),
-    Section("breaking", "Break it", "breaking.html.jinja"),
-    Section("own", "Your own models", "own.html.jinja"),
+    PagePart("drop", "Drop and rescale", "drop.html.jinja"),
+    PagePart("signs", "Signs and conflict", "signs.html.jinja"),
+    PagePart("live", "Merge live", "live.html.jinja"),
+    PagePart("predict", "Predict first", "predict.html.jinja"),
+    PagePart("breaking", "Break it", "breaking.html.jinja"),
+    PagePart("own", "Your own models", "own.html.jinja"),
 )
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
@@ -54,7 +62,7 @@ Assets = Mapping[str, Callable[[], bytes]]
 
 
 def page_assets(*, is_server: bool) -> Assets:
-    """Each file of the page with what makes its content; only a server has own models."""
+    """Return the files of the page with their makers; only a server has own models."""
     found: dict[str, Callable[[], bytes]] = {
         INDEX: partial(render_index, is_server=is_server),
         "vega.js": drawing_library,
@@ -69,12 +77,12 @@ def page_assets(*, is_server: bool) -> Assets:
 
 
 def render_index(*, is_server: bool) -> bytes:
-    """The page itself."""
+    """Render the page itself."""
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
-        styles=[files(PACKAGE).joinpath("templates", name).read_text("utf-8") for name in STYLES],
+        scripts=[read_template(SHELL, "page.js")],
+        styles=[read_template(PACKAGE, name) for name in STYLES],
         policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
@@ -85,7 +93,7 @@ def render_index(*, is_server: bool) -> bytes:
 
 
 def prompts() -> bytes:
-    """What the models are asked: by task prompts with their answers, and English to predict."""
+    """Return the prompts of each task with their answers, and English to predict, as JSON."""
     tasks = [
         {"name": task.name, "title": task.title, "examples": task.examples("test", PROMPTS)}
         for task in TASKS
@@ -107,8 +115,8 @@ def write_folder(folder: Path) -> list[str]:
     return sorted(assets)
 
 
-def others_in(folder: Path) -> list[str]:
-    """What a folder holds that is not of the page."""
+def list_others(folder: Path) -> list[str]:
+    """List the files of a folder that do not belong to the page."""
     names = page_assets(is_server=False)
     found = [path for path in folder.rglob("*") if not path.is_dir()]
     return sorted({path.relative_to(folder).as_posix() for path in found} - names.keys())
@@ -118,25 +126,23 @@ def others_in(folder: Path) -> list[str]:
 
 
 def drawing_library() -> bytes:
-    """The library that was kept, or a new one."""
+    """Return the library that was kept, if it is whole and nobody else can have written it.
+
+    Otherwise make and keep a new one.
+    """
     path = cache_folder() / f"vega-{version('altair')}-{version('vl-convert-python')}.js"
-    if (kept := _kept(path)) is not None:
-        return kept
-    library = _made_elsewhere()
+    with suppress(OSError):
+        content = read_private(path)
+        if hashlib.sha256(content[DIGEST_BYTES:]).digest() == content[:DIGEST_BYTES]:
+            return content[DIGEST_BYTES:]
+    library = _make_in_process()
     with suppress(OSError):
         write_private(path, hashlib.sha256(library).digest() + library)
     return library
 
 
-def _make_library() -> bytes:
-    """The library for figures as Altair's version of Vega-Lite has them."""
-    from dare.output.page.charts import alt
-    from dare.output.page.writing import drawing_bundle
-
-    return drawing_bundle(".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
-
-
-def _made_elsewhere() -> bytes:
+def _make_in_process() -> bytes:
+    """Make the library in a process of its own."""
     command = [sys.executable, "-m", "dare.web.assets"]
     done = subprocess.run(command, capture_output=True, check=False)  # noqa: S603
     if done.returncode:
@@ -145,15 +151,14 @@ def _made_elsewhere() -> bytes:
     return done.stdout
 
 
-def _kept(path: Path) -> bytes | None:
-    """Return what was kept, if it is whole and nobody else can have written it."""
-    with suppress(OSError):
-        content = read_private(path)
-        digest, library = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-        if hashlib.sha256(library).digest() == digest:
-            return library
-    return None
+def _print_library() -> None:
+    """Print the library for figures as Altair's version of Vega-Lite has them."""
+    from dare.documents.charts import alt
+    from dare.documents.page import drawing_bundle
+
+    version_number = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    sys.stdout.buffer.write(drawing_bundle(version_number).encode())
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(_make_library())
+    _print_library()

@@ -1,14 +1,14 @@
-"""Who may ask the server for anything: the one whom it gave its token, from its own page.
+"""The check of every request: only the page that got the server's token is answered.
 
 The server listens on this machine only. Other users of the machine, and pages from elsewhere in
-the user's browser, can reach it there all the same. So every request is checked:
+the user's browser, can reach it there all the same. So:
 
 - Its Host is ours. Else a foreign name that was made to lead here would count as our own site.
 - It comes from our page or from the address bar, as Origin and Sec-Fetch-Site say.
 - It has the token: in the address, which is exchanged for a cookie, as that cookie, or as a header.
 - A body is small, and JSON by its type, which other sites cannot send without asking first.
 
-What a body holds is bounded, too, before anything is made of it: `read_object`.
+The contents of a body are bounded, too, before anything is made of them: `read_object`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -32,11 +33,11 @@ from dare.errors import InputError
 LOOPBACK = "127.0.0.1"
 MOST_BODY_BYTES = 1 << 20
 MOST_ITEMS = 200
-"""In each list and table of a body: models, rules, settings."""
+"""The most items in each list and table of a body: models, rules, settings."""
 MOST_DEPTH = 16
-"""Of the lists and tables in a body."""
+"""The most levels of lists and tables in a body."""
 MOST_DIGITS = 20
-"""Of a whole number, which are enough for any seed."""
+"""The most digits of a whole number; a seed has no more."""
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'self'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -44,30 +45,18 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 REMEDY = (
     "The command `dare playground` printed an address with a token. Copy all "
     "of it from the terminal to the address bar. If that command has ended, "
     "start it again."
 )
-REFUSAL = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>dare playground: {title}</title>
-<style>body {{ font: 1.05rem/1.6 system-ui, sans-serif; max-width: 36rem; margin: 4rem auto;
-padding: 0 1rem; }}</style>
-<h1>{title}</h1>
-<p>{text}</p>
-</html>
-"""
+REFUSAL = (Path(__file__).parent / "templates" / "refusal.html").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What opens the server, and where it is."""
+    """The tokens that open the server, and its port."""
 
     port: int
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
@@ -76,20 +65,17 @@ class Key:
 
     @property
     def address(self) -> str:
-        """Where the page is, with the token."""
-        return self._with(self.token)
+        """The address of the page, with the token."""
+        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': self.token})}"
 
     @property
     def address_once(self) -> str:
         """An address that works one time."""
-        return self._with(self.once)
-
-    def _with(self, token: str) -> str:
-        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': token})}"
+        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': self.once})}"
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What the page's address may begin with."""
+        """The hosts that the page's address may have."""
         return f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"
 
     @property
@@ -99,7 +85,7 @@ class Key:
 
 
 class Guard:
-    """Lets through to the app what may be answered, and tells all others why not."""
+    """Passes on to the app what may be answered, and refuses everything else."""
 
     def __init__(self, app: ASGIApp, key: Key) -> None:
         self._app = app
@@ -119,18 +105,18 @@ class Guard:
             await send(message)
 
         request = Request(scope, receive)
-        answer = self._stranger(request) or self._entrance(request)
+        answer = self._check_origin(request) or self._check_token(request)
         if answer is None and request.method not in ("GET", "HEAD"):
             try:
                 body = await _read_body(request)
             except ClientDisconnect:
                 return  # nobody waits for an answer
             answer = body if isinstance(body, Response) else None
-            receive = receive if isinstance(body, Response) else _again(body, receive)
+            receive = receive if isinstance(body, Response) else _replay(body, receive)
         await (answer or self._app)(scope, receive, send_with_headers)
 
-    def _stranger(self, request: Request) -> Response | None:
-        """The answer to one who does not speak to us from our own page."""
+    def _check_origin(self, request: Request) -> Response | None:
+        """Return the refusal of a request that does not come from our own page."""
         host = request.headers.get("host", "")
         if host not in self._key.hosts:
             return refuse(request, 403, f"This server answers only to {self._key.hosts[0]}.")
@@ -141,27 +127,23 @@ class Guard:
             return refuse(request, 403, "This request came from another site: not allowed.")
         return None
 
-    def _entrance(self, request: Request) -> Response | None:
-        """The answer to one who has a token to exchange, or none, or a wrong one."""
-        given = request.query_params.get("token")
-        if given is not None and _is_page(request):
-            return self._exchange(request, given)
+    def _check_token(self, request: Request) -> Response | None:
+        """Return the answer to a token that is to be exchanged, is missing, or is wrong."""
+        in_address = request.query_params.get("token") if _is_page(request) else None
         kind, _, in_header = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer":
-            held: str | None = in_header.strip()
-        else:
-            held = request.cookies.get(self._key.cookie)
-        if held is None:
+        cookie = request.cookies.get(self._key.cookie)
+        given = in_header.strip() if kind.lower() == "bearer" else cookie
+        given = given if in_address is None else in_address
+        if given is None:
             return refuse(request, 401, f"The token is missing. {REMEDY}")
-        if not _same(held, self._key.token):
+        is_once = in_address is not None and self._once is not None and _is_same(given, self._once)
+        if not is_once and not _is_same(given, self._key.token):
             return refuse(request, 403, f"The token does not belong to this server. {REMEDY}")
-        return None
+        self._once = None if is_once else self._once
+        return None if in_address is None else self._exchange(request)
 
-    def _exchange(self, request: Request, given: str) -> Response:
-        is_first = self._once is not None and _same(given, self._once)
-        if not is_first and not _same(given, self._key.token):
-            return refuse(request, 403, f"The token does not belong to this server. {REMEDY}")
-        self._once = None if is_first else self._once
+    def _exchange(self, request: Request) -> Response:
+        """Send the browser to the same page with the token as a cookie."""
         others = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
         answer = RedirectResponse(f"/?{urlencode(others)}" if others else "/", status_code=303)
         answer.set_cookie(self._key.cookie, self._key.token, httponly=True, samesite="strict")
@@ -169,7 +151,7 @@ class Guard:
 
 
 def refuse(request: Request, status: int, text: str) -> Response:
-    """Say no, in the form that the asker reads."""
+    """Refuse a request, in the form that the asker reads."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     if request.scope["path"].startswith("/api/"):
         return Json({"error": text}, status, headers)
@@ -179,7 +161,7 @@ def refuse(request: Request, status: int, text: str) -> Response:
 
 
 async def _read_body(request: Request) -> bytes | Response:
-    """The body, or why it is not taken."""
+    """Return the body, or the refusal of it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         return refuse(request, 415, "The body must be JSON, with Content-Type: application/json.")
@@ -194,12 +176,12 @@ async def _read_body(request: Request) -> bytes | Response:
 async def read_object(request: Request) -> dict[str, Any]:
     """Return the JSON object in a body, or an empty one for no body.
 
-    Refused is what JSON lacks and what no recipe has: NaN, infinities, unpaired surrogates, numbers
-    with more digits than a seed, long lists, deep nesting.
+    Things that JSON lacks or no recipe has are refused: NaN, infinities, unpaired surrogates,
+    numbers with more digits than a seed, long lists, deep nesting.
     """
     try:
         text = (await request.body() or b"{}").decode()
-        document = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        document = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_float)
         json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"the body is not JSON that can be read: {error!s:.200}") from None
@@ -209,13 +191,13 @@ async def read_object(request: Request) -> dict[str, Any]:
     return document
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits; at most {MOST_DIGITS} are allowed")
     return int(digits)
 
 
-def _finite(written: str) -> float:
+def _float(written: str) -> float:
     if not math.isfinite(value := float(written)):
         raise ValueError(f"{written[:MOST_DIGITS]} is not a finite number")
     return value
@@ -240,8 +222,8 @@ class Json(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Hand out a body that was read, and then what comes after it."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a function that hands out a body that was read, and then what comes after it."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
@@ -251,10 +233,10 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _is_page(request: Request) -> bool:
-    """Whether the page itself is asked for."""
+    """Tell whether the request is for the page itself."""
     return bool(request.scope["path"] == "/")
 
 
-def _same(given: str, expected: str) -> bool:
+def _is_same(given: str, expected: str) -> bool:
     """Compare in a time that does not tell how much is right."""
     return hmac.compare_digest(given.encode(), expected.encode())

@@ -1,45 +1,70 @@
 """Jobs of the server: one runs, the others wait, and all are there when a page comes back.
 
-Each runs in a process (`job_process`) that ends when the server does, however that ends: the
-process watches the pipe through which it got its request.
+Each runs in a process of its own, `python -m dare.web.jobs`. The request is the first line of its
+stdin, as JSON; its messages go to stdout, a line of JSON each:
+
+    {"progress": [done, total], "verb": "merging"}     bytes, now and then
+    {"note": "compiling kernels …"}                    its present activity
+    {"result": {…}}                                    its result; a later one replaces it
+    {"error": "…"}                                     the reason why there is no result
+
+The process lives as long as its stdin is open. When that ends, because the job is cancelled, the
+server stops, or the server was killed, the work is interrupted as by Ctrl-C: a merge keeps what is
+done in OUTPUT.partial, and the same merge goes on from there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal, TextIO
 
-from dare.errors import InputError
-from dare.studies.watched import describe_status
-from dare.web.job_process import INTERRUPTED, Request
+from dare import api
+from dare.analysis.judge.advice import judge, to_json
+from dare.analysis.measure import analyzing
+from dare.documents.progress import Display, progress_shown_by
+from dare.errors import DareError, DareWarning, InputError, printable
+from dare.output import verification
+from dare.output.targets import write_file
+from dare.recipe.document import recipe_from_document
+from dare.studies.processes import describe_status
+from dare.tensors.json_values import json_ready
 
+Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 GRACE_SECONDS = 20.0
-"""How long a process may take to end when it is interrupted; what a merge has done is on the disk
-at any moment."""
+"""Time for a process to end when it is interrupted; what a merge has done is always on the disk."""
 LAST_BYTES = 2000
-"""Of what a process that crashed has printed."""
+"""The part that is shown of what a crashed process printed."""
 MOST_WAITING = 20
 MOST_FINISHED = 100
-"""Those that ended first are forgotten first, with what they wrote for the page."""
-COMMAND = [sys.executable, "-P", "-m", "dare.web.job_process"]
+"""Those that ended first are forgotten first, with their files for the page."""
+COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
+MESSAGE_SECONDS = 0.1
+"""The least time between two messages of progress."""
+ANALYSIS = "analysis.json"
+"""The file that an analysis writes into the folder of its job."""
+INTERRUPTED = 130
 
 
 @dataclass
 class Job:
-    """One piece of work and how far it is."""
+    """A request to merge, verify or analyze, and how far it is."""
 
     number: int
     request: Request
@@ -58,11 +83,11 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What is done."""
+        """The kind of work: merge, verify or analyze."""
         return str(self.request["kind"])
 
     def to_dict(self) -> dict[str, Any]:
-        """What a page shows of it, ready for JSON."""
+        """Return the fields that a page shows, ready for JSON."""
         shown = {name: value for name, value in vars(self).items() if name != "folder"}
         return {**shown, "kind": self.kind}
 
@@ -82,7 +107,7 @@ class Jobs:
         self._thread.start()
 
     def add(self, request: Request) -> Job:
-        """Put a job at the end of the queue."""
+        """Put a job at the end of the queue; forget the oldest of many that have ended."""
         with self._lock:
             if self._closed:
                 raise InputError("the server is stopping")
@@ -93,22 +118,19 @@ class Jobs:
             folder.mkdir()
             job = Job(number, {**request, "folder": str(folder)}, folder)
             self._jobs[str(number)] = job
-            self._forget_the_oldest()
+            ended = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
+            for old in ended[: max(0, len(ended) - MOST_FINISHED)]:
+                del self._jobs[str(old.number)]
+                shutil.rmtree(old.folder, ignore_errors=True)
             self._queue.put(job)
         return job
 
-    def _forget_the_oldest(self) -> None:
-        ended = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
-        for job in ended[: max(0, len(ended) - MOST_FINISHED)]:
-            del self._jobs[str(job.number)]
-            shutil.rmtree(job.folder, ignore_errors=True)
-
     def all(self) -> list[Job]:
-        """All jobs that are kept, the latest last."""
+        """Return all jobs that are kept, the latest last."""
         return list(self._jobs.values())
 
     def find(self, number: str) -> Job:
-        """A job by its number as text, which may be any text."""
+        """Find a job by its number as text, which may be any text."""
         job = self._jobs.get(number)
         if job is None:
             raise InputError(f"there is no job {number[:20]!a}; it ended long ago or never was")
@@ -119,7 +141,7 @@ class Jobs:
         with self._lock:
             if job.state == "waiting":
                 job.state = "stopped"
-                with self._queue.mutex, contextlib.suppress(ValueError):  # just taken out
+                with self._queue.mutex, suppress(ValueError):  # just taken out
                     self._queue.queue.remove(job)
             elif job.state == "running" and self._running is not None:
                 job.note = "stopping …"
@@ -149,7 +171,7 @@ class Jobs:
 
 
 class Worker:
-    """The process of a job."""
+    """The process of a job, which works as long as its stdin is open."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -157,26 +179,42 @@ class Worker:
         self._first: tuple[float, int] | None = None
         self._is_cancelled = False
         self._log = (job.folder / "log.txt").open("w+b")
-        self._process = start_process(job.request, self._log)
+        self._process = subprocess.Popen(  # noqa: S603 (ours; the request goes through its stdin)
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,  # Ctrl-C in the server's terminal is for the server
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has crashed, and its end will say so
+            self._process.stdin.write(json.dumps(job.request).encode() + b"\n")
+            self._process.stdin.flush()
         job.state, job.pid = "running", self._process.pid
 
     def interrupt(self) -> None:
         """Have the process end soon: its stdin is closed, and it is killed if that is no help."""
         self._is_cancelled = True
-        hang_up(self._process)
+        self._hang_up()
         killing = threading.Timer(GRACE_SECONDS, self._process.kill)
         killing.daemon = True
         killing.start()
+
+    def _hang_up(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def watch(self) -> None:
         """Take the messages of the process until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # half a line, of a process that was killed
+            with suppress(ValueError):  # half a line, of a process that was killed
                 self._take(json.loads(line))
         self._conclude(self._process.wait())
         self._process.stdout.close()
-        hang_up(self._process)
+        self._hang_up()
         self._log.close()
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -187,18 +225,14 @@ class Worker:
                 self._first = None
             job.verb, job.note = message["verb"], ""
             self._first = self._first or (now, job.done_bytes)
-            job.seconds_left = self._seconds_left(now)
+            began, had = self._first  # which leaves out what was taken over from an earlier try
+            is_known = now - began >= 1 and job.done_bytes > had
+            left = (job.total_bytes - job.done_bytes) * (now - began)
+            job.seconds_left = left / (job.done_bytes - had) if is_known else None
         job.note = message.get("note", job.note)
         job.result = message.get("result", job.result)
         job.problem = message.get("error", job.problem)
         job.seconds = now - self._started
-
-    def _seconds_left(self, now: float) -> float | None:
-        """By how fast it went since the first news, which tells of what was taken over as well."""
-        job, (began, had) = self._job, self._first or (now, 0)
-        if now - began < 1 or job.done_bytes <= had:
-            return None
-        return (job.total_bytes - job.done_bytes) * (now - began) / (job.done_bytes - had)
 
     def _conclude(self, status: int) -> None:
         job = self._job
@@ -214,32 +248,131 @@ class Worker:
             job.state, job.problem = "failed", self._last_words(status)
 
     def _last_words(self, status: int) -> str:
-        """How a process ended that did not say so, and the last that it printed."""
+        """Say how a process ended that did not say so itself, and the last that it printed."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LAST_BYTES))
         said = self._log.read().decode(errors="replace").strip()
         return f"the process {describe_status(status)}{f': {said}' if said else ''}"
 
 
-def start_process(request: Request, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process that does what is asked for as long as its stdin is open."""
-    process = subprocess.Popen(  # noqa: S603 (ours, and the request goes through its stdin)
-        COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
-        start_new_session=True,  # Ctrl-C in the server's terminal is for the server
+# ---------------------------------------------------------------- in the process of a job
+
+
+class Line:
+    """The line to the server."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._sending = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send one message; if nobody listens any more, the work ends by its interrupt."""
+        with self._sending, suppress(OSError):
+            print(json.dumps(json_ready(message)), file=self._stream, flush=True)
+
+    @contextmanager
+    def show(self, total_bytes: int, verb: str) -> Iterator[Display]:
+        """Open a display that sends progress to the server."""
+        counting = threading.Lock()
+        done, sent_at = 0, 0.0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done, sent_at
+            with counting:
+                done += nbytes
+                now, so_far = time.monotonic(), done
+                if now - sent_at < MESSAGE_SECONDS:
+                    return
+                sent_at = now
+            self.send(progress=[so_far, total_bytes], verb=verb)
+
+        self.send(progress=[0, total_bytes], verb=verb)
+        yield Display(advance, lambda text: self.send(note=text))
+        self.send(progress=[total_bytes, total_bytes], verb=verb)
+
+
+def merge(request: Request, line: Line) -> None:
+    """Merge, and read the output back."""
+    recipe = recipe_from_document(request["recipe"], "recipe")
+    report = api.merge(recipe, overwrite=bool(request.get("overwrite")))
+    whole = report.to_dict()
+    names = ("method", "output", "models", "bytes_read", "bytes_written", "seconds")
+    result = {name: whole[name] for name in (*names, "resumed_chunks")}
+    result |= {"tensors": len(report.tensors), "warnings": list(map(str, report.warnings))}
+    line.send(result=result)
+    line.send(note="reading it back")
+    assert report.output is not None
+    line.send(result={**result, "sha256": verification.verify(report.output).sha256})
+
+
+def verify(request: Request, line: Line) -> None:
+    """Compare an output with its manifest."""
+    line.send(result=verification.verify(request["path"]).to_dict())
+
+
+def analyze(request: Request, line: Line) -> None:
+    """Analyze the models, and write the analysis into the job's folder."""
+    recipe = recipe_from_document(request["recipe"], "recipe")
+    analysis = analyzing.analyze(
+        recipe.base,
+        [entry.file for entry in recipe.models],
+        allow_pickle=recipe.allow_pickle,
+        max_memory=recipe.max_memory,
+        threads=recipe.threads,
     )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has crashed, and its end will say so
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-    return process
+    readiness, advice = judge(analysis)
+    document = to_json(analysis, readiness, advice).encode()
+    write_file(Path(request["folder"], ANALYSIS), document, "analysis")
+    line.send(result={"verdict": readiness.verdict, "seconds": analysis.seconds})
 
 
-def hang_up(process: subprocess.Popen[bytes]) -> None:
-    """Close a process's stdin, which ends it."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
+WORK: dict[str, Callable[[Request, Line], None]] = {
+    work.__name__: work for work in (merge, verify, analyze)
+}
+
+
+def main() -> int:
+    """Do the request in the first line of stdin."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it is ignored
+    line = Line(_own_stdout())
+    try:
+        request = json.loads(sys.stdin.readline())
+        threading.Thread(target=_watch, daemon=True).start()
+        quietly = warnings.catch_warnings(action="ignore", category=DareWarning)
+        with quietly, progress_shown_by(line.show):  # plans and reports have the warnings
+            WORK[request["kind"]](request, line)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except DareError as error:
+        line.send(error=str(error))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        reason = printable(f"{type(error).__name__}: {error}")
+        line.send(error=f"{reason} (this is a mistake in dare)")
+        return 1
+    return 0
+
+
+def _own_stdout() -> TextIO:
+    """Return stdout for us alone: what others print goes to stderr."""
+    sys.stdout.flush()
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
+def _watch() -> None:
+    """Interrupt the work when nobody is at the other end of stdin."""
+    while os.read(0, 1 << 12):  # sys.stdin would be locked when the process ends
+        pass
+    if hasattr(signal, "pthread_kill"):  # which wakes the main thread from whatever it waits for
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        import _thread
+
+        _thread.interrupt_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,26 @@
-"""What the part "Your own models" asks the server for, under `api/own/`.
+"""The server's answers to the part "Your own models", under `api/own/`.
 
-    GET   folders?path=        what lies in a folder, or the folders that the user pointed to
+    GET   folders?path=        a folder's entries, or the folders that the user pointed to
     GET   recipe?path=         the tables of a recipe
-    POST  plan                 what a recipe would do {recipe, overwrite}
+    POST  plan                 the plan of a recipe {recipe, overwrite}
     GET   jobs                 all jobs; POST adds one {kind, recipe, overwrite} or {kind, path}
     POST  jobs/NUMBER/cancel   interrupt it
     POST  jobs/NUMBER/again    the same once more: an interrupted merge resumes
     GET   jobs/NUMBER/analysis its JSON
 
 A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
+
+Nothing is read or written outside the folders that the user pointed to. A path counts by where it
+leads: links are followed before it is compared with the folders. A path with `..` in it is refused.
+One that is not absolute counts from where the server was started, as it does for the commands.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +30,37 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from dare import api
+from dare.documents.words import show_size, times
 from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
+from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
+from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.destinations import check_target, finished_before
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.data import Fate
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
+from dare.recipe.entries import as_path, distinct
 from dare.recipe.schema import Recipe
 from dare.run.rates import estimate
+from dare.stores.locations import StorePath
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size, times
 from dare.web.guard import Json, read_object
-from dare.web.job_process import ANALYSIS
-from dare.web.jobs import Job, Jobs
-from dare.web.roots import OutsideError, Roots
+from dare.web.jobs import ANALYSIS, Job, Jobs
 
-Asked = Mapping[str, Any]
+WEIGHTS = {
+    ".safetensors": "safetensors",
+    ".gguf": "GGUF",
+    **dict.fromkeys((".bin", ".pt", ".pth"), "pickle"),
+}
+"""Formats of files of weights, by the ends of their names."""
+RECIPES = (".toml", ".yaml", ".yml")
+MOST_ENTRIES = 500
+"""The most entries of a folder that are shown."""
+
+Given = Mapping[str, Any]
+"""The values of a request: of its query, its body and its path."""
+AnyPath = str | os.PathLike[str]
 
 
 class OwnModels:
@@ -51,7 +71,7 @@ class OwnModels:
         self._jobs = Jobs()
 
     def close(self) -> bool:
-        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked.
+        """Interrupt what runs; a merge keeps what is done, and the same merge goes on from there.
 
         Returns whether a merge was cut short.
         """
@@ -62,14 +82,14 @@ class OwnModels:
     @property
     def routes(self) -> list[Route]:
         """All routes."""
-        answers: list[tuple[str, str, Callable[[Asked], Any]]] = [
-            ("GET", "folders", lambda asked: self._roots.listing(asked.get("path"))),
+        answers: list[tuple[str, str, Callable[[Given], Any]]] = [
+            ("GET", "folders", lambda given: self._roots.listing(given.get("path"))),
             ("GET", "recipe", self._read_recipe),
             ("POST", "plan", self._plan),
-            ("GET", "jobs", lambda _asked: [job.to_dict() for job in self._jobs.all()]),
+            ("GET", "jobs", lambda _given: [job.to_dict() for job in self._jobs.all()]),
             ("POST", "jobs", self._add_job),
             ("POST", "jobs/{number}/cancel", self._cancel),
-            ("POST", "jobs/{number}/again", lambda asked: self._add_job(self._find(asked).request)),
+            ("POST", "jobs/{number}/again", lambda given: self._add_job(self._find(given).request)),
             ("GET", "jobs/{number}/analysis", self._send_analysis),
         ]
         return [
@@ -79,45 +99,45 @@ class OwnModels:
 
     # ------------------------------------------------------------ recipes and plans
 
-    def _read_recipe(self, asked: Asked) -> dict[str, Any]:
-        path = self._roots.find(str(asked.get("path", "")))
+    def _read_recipe(self, given: Given) -> dict[str, Any]:
+        path = self._roots.find(str(given.get("path", "")))
         return {"recipe": self._roots.admit(api.load_recipe(path)).to_document()}
 
-    def _plan(self, asked: Asked) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _plan(self, given: Given) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
         try:
-            recipe = self._recipe(asked)
-            told = {"toml": recipe.to_toml(), **_chain(recipe)}
+            recipe = self._recipe(given)
+            answer = {"toml": recipe.to_toml(), **_describe_chain(recipe)}
             planned = api.plan(recipe)
         except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
-            return {**told, "error": str(error)}
+            return {**answer, "error": str(error)}
         recipes = [job.request["recipe"] for job in self._open_merges()]
         underway = {recipe["models"]["output_file"] for recipe in recipes}
-        where = _tell_output(planned, underway, overwrite=bool(asked.get("overwrite")))
-        return {**told, **tell_plan(planned), **where}
+        output = _describe_output(planned, underway, overwrite=bool(given.get("overwrite")))
+        return {**answer, **_describe_plan(planned), **output}
 
     def _open_merges(self) -> list[Job]:
-        """Merges that run, or will."""
+        """Return the merges that run, or will."""
         merges = [job for job in self._jobs.all() if job.kind == "merge"]
         return [job for job in merges if job.state in ("waiting", "running")]
 
-    def _recipe(self, asked: Asked) -> Recipe:
-        document = asked.get("recipe")
+    def _recipe(self, given: Given) -> Recipe:
+        document = given.get("recipe")
         if not isinstance(document, dict):
             raise RecipeError("recipe: must be a table")
         return self._roots.admit(recipe_from_document(document, "recipe"))
 
     # ------------------------------------------------------------ jobs
 
-    def _add_job(self, asked: Asked) -> dict[str, Any]:
-        kind = asked.get("kind")
+    def _add_job(self, given: Given) -> dict[str, Any]:
+        kind = given.get("kind")
         if kind == "verify":
-            path = self._roots.find_model(str(asked.get("path", "")))
+            path = self._roots.find_model(str(given.get("path", "")))
             return self._jobs.add({"kind": kind, "path": str(path)}).to_dict()
         if kind not in ("merge", "analyze"):
             raise InputError(f"{kind!r}: there is no such job")
-        recipe = self._recipe(asked)
-        overwrite = bool(asked.get("overwrite"))
+        recipe = self._recipe(given)
+        overwrite = bool(given.get("overwrite"))
         if kind == "merge":
             api.plan(recipe)  # what does not fit is said at once, and not after a wait
             if recipe.output is None:
@@ -125,31 +145,48 @@ class OwnModels:
         request = {"kind": kind, "recipe": recipe.to_document(), "overwrite": overwrite}
         return self._jobs.add(request).to_dict()
 
-    def _cancel(self, asked: Asked) -> dict[str, Any]:
-        job = self._find(asked)
+    def _cancel(self, given: Given) -> dict[str, Any]:
+        job = self._find(given)
         self._jobs.cancel(job)
         return job.to_dict()
 
-    def _find(self, asked: Asked) -> Job:
-        return self._jobs.find(asked["number"])
+    def _find(self, given: Given) -> Job:
+        return self._jobs.find(given["number"])
 
-    def _send_analysis(self, asked: Asked) -> Response:
-        job = self._find(asked)
+    def _send_analysis(self, given: Given) -> Response:
+        job = self._find(given)
         if not (job.folder / ANALYSIS).exists():
             raise InputError(f"job {job.number} has no analysis")
         return FileResponse(job.folder / ANALYSIS, media_type="application/json")
 
 
+def _endpoint(answer: Callable[[Given], Any]) -> Callable[[Request], Any]:
+    """Make a function of a request out of one of its values; that runs in a thread."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            body = await read_object(request) if request.method == "POST" else {}
+            given = {**request.query_params, **body, **request.path_params}
+            answered = await run_in_threadpool(answer, given)
+        except (DareError, OSError) as error:  # as of a name that is longer than names can be
+            status = 403 if isinstance(error, OutsideError) else 400
+            return Json({"error": str(error)}, status)
+        return answered if isinstance(answered, Response) else Json(json_ready(answered))
+
+    return respond
+
+
 # ---------------------------------------------------------------- plans in words
 
 
-def tell_plan(planned: Plan) -> dict[str, Any]:
-    """What a plan says, as the command shows it."""
+def _describe_plan(planned: Plan) -> dict[str, Any]:
+    """Return the facts of a plan, as the command shows them."""
     cost, recipe = planned.cost, planned.recipe
     fates = Counter(tensor.fate for tensor in planned.tensors)
     fates[Fate.LEFT_OUT] = len(planned.left_out)
     elements = sum(tensor.elements for tensor in planned.tensors)
     types = ", ".join(sorted({tensor.base.dtype.name for tensor in planned.tensors}))
+    given = zip(planned.model_names, recipe.models, recipe.weights(), recipe.seeds(), strict=True)
     return {
         "facts": {
             "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
@@ -162,9 +199,7 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
         "takes": str(estimate(planned)),
         "models": [
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
-            for name, entry, weight, seed in zip(
-                planned.model_names, recipe.models, recipe.weights(), recipe.seeds(), strict=True
-            )
+            for name, entry, weight, seed in given
         ],
         "notes": list(planned.notes),
         "warnings": list(map(str, planned.warnings)),
@@ -172,8 +207,8 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[str, Any]:
-    """Where the output goes, what is in the way, and whether an interrupted merge is there."""
+def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[str, Any]:
+    """Return the output's place, any problem with it, and an interrupted merge that is there."""
     layout = planned.layout
     if layout is None:
         return {}
@@ -183,7 +218,7 @@ def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[
         check_target(layout, inputs, overwrite=overwrite)
     except OutputError as error:
         if finished_before(layout) is None:
-            problem = _in_the_way(layout, inputs, error)
+            problem = _output_problem(layout, inputs, error)
     partial = partial_folder(layout.target)
     is_left = has_mark(partial) and str(layout.target) not in underway
     return {
@@ -193,8 +228,8 @@ def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[
     }
 
 
-def _in_the_way(layout: Layout, inputs: Sequence[Path], error: OutputError) -> str:
-    """What keeps an output from being written, in the page's words where those differ."""
+def _output_problem(layout: Layout, inputs: Sequence[Path], error: OutputError) -> str:
+    """Return the reason why an output cannot be written, in the page's words where those differ."""
     try:
         check_target(layout, inputs, overwrite=True)
     except OutputError:
@@ -203,8 +238,8 @@ def _in_the_way(layout: Layout, inputs: Sequence[Path], error: OutputError) -> s
     return f"{layout.target.name} exists already. {remedy}"
 
 
-def _chain(recipe: Recipe) -> dict[str, Any]:
-    """The stages of a method, which of them drops, and whether models have weights."""
+def _describe_chain(recipe: Recipe) -> dict[str, Any]:
+    """Return the stages of a method, the one that drops, and whether models have weights."""
     rates = {s.name: values["drop_rate"] for s, values in recipe.chain if "drop_rate" in values}
     combine = recipe.chain[-1][0]
     return {
@@ -216,20 +251,160 @@ def _chain(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- requests and answers
+# ---------------------------------------------------------------- folders
 
 
-def _endpoint(answer: Callable[[Asked], Any]) -> Callable[[Request], Any]:
-    """A function of what is asked for as one of a request; it runs in a thread."""
+class OutsideError(DareError):
+    """A path that leads out of the folders."""
 
-    async def respond(request: Request) -> Response:
+
+@dataclass(frozen=True)
+class Entry:
+    """Something in a folder that one can open or choose."""
+
+    name: str
+    path: str
+    kind: str
+    """`folder`, `model` (a folder or a file with weights), `recipe`, `interrupted` (a merge)."""
+    holds: str = ""
+    """The form of a model: safetensors, GGUF, pickle or adapter."""
+    nbytes: int = 0
+    """The size of a model's weights."""
+    opens: bool = False
+    """True for a folder that may hold more."""
+
+
+class Roots:
+    """The folders that the user pointed to, and their entries."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        found = dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders)
+        for folder in found:
+            if not folder.is_dir():
+                raise InputError(f"{folder}: is not a folder; name the folders of your models")
+        self.folders = tuple(found)
+
+    def find(self, given: AnyPath) -> Path:
+        """Return the absolute path of something that exists, as it was written."""
+        path = self._inside(given)
+        if not path.exists():
+            raise InputError(f"{path}: does not exist")
+        return path
+
+    def find_model(self, given: AnyPath) -> Path:
+        """Return the path of a model whose files are all inside, too."""
+        path = self.find(given)
+        folder = path if path.is_dir() else path.parent
+        for name in os.listdir(path) if path.is_dir() else ["config.json"]:
+            self._inside(folder / name)
+        return path
+
+    def find_output(self, given: AnyPath) -> Path:
+        """Return the path of an output, in a folder that exists and is inside."""
+        path = self._inside(given)
+        if not self._inside(path.parent).is_dir():
+            raise InputError(f"{path.parent}: is not a folder; create it, or choose another output")
+        return path
+
+    def _inside(self, given: AnyPath) -> Path:
         try:
-            body = await read_object(request) if request.method == "POST" else {}
-            asked = {**request.query_params, **body, **request.path_params}
-            answered = await run_in_threadpool(answer, asked)
-        except (DareError, OSError) as error:  # as of a name that is longer than names can be
-            status = 403 if isinstance(error, OutsideError) else 400
-            return Json({"error": str(error)}, status)
-        return answered if isinstance(answered, Response) else Json(json_ready(answered))
+            path = as_path(given)
+            if isinstance(path, StorePath):
+                raise OutsideError(f"{path}: is not on this machine; use the command line")
+            if ".." in path.parts:
+                raise OutsideError(f"{path}: write the path without `..`")
+            path = path.absolute()
+            real = Path(os.path.realpath(path))
+        except ValueError as error:
+            raise InputError(f"{os.fspath(given)!a}: is not a path: {error}") from None
+        if not any(real.is_relative_to(folder) for folder in self.folders):
+            leads = "" if real == path else f" leads to {real}, which"
+            remedy = "start the playground with its folder: dare playground FOLDER …"
+            folders = ", ".join(map(str, self.folders))
+            raise OutsideError(f"{path}:{leads} is outside {folders}; {remedy}")
+        return path
 
-    return respond
+    def admit(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with absolute paths; refuse what is outside or leaves the machine."""
+        if recipe.cluster is not None:
+            raise RecipeError("cluster: the page merges on this machine; use the command line")
+        if recipe.scratch is not None:
+            self.find(recipe.scratch)
+        names = distinct([entry.name for entry in recipe.models])
+        template = recipe.chat_template
+        if template not in ("auto", *names) and "{" not in template:
+            self.find(template)
+        base = self.find_model(recipe.base)
+        models = [self.find_model(entry.file) for entry in recipe.models]
+        output = None if recipe.output is None else self.find_output(recipe.output)
+        return recipe.with_files(base, models, output)
+
+    def listing(self, given: str | None) -> dict[str, Any]:
+        """Return a folder with what one can open or choose in it; without a path, the folders."""
+        if given is None:
+            entries = [_describe_folder(folder, str(folder)) for folder in self.folders]
+            return {"path": None, "above": None, "entries": [asdict(entry) for entry in entries]}
+        folder = self.find(given)
+        if not folder.is_dir():
+            entry = _describe_path(folder)
+            if entry is None:
+                raise InputError(f"{folder}: is neither a model nor a recipe")
+            return {**self.listing(str(folder.parent)), "found": asdict(entry)}
+        try:
+            paths = sorted(folder.iterdir(), key=lambda path: path.name.lower())
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+        entries = list(self._entries(paths))
+        at_top = Path(os.path.realpath(folder)) in self.folders
+        itself = _describe_folder(folder, folder.name)
+        return {
+            "path": str(folder),
+            "above": None if at_top else str(folder.parent),
+            "entries": [asdict(entry) for entry in entries[:MOST_ENTRIES]],
+            "more": max(0, len(entries) - MOST_ENTRIES),
+            **({"found": asdict(itself)} if itself.kind == "model" else {}),
+        }
+
+    def _entries(self, paths: Iterable[Path]) -> Iterator[Entry]:
+        for path in paths:
+            try:
+                self._inside(path)
+                entry = None if path.name.startswith(".") else _describe_path(path)
+            except (OutsideError, OSError):  # a link that leads out, a folder of somebody else's
+                continue
+            if entry is not None:
+                yield entry
+
+
+def _describe_path(path: Path) -> Entry | None:
+    """Describe a path that can be opened or chosen."""
+    if path.is_dir():
+        return _describe_folder(path, path.name)
+    suffix = path.suffix.lower()
+    if suffix in RECIPES:
+        return Entry(path.name, str(path), "recipe")
+    if suffix in WEIGHTS and path.is_file():
+        return Entry(path.name, str(path), "model", WEIGHTS[suffix], path.stat().st_size)
+    return None
+
+
+def _describe_folder(path: Path, name: str) -> Entry:
+    """Describe a folder, or the model or the interrupted merge that it is."""
+    if has_mark(path):
+        return Entry(name, str(path), "interrupted")
+    try:
+        sizes = {f.name: f.stat().st_size for f in path.iterdir() if f.suffix.lower() in WEIGHTS}
+    except OSError:  # which is said where it is opened
+        sizes = {}
+    safetensors = [size for file, size in sizes.items() if file.endswith(".safetensors")]
+    is_whole = len(safetensors) == 1 or SINGLE_NAME in sizes or (path / INDEX_NAME).is_file()
+    pickles = [size for file, size in sizes.items() if file.startswith("pytorch_model")]
+    if (path / ADAPTER_CONFIG).is_file():
+        holds, nbytes = "adapter", sum(sizes.values())
+    elif is_whole:
+        holds, nbytes = "safetensors", sum(safetensors)
+    elif pickles and not safetensors:
+        holds, nbytes = "pickle", sum(pickles)
+    else:
+        return Entry(name, str(path), "folder", opens=True)
+    return Entry(name, str(path), "model", holds, nbytes, opens=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import os
 import socket
 import threading
 import webbrowser
@@ -32,13 +33,12 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".wasm": "application/wasm",
 }
-SLOW = ("vega.js", "index.html")
-"""What takes a while to make, and is begun before anybody asks."""
+MADE_EARLY = ("vega.js", "index.html")
+"""Files that take a while to make, and are begun before anybody asks."""
 
 USUAL_PORT = 8787
-BACKLOG = 128
 GRACE_SECONDS = 2
-"""How long answers that are on their way are waited for at the end."""
+"""Time at the end for answers that are on their way."""
 
 
 def serve(
@@ -53,70 +53,53 @@ def serve(
     `announce` is called with the page's address when it can be opened. Without a port it is the
     usual one, or another if that is taken; 0 is any free one.
     """
+    import uvicorn
+
     ends: list[bool] = []
     with suppress(KeyboardInterrupt), listen(port) as listening:
         key = Key(listening.getsockname()[1])
         announce(key.address)  # a browser that comes early waits for its answer
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
-        _run(key, roots, listening, ends)
+        own = OwnModels(roots)
+        settings = uvicorn.Config(
+            make_app(key, own.routes, lambda: ends.append(own.close())),
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+        uvicorn.Server(settings).run(sockets=[listening])
     return any(ends)
 
 
-def _run(key: Key, roots: tuple[Path, ...], listening: socket.socket, ends: list[bool]) -> None:
-    import uvicorn
-
-    own = OwnModels(roots)
-    app = make_app(key, own.routes, lambda: ends.append(own.close()))
-    settings = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        loop="asyncio",
-        lifespan="on",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
-    uvicorn.Server(settings).run(sockets=[listening])
-
-
 def listen(port: int | None) -> socket.socket:
-    """A socket that takes connections from this machine."""
+    """Open a socket that takes connections from this machine."""
     try:
-        return _listen(USUAL_PORT if port is None else port)
+        return socket.create_server((LOOPBACK, USUAL_PORT if port is None else port))
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
-            return _listen(0)
-        reason = error.strerror or str(error)
+            return socket.create_server((LOOPBACK, 0))
+        reason = os.strerror(error.errno) if error.errno else str(error)
         remedy = "give another, or --port 0 for a free one"
         raise OutputError(f"port {port} cannot be used: {reason}; {remedy}") from None
-
-
-def _listen(port: int) -> socket.socket:
-    listening = socket.socket()
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((LOOPBACK, port))
-        listening.listen(BACKLOG)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
 
 
 # ---------------------------------------------------------------- the app
 
 
 def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> ASGIApp:
-    """The page and other routes, all guarded; `end` is called at the end."""
+    """Make the app of the page and other routes, all guarded; `end` is called at the end."""
     files = Files(page_assets(is_server=True))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        for name in SLOW:
+        for name in MADE_EARLY:
             files.begin(name)
         yield
         await files.close()
@@ -135,7 +118,7 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
 
 
 File = tuple[bytes, str]
-"""What is sent for a name, and its ETag."""
+"""The content of a file, and its ETag."""
 
 
 class Files:
@@ -146,7 +129,7 @@ class Files:
         self._made: dict[str, asyncio.Task[File]] = {}
 
     def begin(self, name: str) -> asyncio.Task[File]:
-        """A file that is made, or was; who comes in between waits for the same one."""
+        """Make a file, unless that was begun before: then return the same task."""
         if name not in self._made:
             making = run_in_threadpool(_make_file, self._assets[name])
             self._made[name] = asyncio.create_task(making)

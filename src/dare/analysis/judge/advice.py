@@ -6,8 +6,8 @@
 
 `advice.toml` has the outcomes that were measured, each with its conditions and its record; the
 first that applies decides. Models that no setting can mend are left out first: those that come
-from elsewhere, copies of the base, the second of two that are the same. What others recommend is
-in two tables, `GUIDELINES` for drop rates and `METHODS`; it is named, and decides nothing.
+from elsewhere, copies of the base, the second of two that are the same. The file also has what
+others recommend; that is named, and decides nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import is_against
 from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
 from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
-from dare.analysis.results import Analysis, ModelAnalysis, Origin
+from dare.analysis.judge.relations import is_against
+from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
+from dare.documents.notices import Notice, notice
+from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.directory import read_config
-from dare.output.page.words import amount
+from dare.stages import parse_method
 from dare.stores.locations import to_path
 from dare.tensors.json_values import json_ready
 
@@ -74,10 +76,6 @@ class Outcome:
         return is_many and cosine >= self.cosine and change <= self.change
 
 
-OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
-ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
-
-
 @dataclass(frozen=True)
 class Guideline:
     """A drop rate that is often recommended."""
@@ -92,18 +90,6 @@ class Guideline:
     is_lora: bool = False
 
 
-ABOUT_7B, ABOUT_13B = (5.6e9, 8.75e9), (10.4e9, 16.25e9)
-"""Sizes up to a quarter larger, or as much smaller."""
-GUIDELINES: tuple[Guideline, ...] = (
-    Guideline("7B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_7B, (500, 2_000)),
-    Guideline("7B after 2,000 to 10,000 steps", 0.90, 0.95, ABOUT_7B, (2_000, 10_000)),
-    Guideline("13B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_13B, (500, 2_000)),
-    Guideline("70B or more", 0.90, 0.95, (56e9, math.inf)),
-    Guideline("a LoRA", 0.70, 0.85, is_lora=True),
-)
-"""Of an article on DARE that is often followed; it gives no measurements for them."""
-
-
 @dataclass(frozen=True)
 class Habit:
     """A method that is often recommended."""
@@ -116,20 +102,14 @@ class Habit:
     """Of the models: diverse, alike or lora; or large, whatever else they are."""
 
 
-METHODS: tuple[Habit, ...] = (
-    Habit("one model", "dare+linear", (1, 1)),
-    Habit("2 models of one domain", "linear", (2, 2), "alike"),
-    Habit("2 diverse models", "dare+linear", (2, 2)),
-    Habit("3 to 5 models of mixed domains", "dare+ties", (3, 5)),
-    Habit("more than 5 models", "dare+ties", (6, math.inf)),
-    Habit("LoRAs", "dare+linear", (2, math.inf), "lora"),
-    Habit("70B or more", "dare", (1, math.inf), "large"),
-)
-"""Of the same article; the last names no way to combine."""
+OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
+GUIDELINES = TypeAdapter(list[Guideline]).validate_python(TEXTS["others"]["guidelines"])
+METHODS = TypeAdapter(list[Habit]).validate_python(TEXTS["others"]["habits"])
+ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
 def judge(
-    analysis: Analysis, *, steps: int | None = None, method: str = ""
+    analysis: AnalysisData, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
     """The verdict on merging models by a method, by default as advised; and the advice.
 
@@ -144,7 +124,7 @@ def judge(
     return readiness_for(readiness, method or advice.recipe["method"]), advice
 
 
-def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
+def to_json(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> str:
     """All of it as one document (docs/analysis-schema.md), which `Analysis.from_json` reads too."""
     predictions = [
         {
@@ -166,7 +146,7 @@ def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
 
 
 def advise(
-    analysis: Analysis,
+    analysis: AnalysisData,
     readiness: Readiness | None = None,
     *,
     parameters: float | None = None,
@@ -184,7 +164,7 @@ def advise(
     out = {suggestion.model for suggestion in unfit}
     models = [model for model in analysis.models if model.name not in out]
     if not models:
-        return Advice(tuple(unfit), {}, (TEXTS["doubts"]["nothing_left"],))
+        return Advice(tuple(unfit), {}, (notice("nothing_left"),))
     known = _features(analysis, models)
     outcome = next(outcome for outcome in OUTCOMES if outcome.applies(**known))
     policies = list(_policies(readiness, {model.name for model in models}))
@@ -206,8 +186,8 @@ def advise(
     if parameters is None:
         parameters = float(sum(analysis.base_dtypes.values()))
     doubts = _doubts(models, known | {"parameters": parameters}, outcome, steps)
-    if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
-        doubts = [TEXTS["doubts"]["base"], *doubts]
+    if any(finding.code in ("contained", "other_base") for finding in readiness.findings):
+        doubts = [notice("base_in_doubt"), *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
 
 
@@ -215,37 +195,37 @@ def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
     """The models that no setting can make fit, each with the reason."""
     out: set[str] = set()
     for finding in readiness.findings:
-        first, *others = [name for name in finding.models if name not in out] or [""]
-        if finding.rule in ALWAYS_OUT:
+        first, *others = [name for name in finding.subjects if name not in out] or [""]
+        if finding.code in ALWAYS_OUT:
             unfit, ground = [first, *others], "left_out"
-        elif finding.rule in ("same_model", "multiple"):
-            unfit, ground = others, finding.rule
+        elif finding.code in ("same_model", "multiple"):
+            unfit, ground = others, finding.code
         else:
             continue
         for name in filter(None, unfit):
             out.add(name)
             against = is_against(finding.figures, first, name)
-            known = {"kept": first, "how": "opposite to" if against else "a multiple of"}
-            reason = TEXTS["grounds"][ground].format(**known, **vars(finding))
-            yield _found("models", LEFT_OUT, name, reason, finding.rule)
+            how = "opposite to" if against else "a multiple of"
+            reason = TEXTS["grounds"][ground].format(kept=first, how=how, text=finding.text)
+            yield _found("models", LEFT_OUT, name, reason, finding.code)
 
 
 def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
     """The settings without which the merge would be refused."""
     given = set()
     for finding in readiness.findings:
-        setting, value = POLICIES.get(finding.rule, ("", ""))
-        concerned = not finding.models or names & set(finding.models)
+        setting, value = POLICIES.get(finding.code, ("", ""))
+        concerned = not finding.subjects or names & set(finding.subjects)
         if setting and concerned and setting not in given:
             given.add(setting)
-            yield _found(setting, value, None, finding.seen, finding.rule)
+            yield _found(setting, value, None, finding.text, finding.code)
 
 
 def _found(setting: str, value: str, model: str | None, reason: str, rule: str) -> Suggestion:
     return Suggestion(setting, value, model, reason, f"readiness, {rule}", Evidence.STRONG)
 
 
-def _features(analysis: Analysis, models: list[ModelAnalysis]) -> dict[str, Any]:
+def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, Any]:
     """What outcomes are chosen by: how many models, how alike they are, how much they change."""
     names = {model.name for model in models}
     cosines = [pair.total.cosine for pair in analysis.pairs if {pair.first, pair.second} <= names]
@@ -261,18 +241,19 @@ def _features(analysis: Analysis, models: list[ModelAnalysis]) -> dict[str, Any]
 
 def _doubts(
     models: list[ModelAnalysis], known: dict[str, float], outcome: Outcome, steps: int | None
-) -> list[str]:
-    texts = TEXTS["doubts"]
+) -> list[Notice]:
     usual = _usual(models, known["cosine"], known["parameters"], steps)
-    doubts = [texts["search"], texts["often"].format(usual=usual)]
+    doubts = [notice("only_data_tell"), notice("often_recommended", usual=usual)]
     outside = [
         f"{name}: {_short(known[name])}, not {_short(least)} to {_short(most)}"
         for name, (least, most) in TEXTS["measured"].items()
         if len(models) > 1 and not least <= known[name] <= most
     ]
     if outside:
-        doubts.append(texts["extrapolates"].format(outside="; ".join(outside)))
-    return [*doubts, texts["slow"]] if outcome.method == "tsv" else doubts
+        doubts.append(notice("extrapolates", outside="; ".join(outside)))
+    if any(stage.sees == "matrix" for stage in parse_method(outcome.method)):
+        doubts.append(notice("slow_method", method=outcome.method))
+    return doubts
 
 
 def _short(value: float) -> str:

@@ -1,37 +1,23 @@
-"""What is made of an analysis: a verdict with its findings, advice with its reasons, and limits."""
+"""The verdict on models with its findings, and the advice with its reasons: plain data."""
 
 from __future__ import annotations
 
 import json
-import textwrap
-import tomllib
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib.resources import files
 from typing import Any
 
+from dare.documents.document import Code, Document, Section, Table, Tone
+from dare.documents.notices import Notice
+from dare.documents.shown import Shown
+from dare.documents.words import named, setting, times
 from dare.errors import printable
+from dare.recipe.naming import in_our_form
+from dare.recipe.toml import write_toml
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import named, times
 
-WIDTH = 100
-"""Columns of the texts."""
 LEFT_OUT = "left out"
-"""What advice says of a model that it does not merge."""
-RULES_FILE: dict[str, Any] = tomllib.loads(
-    files("dare.analysis.judge").joinpath("rules.toml").read_text("utf-8")
-)
-LIMITS: dict[str, float] = {name: entry[0] for name, entry in RULES_FILE["limits"].items()}
-"""The numbers that judgements rest on; the file also has their meaning and where they come from."""
-
-
-def limit(name: str) -> float:
-    """The value of a limit.
-
-    >>> limit("foreign_delta")
-    0.03
-    """
-    return LIMITS[name]
+"""The value that advice gives to a model that it does not merge."""
 
 
 class Verdict(StrEnum):
@@ -42,93 +28,75 @@ class Verdict(StrEnum):
     UNFIT = "cannot be merged"
 
 
-class Severity(StrEnum):
-    """What a finding does to the verdict: nothing, needs changes, cannot be merged."""
-
-    NOTE = "note"
-    CHANGE = "change"
-    STOP = "stop"
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict on a model with such a finding and no graver one."""
-        return _VERDICTS[self]
-
-
-_VERDICTS = {
-    Severity.NOTE: Verdict.NO_DEFECT,
-    Severity.CHANGE: Verdict.WITH_CHANGES,
-    Severity.STOP: Verdict.UNFIT,
+HEADLINES = {
+    Verdict.NO_DEFECT: "No defect found in the weights",
+    Verdict.WITH_CHANGES: "Changes are needed",
+    Verdict.UNFIT: "Cannot be merged as given",
 }
-GRAVITY = (Severity.STOP, Severity.CHANGE, Severity.NOTE)
-"""Severities, the gravest first."""
+VERDICT_TONES = {
+    Verdict.NO_DEFECT: Tone.GOOD,
+    Verdict.WITH_CHANGES: Tone.FAIR,
+    Verdict.UNFIT: Tone.POOR,
+}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that was seen, why it matters, and what to do."""
+class _Judgement(Shown):
+    """A judgement that can be stored."""
 
-    rule: str
-    """The name of the rule that found it: `not_homologous`."""
-    severity: Severity
-    models: tuple[str, ...]
-    """Whom it concerns; empty: the base, or all of them."""
-    seen: str
-    matters: str
-    remedy: str
-    figures: dict[str, float]
-    """The numbers behind it, by name, and the thresholds that they were held against."""
-    only_for: str = ""
-    """The stage without which it does not matter, such as `ties` or `dare`; empty: any merge."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, ready for JSON; a number that is not finite is a string."""
+        return dict(json_ready(asdict(self)))  # type: ignore[call-overload]
 
-    def __str__(self) -> str:
-        """One line, without the names of the models."""
-        return f"{self.seen}. {self.matters}. {self.remedy}."
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 @dataclass(frozen=True, repr=False)
-class Readiness:
+class Readiness(_Judgement):
     """The verdict on a set of models and on each of them."""
 
     verdict: Verdict
     by_model: dict[str, Verdict]
-    findings: tuple[Finding, ...]
+    findings: tuple[Notice, ...]
     """The gravest first."""
     method: str = ""
     """The method that the verdict is for; what matters only for others is a note."""
 
-    def of(self, model: str) -> tuple[Finding, ...]:
-        """The findings that concern a model, those about all of them included."""
-        return tuple(f for f in self.findings if not f.models or model in f.models)
+    def of(self, model: str) -> tuple[Notice, ...]:
+        """Return the findings that concern a model, those about all of them included."""
+        return tuple(f for f in self.findings if not f.subjects or model in f.subjects)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The verdict as plain values, ready for JSON; what is not finite is a string."""
-        return dict(json_ready(asdict(self)))
+    @property
+    def headline(self) -> str:
+        """The verdict in words, with the method that it is for.
 
-    def to_json(self) -> str:
-        """The verdict as JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
+        >>> Readiness(Verdict.NO_DEFECT, {}, (), method="linear").headline
+        'No defect found in the weights, for linear'
+        >>> Readiness(Verdict.UNFIT, {}, (), method="sum").headline
+        'Cannot be merged as given'
+        """
+        words = HEADLINES[self.verdict]
+        # What stops a merge stops it by any method.
+        is_for_all = not self.method or self.verdict is Verdict.UNFIT
+        return words if is_for_all else f"{words}, for {self.method}"
+
+    def document(self) -> Document:
+        """Return the verdict, each model's, and the findings."""
+        return Document(
+            title=self.headline,
+            kind="readiness",
+            tone=VERDICT_TONES[self.verdict],
+            facts=tuple((name, str(verdict)) for name, verdict in self.by_model.items()),
+            notices=self.findings,
+            models=tuple(self.by_model),
+        )
 
     def __repr__(self) -> str:
         """The verdict in a line."""
         method = f" for {self.method}" if self.method else ""
         models, found = named(list(self.by_model)), times(len(self.findings), "finding")
         return printable(f"<Readiness: {self.verdict}{method}, {models}, {found}>")
-
-    def _repr_html_(self) -> str:
-        """The verdict in a notebook."""
-        from dare.analysis.notebook import readiness_card
-
-        return readiness_card(self)
-
-    def __str__(self) -> str:
-        """The verdict, each model's, and the findings with what to do."""
-        lines = [str(self.verdict)]
-        lines += [f"  {name}: {verdict}" for name, verdict in self.by_model.items()]
-        for finding in self.findings:
-            whom = f"{', '.join(finding.models)}: " if finding.models else ""
-            lines += _wrapped(f"{finding.severity}: ", f"{whom}{finding}")
-        return "\n".join(lines)
 
 
 class Evidence(StrEnum):
@@ -157,15 +125,22 @@ class Suggestion:
     """Where the rule comes from."""
     evidence: Evidence
 
+    def __str__(self) -> str:
+        """The setting with its value."""
+        if self.setting == "models":
+            return f"{self.model}: {self.value}"
+        whose = f" for {self.model}" if self.model else ""
+        return f"{self.setting} = {setting(self.value)}{whose}"
+
 
 @dataclass(frozen=True, repr=False)
-class Advice:
+class Advice(_Judgement):
     """Settings that suit the models, each with its reason, and the recipe made of them."""
 
     suggestions: tuple[Suggestion, ...]
     recipe: dict[str, Any]
     """The document of a recipe, ready for TOML; empty if no model is fit."""
-    doubts: tuple[str, ...]
+    doubts: tuple[Notice, ...]
     """Caveats: what the advice cannot know."""
 
     @property
@@ -174,13 +149,25 @@ class Advice:
         unfit = [s.model for s in self.suggestions if s.value == LEFT_OUT]
         return tuple(name for name in unfit if name is not None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The advice as plain values, ready for JSON; what is not finite is a string."""
-        return dict(json_ready(asdict(self)))
+    @property
+    def reasons(self) -> Table:
+        """Each setting with the reason, its source and how well it is founded."""
+        rows = tuple((str(s), f"{s.reason}. {s.source}", s.evidence) for s in self.suggestions)
+        return Table(("setting", "reason", "evidence"), rows)
 
-    def to_json(self) -> str:
-        """The advice as JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
+    def document(self) -> Document:
+        """Return the settings with their reasons, the recipe and the caveats."""
+        reasons = Section("reasons", "Why these settings", (self.reasons,), is_brief=True)
+        known: dict[str, Any] = {"kind": "advice", "sections": (reasons,), "notices": self.doubts}
+        if not self.recipe:
+            return Document("Do not merge these models", tone=Tone.POOR, **known)
+        recipe = in_our_form(self.recipe)
+        hint = "Save it as recipe.toml and run `dare recipe.toml`; in Python, `dare.merge(advice)`"
+        return Document(
+            title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
+            code=Code("The recipe", "recipe", write_toml(recipe), hint),
+            **known,
+        )
 
     def __repr__(self) -> str:
         """The settings in a line."""
@@ -188,31 +175,3 @@ class Advice:
             return "<Advice: not to merge these models>"
         settings = (f"{s.setting} = {s.value}" for s in self.suggestions if s.model is None)
         return printable(f"<Advice: {', '.join(settings)}>")
-
-    def _repr_html_(self) -> str:
-        """The advice in a notebook."""
-        from dare.analysis.notebook import advice_card
-
-        return advice_card(self)
-
-    def __str__(self) -> str:
-        """The settings with their reasons, and the caveats."""
-        lines = []
-        for advised in self.suggestions:
-            whose = f" ({advised.model})" if advised.model else ""
-            value = advised.value if isinstance(advised.value, str) else f"{advised.value:.4g}"
-            grounds = f"{advised.reason}. {advised.source}; evidence: {advised.evidence}"
-            said = f"{advised.setting} = {value}{whose}"
-            if advised.setting == "models":
-                said = f"{advised.model}: {value}"
-            lines += [said, *_wrapped("  ", grounds)]
-        lines += [line for doubt in self.doubts for line in _wrapped("caveat: ", doubt)]
-        return "\n".join(lines)
-
-
-def _wrapped(label: str, text: str) -> list[str]:
-    """A text in lines, its label before the first of them."""
-    text = printable(text)
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    indent = " " * min(len(label), 4)
-    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=indent, **whole)

@@ -1,4 +1,4 @@
-"""What dropping will do to a delta, from its measured moments, before anything is dropped.
+"""The error that dropping will bring to a delta, from its measured moments.
 
 With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0:
 
@@ -10,19 +10,8 @@ An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no d
 outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
 error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
 
-That is the mean. How far one mask can be off it depends on how few elements carry the change.
-For DARE ‖δ̂ - δ‖² = Σ δᵢ²·ξᵢ, with ξ = (p/(1 - p))² for what is kept and 1 for what is dropped,
-so that E[ξ] = p/(1 - p) and Var[ξ] = p·(2p - 1)²/(1 - p)³. Relative to ‖δ‖² the standard deviation
-is √(Var[ξ]/c), where c = (Σδ²)²/Σδ⁴ is the number of elements that carry the change: all n of them
-if they have one magnitude, n/3 for a Gaussian, few for heavy tails or many zeros. By Cantelli's
-inequality the squared error is with probability 0.95 no more than
-
-    p/(1 - p) + √19·|2p - 1|·√(p/((1 - p)³·c)),
-
-whatever the distribution. `tolerated_drop_rate` looks for the largest p at which this, for the
-inputs of one output (a row of the matrix) and averaged over tensors, is within a bound. It
-averages squares, because errors of different layers are independent and their variances add up.
-Outliers are left out (`dare.analysis.measure.tallies`).
+That is the mean. How far one mask can be off it, `dare.checks.large_deltas` says. Errors of
+different layers are independent and their variances add up, so squares are averaged.
 """
 
 from __future__ import annotations
@@ -31,21 +20,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dare.analysis.judge.judgement import limit
-from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
+from dare.analysis.results import Kind, ModelAnalysis, Statistics
+from dare.checks.large_deltas import Exposure, combined_error
+from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
-CONFIDENCE = 0.95
-"""Probability with which the error of one mask stays within its bound."""
-DEVIATIONS = math.sqrt(CONFIDENCE / (1 - CONFIDENCE))
-"""Standard deviations that are enough for that, whatever the distribution (Cantelli): √19."""
 STEPS = 100
 """Recommended drop rates are hundredths."""
+OUTER = (Kind.EMBEDDING, Kind.HEAD)
+"""Kinds of tensors whose rows are tokens."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of dropping at a rate."""
+    """The expected effect of dropping at a rate."""
 
     drop_rate: float
     relative_error: float
@@ -58,19 +46,15 @@ class Prediction:
 
 
 def predict(statistics: Statistics, drop_rate: float) -> Prediction:
-    """Say what dropping does to a delta with these statistics."""
+    """Predict the effect of dropping on a delta with these statistics."""
     p = check_drop_rate(drop_rate)
     error, size = relative_error(p), statistics.relative_norm
-    return Prediction(
-        drop_rate=p,
-        relative_error=error,
-        output_error=error * size if error and size else 0.0,
-        variance=p / (1 - p) * mean_square(statistics),
-    )
+    output_error = error * size if error and size else 0.0
+    return Prediction(p, error, output_error, p / (1 - p) * mean_square(statistics))
 
 
 def relative_error(drop_rate: float) -> float:
-    """√(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
+    """Return √(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
 
     >>> relative_error(0.5), round(relative_error(0.9), 9)
     (1.0, 3.0)
@@ -79,7 +63,7 @@ def relative_error(drop_rate: float) -> float:
 
 
 def mean_square(statistics: Statistics) -> float:
-    """The mean of δ²; elements that are not finite do not count."""
+    """Return the mean of δ²; elements that are not finite do not count."""
     counted = statistics.elements - statistics.not_finite
     return statistics.norm**2 / counted if counted else 0.0
 
@@ -87,72 +71,22 @@ def mean_square(statistics: Statistics) -> float:
 # ---------------------------------------------------------------- how much dropping is borne
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """What of a tensor decides how much dropping it bears."""
-
-    elements: int
-    relative_norm: float
-    """‖δ‖ / ‖base‖ without outliers; infinite if there is no base to compare with."""
-    carriers: float
-    """How many elements carry the change of one output: the inputs of a row over the kurtosis."""
-
-
-OUTER = (Kind.EMBEDDING, Kind.HEAD)
-"""Kinds of tensors whose rows are tokens."""
-
-
 def exposures_of(model: ModelAnalysis) -> list[Exposure]:
-    """Of a model's tensors without embeddings and head; of these if there is nothing else."""
+    """Return those of a model's tensors without embeddings and head, if there are any others."""
     inner = [tensor for tensor in model.tensors if tensor.kind not in OUTER]
-    return [exposure_of(tensor) for tensor in inner or model.tensors]
+    return [exposure_of(tensor.statistics, tensor.shape) for tensor in inner or model.tensors]
 
 
-def exposure_of(tensor: TensorAnalysis) -> Exposure:
-    """What of an analysed tensor decides how much dropping it bears."""
-    return make_exposure(tensor.statistics, tensor.shape)
-
-
-def make_exposure(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
-    """The exposure of a tensor with these statistics and this shape.
-
-    Outliers are left out, and what is left counts as spread evenly over the rows.
-    """
-    inliers, elements = statistics.inliers, statistics.elements
-    carriers = row_width(elements, shape) / max(inliers.concentration, 1.0) if inliers.norm else 0.0
-    return Exposure(elements, statistics.relative_norm, carriers)
-
-
-def row_width(elements: int, shape: tuple[int, ...]) -> int:
-    """How many elements make one output: all but the first dimension; all of a vector.
-
-    >>> row_width(24, (2, 3, 4)), row_width(24, (24,))
-    (12, 24)
-    """
-    return elements // shape[0] if len(shape) > 1 and shape[0] else elements
-
-
-def bounded_error(exposure: Exposure, drop_rate: float) -> float:
-    """What the relative error of an output stays under with probability 0.95 at a drop rate.
-
-    >>> bounded_error(Exposure(10**6, 0.02, 1000.0), 0.8)
-    0.0439...
-    """
-    p = drop_rate
-    if not p or not exposure.carriers:
-        return 0.0
-    kept = (1 / (1 - p) - 1) ** 2
-    spread = abs(kept - 1) * math.sqrt(p * (1 - p) / exposure.carriers)
-    return exposure.relative_norm * math.sqrt(p + (1 - p) * kept + DEVIATIONS * spread)
+def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
+    """Return a tensor's exposure, without outliers."""
+    concentration = statistics.inliers.concentration
+    return Exposure.of(statistics.elements, shape, statistics.relative_norm, concentration)
 
 
 def tolerated_drop_rate(
-    exposures: Iterable[Exposure],
-    *,
-    bound: float | None = None,
-    highest: float | None = None,
+    exposures: Iterable[Exposure], *, bound: float | None = None, highest: float | None = None
 ) -> float:
-    """The largest drop rate, in hundredths, that changed tensors bear together.
+    """Return the largest drop rate, in hundredths, that changed tensors bear together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
     most `bound`, 0.05 if not given, and it is at most `highest`, 0.95 if not given. Tensors whose
@@ -165,10 +99,13 @@ def tolerated_drop_rate(
     changed = [exposure for exposure in exposures if exposure.carriers > 0]
     if not changed:
         return 0.0
-    bound = limit("output_error") if bound is None else bound
-    highest = limit("highest_rate") if highest is None else highest
+    bound = LIMIT.output_error if bound is None else bound
+    highest = LIMIT.highest_rate if highest is None else highest
     if not any(math.isfinite(exposure.relative_norm) for exposure in changed):
-        return min(surviving_drop_rate(changed), highest)
+        elements = sum(exposure.elements for exposure in changed)
+        carriers = elements / sum(exposure.elements / exposure.carriers for exposure in changed)
+        surviving = math.floor(STEPS * (1 - LIMIT.survivors / carriers) + 1e-9) / STEPS
+        return min(max(0.0, surviving), highest)
     for step in range(STEPS - 1, 0, -1):
         rate = step / STEPS
         if rate <= highest and mean_bounded_error(changed, rate) <= bound:
@@ -176,39 +113,9 @@ def tolerated_drop_rate(
     return 0.0
 
 
-def mean_carriers(exposures: Sequence[Exposure]) -> float:
-    """How many elements carry the change of one output, over the changed tensors; 0 if none is."""
-    changed = [exposure for exposure in exposures if exposure.carriers > 0]
-    if not changed:
-        return 0.0
-    total = sum(exposure.elements for exposure in changed)
-    return total / sum(exposure.elements / exposure.carriers for exposure in changed)
-
-
-def surviving_drop_rate(exposures: Sequence[Exposure]) -> float:
-    """The largest drop rate, in hundredths, at which enough carriers of an output's change survive.
-
-    >>> surviving_drop_rate([Exposure(10**6, 0.0001, 40.0)])
-    0.9
-    """
-    carriers = mean_carriers(exposures)
-    share = limit("survivors") / carriers if carriers else 1.0
-    return max(0.0, math.floor(STEPS * (1 - share) + 1e-9) / STEPS)
-
-
 def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:
-    """The bounded error of several tensors' outputs, as the root of the mean square.
+    """Return the bounded error of several tensors' outputs, as the root of the mean square.
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
     return combined_error((exposure, drop_rate) for exposure in exposures)
-
-
-def combined_error(parts: Iterable[tuple[Exposure, float]]) -> float:
-    """The same of tensors that each have a drop rate."""
-    total, squares = 0, 0.0
-    for exposure, rate in parts:
-        if math.isfinite(exposure.relative_norm):
-            total += exposure.elements
-            squares += exposure.elements * bounded_error(exposure, rate) ** 2
-    return math.sqrt(squares / total) if total else 0.0

@@ -1,18 +1,19 @@
-"""Analyze models that are to be merged: open them, look at all weights once, say what was found."""
+"""Analyze models that are to be merged: open them, measure all weights once, sum up."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.measuring import (
@@ -23,14 +24,14 @@ from dare.analysis.measure.measuring import (
     PairSums,
     Subject,
     Worker,
+    added_magnitudes,
     kind_of,
     list_steps,
     number_layers,
     workspace_bytes,
 )
-from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
+from dare.analysis.measure.tallies import Sums, statistics_of
 from dare.analysis.results import (
-    Analysis,
     Cell,
     Interference,
     Kind,
@@ -42,20 +43,21 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.checks.low_rank import SMALLEST, spread
+from dare.checks.outliers import NONE, Magnitudes
+from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.directory import read_config
+from dare.inputs.fit import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
-from dare.kernels.kept import announcing
 from dare.kernels.linalg import one_blas_thread
+from dare.kernels.native import announcing
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.cluster import Sample, check_inputs, portable_recipe, sample_inputs
-from dare.run.graph import Step
-from dare.run.progress import Display, show_progress
-from dare.run.ray import Do, connect
-from dare.run.threads import run_steps
+from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
+from dare.run.threads import Step, run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
@@ -104,6 +106,7 @@ def analyze(
         str(recipe.base),
         [str(entry.file) for entry in recipe.models],
         notes=tuple(inputs.notes),
+        vocabularies=dict(inputs.aligned.differences),
         tied=_tied(inputs.base, {} if folder is None else read_config(folder)),
     )
 
@@ -111,7 +114,7 @@ def analyze(
 def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Recipe, Inputs]:
     """Open a base and models of which not everything has to fit together."""
     loose = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
-    return open_inputs(Recipe(base=base, models=models, method="linear", **loose, **settings))
+    return open_inputs(Recipe(base=base, models=models, **loose, **settings))
 
 
 def analyze_arrays(
@@ -143,13 +146,12 @@ def analyze_arrays(
 
 @dataclass
 class Study:
-    """What was measured of the tensors that a base and models have in common."""
+    """The tensors that a base and models have in common, and what was measured of them."""
 
     base: Source
     models: Mapping[str, Source]
     subjects: Sequence[Subject]
-    left_out: Sequence[str]
-    """Why other tensors were not looked at."""
+    left_out: Sequence[LeftOut]
     keeps_magnitudes: bool = False
     """Whether those of each tensor are kept, and not only those of a layer's tensors of a kind."""
     bytes_read: int = 0
@@ -162,13 +164,18 @@ class Study:
     """By model, layer and kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The base and the models."""
+        return (self.base, *self.models.values())
+
     def collect(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
-        """Keep what steps have found that are the last of their tensors."""
-        for step, result in zip(steps, results, strict=True):
+        """Keep the results of spectra, and of the last step of each tensor."""
+        for step, found in zip(steps, results, strict=True):
             if isinstance(step, MeasureSpectrum):
-                self.spectra[step.subject.name, step.model] = result
+                self.spectra[step.subject.name, step.model] = found
             elif isinstance(step, AddUp) and step.is_last:
-                self._add(step.subject, result)
+                self._add(step.subject, found)
 
     def _add(self, subject: Subject, found: Measured) -> None:
         for model, sums in found.sums.items():
@@ -181,139 +188,122 @@ class Study:
         self.measured[subject.name] = kept
 
     def conclude(
-        self,
-        started: float,
-        base_file: str,
-        files: Sequence[str],
-        notes: tuple[str, ...] = (),
-        tied: tuple[str, ...] = (),
+        self, started: float, base_file: str, files: Sequence[str], **known: Any
     ) -> Analysis:
-        """Make an analysis of what was measured."""
+        """Make an analysis of what was measured; `known` are other fields of it."""
         tensors = [self.measured[subject.name] for subject in self.subjects]
+        layers: dict[int, list[Measured]] = {}
+        for subject in sorted(self.subjects, key=lambda subject: subject.layer):
+            layers.setdefault(subject.layer, []).append(self.measured[subject.name])
+        places = zip(self.models, files, strict=True)
+        pairs = combinations(enumerate(self.models), 2)
         return Analysis(
             base=base_file,
             base_dtypes=_count_types(self.base.tensors.values()),
-            models=tuple(
-                _model(self, number, name, file)
-                for number, (name, file) in enumerate(zip(self.models, files, strict=True))
-            ),
-            pairs=tuple(
-                _pair(tensors, pair, tuple(self.models))
-                for pair in combinations(range(len(self.models)), 2)
-            ),
-            together=_together(tensors),
-            notes=notes,
+            models=tuple(_model(self, number, *place) for number, place in enumerate(places)),
+            pairs=tuple(_pair(tensors, layers, *pair) for pair in pairs),
+            together=_together(tensors, layers),
             left_out=tuple(self.left_out),
-            tied=tied,
             bytes_read=self.bytes_read,
             seconds=time.perf_counter() - started,
+            **{"notes": (), "vocabularies": {}, "tied": (), **known},
         )
 
 
 def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: Spectra) -> Study:
     """Measure what sources have in common, whose names and rows are in line."""
-    if spectra not in ("auto", "all", "none"):
+    if spectra not in get_args(Spectra):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
         raise RecipeError("no models: name at least one to be compared with the base")
     study = Study(base, models, *find_subjects(base, models))
-    measure(study, spectra, recipe.max_memory, recipe.threads, recipe, verbose=recipe.verbose)
+    measure(study, spectra, recipe)
     return study
 
 
-def measure(
-    study: Study,
-    spectra: Spectra = "none",
-    max_memory: int | None = None,
-    threads: int | None = None,
-    recipe: Recipe | None = None,
-    *,
-    verbose: bool = False,
-) -> None:
+def measure(study: Study, spectra: Spectra = "none", recipe: Recipe | None = None) -> None:
     """Read everything once: here, or on the cluster that the recipe names."""
-    sources = tuple(study.models.values())
-    per_thread = workspace_bytes(study.base, sources)
+    base, *models = study.sources
+    per_thread = workspace_bytes(base, models)
+    max_memory = recipe.max_memory if recipe else None
     check_memory(max_memory, per_thread)
     max_memory = memory_limit(max_memory, per_thread)
-    threads = max(1, min(threads or available_cores(), max_memory // per_thread))
+    threads = (recipe.threads if recipe else None) or available_cores()
+    threads = max(1, min(threads, max_memory // per_thread))
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
-    steps = list(list_steps(sources, study.subjects, matrices))
+    steps = list(list_steps(models, study.subjects, matrices))
     study.bytes_read = sum(step.nbytes for step in steps)
+    verbose = recipe is not None and recipe.verbose
     with show_progress(study.bytes_read, "analyzing", visible=verbose) as display:
-        if recipe is None or recipe.cluster is None:
-            _measure_here(study, steps, threads, display)
-        else:
-            _measure_there(study, steps, recipe, display)
-
-
-def _measure_here(
-    study: Study, steps: Sequence[MeasureStep], threads: int, display: Display
-) -> None:
-    sources = tuple(study.models.values())
-    with ExitStack() as stack:
-        for source in (study.base, *sources):
-            stack.enter_context(source)
-        stack.enter_context(one_blas_thread())
-        stack.enter_context(announcing(lambda: display.announce(COMPILING)))
-        run_steps(
-            steps,
-            lambda _stop: Worker(study.base, sources, display.advance),
-            threads,
-            collect=study.collect,
-        )
-        for source in (study.base, *sources):
-            source.check_unchanged()
+        if recipe is not None and recipe.cluster is not None:
+            _measure_there(study, steps, recipe, recipe.cluster, display)
+            return
+        with ExitStack() as stack:
+            stack.enter_context(announcing(lambda: display.announce(COMPILING)))
+            _open(stack, study.sources)
+            _run(steps, study.sources, threads, display.advance, study.collect)
 
 
 def _measure_there(
-    study: Study, steps: Sequence[MeasureStep], recipe: Recipe, display: Display
+    study: Study, steps: Sequence[MeasureStep], recipe: Recipe, address: str, display: Display
 ) -> None:
-    assert recipe.cluster is not None
-    sources = (study.base, *study.models.values())
     shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
-    least = workspace_bytes(study.base, sources[1:])
+    least = workspace_bytes(study.base, study.sources[1:])
     least += max((costs.bytes_of(shape) for shape in shapes), default=0)
     limit = memory_limit(recipe.max_memory, least)
-    display.announce(f"analyzing on the cluster {recipe.cluster}")
-    with connect(recipe.cluster, verbose=recipe.verbose) as cluster:
+    display.announce(f"analyzing on the cluster {address}")
+    with connect(address, verbose=recipe.verbose) as cluster:
         cluster.share_out(least, limit, recipe.max_memory, recipe.threads)
         there = portable_recipe(recipe, cluster.task_memory)
-        for _, found, nbytes in cluster.run(AnalysisJob(there, sample_inputs(sources)), cut(steps)):
+        job = AnalysisJob(there, sample_inputs(study.sources))
+        for _, found, nbytes in cluster.run(job, cut(steps)):
             study.collect(*zip(*found, strict=True))
             display.advance(nbytes)
+
+
+def _open(stack: ExitStack, sources: Iterable[Source]) -> None:
+    for source in sources:
+        stack.enter_context(source)
+    stack.enter_context(one_blas_thread())
+
+
+def _run(
+    steps: Sequence[MeasureStep],
+    sources: Sequence[Source],
+    threads: int,
+    progress: Callable[[int], None],
+    collect: Callable[[Sequence[MeasureStep], Sequence[Any]], None],
+) -> None:
+    """Do steps on sources that are open, and make sure that nobody changed these meanwhile."""
+    base, *models = sources
+    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=collect)
+    for source in sources:
+        source.check_unchanged()
 
 
 # ---------------------------------------------------------------- before the pass
 
 
-def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subject], list[str]]:
-    """The tensors that can be compared, with their models; and those that cannot, with reasons."""
-    subjects, left_out, labels = [], [], list(models)
+def find_subjects(
+    base: Source, models: Mapping[str, Source]
+) -> tuple[list[Subject], list[LeftOut]]:
+    """Return the tensors that can be compared, with their models, and those that cannot."""
+    subjects: list[Subject] = []
+    left_out: list[LeftOut] = []
+    partial = [number for number, source in enumerate(models.values()) if source.is_partial]
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
-        held = [source.tensors.get(name) for source in models.values()]
+        fit = fit_tensor(info, models)
         if not info.dtype.is_weight:
-            if any(held):
-                left_out.append(f"{name}: {info.dtype.name} is no type of weights")
+            owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
+            if owners:
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
             continue
-        fitting = []
-        for number, other in enumerate(held):
-            if other is not None and other.shape == info.shape and other.dtype.is_weight:
-                fitting.append(number)
-            elif other is not None:
-                model = f"{labels[number]} is {other.described}"
-                left_out.append(f"{name}: base is {info.described}, {model}")
-        unchanged = tuple(
-            number
-            for number, (source, other) in enumerate(zip(models.values(), held, strict=True))
-            if source.is_partial and other is None
-        )
-        if fitting or unchanged:
-            subjects.append(Subject(info, kind_of(name), layers[name], tuple(fitting), unchanged))
-    for name in sorted({name for source in models.values() for name in source.tensors}):
-        if name not in base.tensors:
-            owners = [label for label, source in models.items() if name in source.tensors]
-            left_out.append(f"{name}: in {', '.join(owners)}, not in the base")
+        left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
+        unchanged = tuple(number for number in fit.absent if number in partial)
+        if fit.fitting or unchanged:
+            subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
+    left_out += find_extras(base, models)
     if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
@@ -332,9 +322,7 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if subject.models
-        and len(subject.base.shape) == 2
-        and min(subject.base.shape) >= costs.SMALLEST
+        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= SMALLEST
     ]
     fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
@@ -349,7 +337,7 @@ def choose_matrices(
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
     most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
-    return {inner[place].name: False for place in costs.spread(len(inner), most)}
+    return {inner[place].name: False for place in spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass
@@ -419,14 +407,21 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     return Origin.FULL, None
 
 
-def _pair(tensors: Sequence[Measured], pair: tuple[int, int], names: Sequence[str]) -> PairAnalysis:
+def _pair(
+    tensors: Sequence[Measured],
+    layers: Mapping[int, Sequence[Measured]],
+    one: tuple[int, str],
+    other: tuple[int, str],
+) -> PairAnalysis:
+    (first, first_name), (second, second_name) = one, other
+
     def overlap(chosen: Iterable[Measured]) -> tuple[Overlap, float]:
-        total, first, second = PairSums(), 0.0, 0.0
+        total, squares, other_squares = PairSums(), 0.0, 0.0
         for measured in chosen:
-            total += measured.pairs.get(pair, PairSums())
-            first += measured.sums.get(pair[0], Sums()).inside.squares
-            second += measured.sums.get(pair[1], Sums()).inside.squares
-        length = math.sqrt(first) * math.sqrt(second)
+            total += measured.pairs.get((first, second), PairSums())
+            squares += measured.sums.get(first, Sums()).inside.squares
+            other_squares += measured.sums.get(second, Sums()).inside.squares
+        length = math.sqrt(squares) * math.sqrt(other_squares)
         found = Overlap(
             cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
             agreeing=total.agreeing / total.both if total.both else 0.0,
@@ -434,33 +429,25 @@ def _pair(tensors: Sequence[Measured], pair: tuple[int, int], names: Sequence[st
             top_conflict=total.opposed_top / total.shared_top if total.shared_top else 0.0,
             top_overlap=2 * total.shared_top / total.tops if total.tops else 0.0,
         )
-        return found, total.dot / first if first else 0.0
+        return found, total.dot / squares if squares else 0.0
 
     whole, ratio = overlap(tensors)
-    by_layer = {layer: overlap(part)[0] for layer, part in _layers(tensors).items()}
-    return PairAnalysis(names[pair[0]], names[pair[1]], whole, by_layer, ratio)
+    by_layer = {layer: overlap(part)[0] for layer, part in layers.items()}
+    return PairAnalysis(first_name, second_name, whole, by_layer, ratio)
 
 
-def _together(tensors: Sequence[Measured]) -> Interference:
+def _together(
+    tensors: Sequence[Measured], layers: Mapping[int, Sequence[Measured]]
+) -> Interference:
     def cancelled(chosen: Sequence[Measured]) -> float:
-        apart = sum(sum(s.inside.magnitude for s in measured.sums.values()) for measured in chosen)
+        apart = sum(map(added_magnitudes, chosen))
         together = sum(measured.summed_magnitude for measured in chosen)
         return max(0.0, 1 - together / apart) if apart else 0.0
 
     shared = sum(measured.shared for measured in tensors)
     conflicted = sum(measured.conflicted for measured in tensors)
-    return Interference(
-        cancelled(tensors),
-        conflicted / shared if shared else 0.0,
-        {layer: cancelled(part) for layer, part in _layers(tensors).items()},
-    )
-
-
-def _layers(tensors: Sequence[Measured]) -> dict[int, list[Measured]]:
-    layers: dict[int, list[Measured]] = defaultdict(list)
-    for measured in tensors:
-        layers[measured.subject.layer].append(measured)
-    return dict(sorted(layers.items()))
+    by_layer = {layer: cancelled(part) for layer, part in layers.items()}
+    return Interference(cancelled(tensors), conflicted / shared if shared else 0.0, by_layer)
 
 
 def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:
@@ -491,37 +478,29 @@ class AnalysisJob:
     recipe: Recipe
     inputs: tuple[Sample, ...]
 
-    def open(self, stack: ExitStack) -> Do:
+    def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs; refuse others than the driver has."""
         _, inputs = open_inputs(self.recipe)
-        stack.enter_context(one_blas_thread())
-        for source in (inputs.base, *inputs.models):
-            stack.enter_context(source)
-        check_inputs(self.recipe, (inputs.base, *inputs.models), self.inputs)
+        sources = (inputs.base, *inputs.models)
+        _open(stack, sources)
+        check_inputs(self.recipe, sources, self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
-            found: dict[Any, Any] = {}
+            found: list[Any] = []
             read: list[int] = []
 
             def collect(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
                 pairs = zip(steps, results, strict=True)
-                found.update((step.id, result) for step, result in pairs if is_kept(step))
+                found.extend(pair for pair in pairs if is_kept(pair[0]))
 
-            run_steps(
-                steps,
-                lambda _stop: Worker(inputs.base, inputs.models, read.append),
-                threads=1,
-                collect=collect,
-            )
-            for source in (inputs.base, *inputs.models):
-                source.check_unchanged()
-            return [(step, found[step.id]) for step in steps if is_kept(step)], sum(read)
+            _run(steps, sources, 1, read.append, collect)
+            return found, sum(read)
 
         return do
 
 
-def is_kept(step: MeasureStep) -> bool:
-    """Whether what a step finds is needed beyond its tensor."""
+def is_kept(step: Step) -> bool:
+    """Say whether the result of a step is needed beyond its tensor."""
     return isinstance(step, MeasureSpectrum) or (isinstance(step, AddUp) and step.is_last)
 
 

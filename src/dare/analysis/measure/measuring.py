@@ -20,29 +20,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from operator import add
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.measure import spectra, tallies
-from dare.analysis.measure.tallies import (
-    BIN_SHIFT,
-    BINS,
-    NONE,
-    Magnitudes,
-    Sums,
-    top_bin,
-    with_inside,
-)
+from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
+from dare.checks import low_rank
+from dare.checks.outliers import BIN_SHIFT, BINS, NONE, Magnitudes, top_bin
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
-from dare.kernels.kept import SOURCES, Kernels
+from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
-from dare.run.graph import Step
-from dare.run.threads import Batch
+from dare.run.threads import Batch, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
@@ -71,7 +63,7 @@ def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -
 
 KERNELS = Kernels(
     "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py"),
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/outliers.py"),
     {"measure": _room},
 )
 
@@ -107,8 +99,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class PairSums:
-    """What two models' deltas have to do with each other, over some elements."""
+class PairSums(Additive):
+    """Sums over some elements of two models' deltas."""
 
     dot: float = 0.0
     both: int = 0
@@ -118,18 +110,12 @@ class PairSums:
     shared_top: int = 0
     opposed_top: int = 0
 
-    def __add__(self, other: PairSums) -> PairSums:
-        """Over both sets of elements."""
-        return PairSums(*map(add, vars(self).values(), vars(other).values()))
-
 
 @dataclass(frozen=True)
-class Measured:
-    """All that is known of one tensor, or of some chunks of it."""
+class Measured(Additive):
+    """All that is known of one tensor, or of some chunks of it; mappings are by model."""
 
-    subject: Subject
     sums: Mapping[int, Sums]
-    """For each model."""
     magnitudes: Mapping[int, Magnitudes]
     pairs: Mapping[tuple[int, int], PairSums]
     summed_magnitude: float = 0.0
@@ -140,19 +126,6 @@ class Measured:
     """Those of them that are changed in both directions."""
     samples: tuple[Floats, ...] = ()
     """Some deltas of each chunk, models × elements, if there are two models or more."""
-
-    def __add__(self, other: Measured) -> Measured:
-        """Of the chunks of both."""
-        return Measured(
-            self.subject,
-            {model: sums + other.sums[model] for model, sums in self.sums.items()},
-            {model: counts + other.magnitudes[model] for model, counts in self.magnitudes.items()},
-            {pair: sums + other.pairs[pair] for pair, sums in self.pairs.items()},
-            self.summed_magnitude + other.summed_magnitude,
-            self.shared + other.shared,
-            self.conflicted + other.conflicted,
-            self.samples + other.samples,
-        )
 
 
 # ---------------------------------------------------------------- what a name tells
@@ -361,25 +334,20 @@ class Worker:
         )
         base_squares, summed_magnitude = shared_sums.tolist()
         shared, conflicted = shared_counts.tolist()
-        all_sums = [
-            _sums(count, *figures, base_squares)
-            for figures in zip(sums.tolist(), counts.tolist(), strict=True)
-        ]
         untouched = Sums(count, zeros=count, base_squares=base_squares)
+        all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
+        for place, model in enumerate(models):
+            found = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
+            all_sums[model] = found
+            magnitudes[model] = _take_magnitudes(counters[place], found)
         return Measured(
-            subject,
-            dict.fromkeys(subject.unchanged, untouched) | dict(zip(models, all_sums, strict=True)),
-            dict.fromkeys(subject.unchanged, NONE)
-            | dict(zip(models, map(_take_magnitudes, counters, all_sums), strict=True)),
+            all_sums,
+            dict.fromkeys(subject.unchanged, NONE) | magnitudes,
             {
-                pair: PairSums(dot, both, agreeing)
-                for pair, dot, (both, agreeing) in zip(
-                    pairs, dots.tolist(), pair_counts.tolist(), strict=True
-                )
+                pair: PairSums(float(dot), *signs.tolist())
+                for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
-            summed_magnitude,
-            shared,
-            conflicted,
+            *(summed_magnitude, shared, conflicted),
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
         )
 
@@ -426,7 +394,6 @@ class Worker:
         subject = step.subject
         everyone = (*subject.models, *subject.unchanged)
         nothing = Measured(
-            subject,
             dict.fromkeys(everyone, Sums()),
             dict.fromkeys(everyone, NONE),
             dict.fromkeys(subject.pairs, PairSums()),
@@ -437,7 +404,7 @@ class Worker:
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.samples:
-            return replace(total, summed_magnitude=_apart(total))
+            return replace(total, summed_magnitude=added_magnitudes(total))
         tops = {model: self._top(subject, total, model) for model in subject.models}
         sizes = {model: KERNELS.count_changed(signs) for model, signs in tops.items()}
         pairs = {}
@@ -451,7 +418,7 @@ class Worker:
             )
         total = replace(total, pairs=pairs)
         if any(each.inside.outliers for each in whole.values()):
-            total = _without_outliers(total)
+            total = _without_outliers(subject.models, total)
         return replace(total, samples=())
 
     def _top(self, subject: Subject, total: Measured, model: int) -> NDArray[np.uint64]:
@@ -472,7 +439,7 @@ class Worker:
         if not source.holds_delta(name):
             base = self._read_window(self._base, step)
             delta -= base
-            rounding = spectra.rounding_energy(base, source.tensors[name].dtype.name)
+            rounding = low_rank.rounding_energy(base, source.tensors[name].dtype.name)
         delta[~np.isfinite(delta)] = 0
         return spectra.spectrum_of(delta, rounding)
 
@@ -486,17 +453,17 @@ class Worker:
         return runs[0] if whole else np.concatenate([run[:, window.columns] for run in runs])
 
 
-def _apart(measured: Measured) -> float:
-    """ΣΣ|δ| without outliers."""
+def added_magnitudes(measured: Measured) -> float:
+    """Return ΣΣ|δ| of all models, without outliers."""
     return sum(each.inside.magnitude for each in measured.sums.values())
 
 
-def _without_outliers(total: Measured) -> Measured:
+def _without_outliers(models: Sequence[int], total: Measured) -> Measured:
     """The products and the sum of a tensor's deltas as its sample has them without outliers.
 
     Overwrites the outliers in the sample.
     """
-    models, inside = total.subject.models, {m: each.inside for m, each in total.sums.items()}
+    inside = {model: each.inside for model, each in total.sums.items()}
     products, apart, together = np.zeros((len(models), len(models))), 0.0, 0.0
     for part in total.samples:
         for row, model in zip(part, models, strict=True):
@@ -513,20 +480,17 @@ def _without_outliers(total: Measured) -> Measured:
         cosine = float(products[left, right] / both) if both else 0.0
         length = math.sqrt(inside[one].squares) * math.sqrt(inside[other].squares)
         pairs[one, other] = replace(sums, dot=cosine * length)
-    summed = together / apart * _apart(total) if apart else 0.0
+    summed = together / apart * added_magnitudes(total) if apart else 0.0
     return replace(total, pairs=pairs, summed_magnitude=summed)
 
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
-    """What the kernel has found of one model."""
+    """Return what the kernel has found of one model."""
     one, two, three, four, magnitude = sums
     changed, not_finite, peak, least = counts
+    zeros = elements - changed - not_finite
     return Sums(
-        elements,
-        elements - changed - not_finite,
-        not_finite,
-        (one, two, three, four),
-        magnitude,
+        *(elements, zeros, not_finite, one, two, three, four, magnitude),
         float(np.uint32(least + 1).view(np.float32)) if changed else math.inf,
         float(np.uint32(peak).view(np.float32)),
         base_squares,

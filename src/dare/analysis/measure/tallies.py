@@ -1,34 +1,25 @@
 """Sums over sets of elements that can be added up, and the statistics that follow from them.
 
 A tally holds everything that `Statistics` need: counts, power sums in float64, extremes, and how
-many elements have which magnitude, in bins of the upper 16 bits of a float32's 31 bits without the
-sign: a bin is 2⁻⁸ of its magnitude wide. A quantile is given as the middle of the bin that it
-falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse).
+many elements have which magnitude, in bins (`dare.checks.outliers`). A quantile is given as the
+middle of the bin that it falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where
+float32 itself is coarse).
 
-One element of a million can hold half of a delta's squares, and says nothing about the others. So
-what is judged is judged without outliers: the few elements of a tensor, a thousandth or so, that
-are far above all others and hold much of its fourth powers. Gaussian, Laplace and sparse deltas
-have none. What outliers leave of a sum is counted in the bins, to 0.4 %; where there are none it
-is the sum itself.
+What outliers leave of a sum is counted in the bins, to 0.4 %; where there are none it is the sum
+itself.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from dare.analysis.results import Statistics
+from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics
+from dare.checks.outliers import BIN_SHIFT, BINS, OCTAVE, Magnitudes, bin_edge, outlier_bin
 
-BIN_SHIFT = 15
-"""Bits of a magnitude that its bin does not tell."""
-BINS = 1 << 16
-OCTAVE = 1 << (23 - BIN_SHIFT)
-"""Bins in an octave."""
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
 ROUNDING = 1e-6
@@ -52,70 +43,29 @@ is that of a magnitude that is not zero, less 1."""
 COUNTS = 4
 LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
 
-PANEL = 1 << 18
-"""Elements of an array that are counted at once."""
-OUTLIERS = 0.002
-"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
-OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
-"""… and where few are changed this share of all elements, but no more than that of the changed."""
-BEYOND = 1.75
-"""How many times the largest magnitude that cannot be one an outlier exceeds …"""
-BEYOND_FEW = 16.0
-"""… where the share comes to less than one element, and chance plays a larger part."""
-FEW_CHANGED = 32
-"""Fewer changed elements are not compared with each other but with the base's weights."""
-OUTLIER_FOURTHS = 0.05
-"""Share of Σδ⁴ from which outliers matter."""
 
-Counts = NDArray[np.int64]
+class Additive:
+    """A frozen dataclass of figures of a set; one added to another is of both sets together.
+
+    Numbers add up, mappings value by value, extremes stay extremes.
+    """
+
+    def __add__(self, other: Self) -> Self:
+        """Return the figures of both sets."""
+        theirs = vars(other)
+        return type(self)(*(_added(name, own, theirs[name]) for name, own in vars(self).items()))
 
 
-@dataclass(frozen=True)
-class Magnitudes:
-    """How many elements that are neither zero nor infinite have a magnitude in which bin."""
-
-    first: int
-    """The bin of the first count."""
-    counts: Counts
-    """Neither the first nor the last is zero."""
-
-    @classmethod
-    def of(cls, values: NDArray[np.float32]) -> Magnitudes:
-        """Count an array; what is below 2⁻¹³⁴ counts as zero."""
-        counts = np.zeros(BINS, np.int64)
-        bits = np.abs(values).reshape(-1).view(np.uint32)
-        for start in range(0, bits.size, PANEL):
-            bins = bits[start : start + PANEL] >> np.uint32(BIN_SHIFT)
-            counts += np.bincount(bins, minlength=BINS)
-        counts[0] = counts[255 * OCTAVE :] = 0
-        (used,) = np.nonzero(counts)
-        return cls(int(used[0]), counts[used[0] : used[-1] + 1]) if used.size else NONE
-
-    @property
-    def middles(self) -> NDArray[np.float64]:
-        """The magnitude in the middle of each bin."""
-        edges = bin_edge(self.first + np.arange(self.counts.size + 1))
-        return (edges[:-1] + edges[1:]) / 2
-
-    def __add__(self, other: Magnitudes) -> Magnitudes:
-        """Of both sets together."""
-        if not self.counts.size or not other.counts.size:
-            return self if self.counts.size else other
-        first = min(self.first, other.first)
-        last = max(self.first + self.counts.size, other.first + other.counts.size)
-        counts = np.zeros(last - first, np.int64)
-        for part in (self, other):
-            start = part.first - first
-            counts[start : start + part.counts.size] += part.counts
-        return Magnitudes(first, counts)
-
-
-NONE = Magnitudes(0, np.zeros(0, np.int64))
+def _added(name: str, one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {key: value + other[key] for key, value in one.items()}
+    extreme = {"smallest": min, "largest": max}.get(name)
+    return extreme(one, other) if extreme else one + other
 
 
 @dataclass(frozen=True)
-class Inside:
-    """Of the elements of a set that are no outliers of their tensors."""
+class Inside(Additive):
+    """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
     """How many are left out."""
@@ -125,26 +75,19 @@ class Inside:
     largest: float = 0.0
     """What no magnitude exceeds."""
 
-    def __add__(self, other: Inside) -> Inside:
-        """Of both sets together."""
-        return Inside(
-            self.outliers + other.outliers,
-            self.magnitude + other.magnitude,
-            self.squares + other.squares,
-            self.fourths + other.fourths,
-            max(self.largest, other.largest),
-        )
-
 
 @dataclass(frozen=True)
-class Sums:
-    """Of a set of elements."""
+class Sums(Additive):
+    """Sums over a set of elements."""
 
     elements: int = 0
     zeros: int = 0
     not_finite: int = 0
-    powers: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Σδ, Σδ², Σδ³, Σδ⁴."""
+    total: float = 0.0
+    """Σδ; the next three are of its second, third and fourth powers."""
+    squares: float = 0.0
+    cubes: float = 0.0
+    fourths: float = 0.0
     magnitude: float = 0.0
     """Σ|δ|."""
     smallest: float = math.inf
@@ -159,50 +102,6 @@ class Sums:
         """How many elements are finite."""
         return self.elements - self.not_finite
 
-    def __add__(self, other: Sums) -> Sums:
-        """Of both sets together."""
-        one, two, three, four = (a + b for a, b in zip(self.powers, other.powers, strict=True))
-        return Sums(
-            self.elements + other.elements,
-            self.zeros + other.zeros,
-            self.not_finite + other.not_finite,
-            (one, two, three, four),
-            self.magnitude + other.magnitude,
-            min(self.smallest, other.smallest),
-            max(self.largest, other.largest),
-            self.base_squares + other.base_squares,
-            self.inside + other.inside,
-        )
-
-
-def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
-    """The first bin whose elements are outliers; the bin after the last if there are none.
-
-    Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
-
-    >>> even = np.full(1000, 10)
-    >>> outlier_bin(Magnitudes(32000, even), 10_000) - 32000
-    1000
-    >>> outlier_bin(Magnitudes(32000, np.append(even, [0] * 1000 + [1])), 10_001) - 32000
-    1195
-    """
-    counts = magnitudes.counts
-    end, changed = magnitudes.first + counts.size, int(counts.sum())
-    if changed >= FEW_CHANGED:
-        of_all = min(OUTLIERS_OF_ALL * elements, MOST_OUTLIERS * changed)
-        allowed = int(max(OUTLIERS * changed, of_all))
-        usual = float(bin_edge(top_bin(magnitudes, max(allowed, 1) + 1) + 1))
-        usual *= BEYOND if allowed else BEYOND_FEW
-    elif changed > OUTLIERS * elements:
-        return end
-    with np.errstate(over="ignore"):
-        first = (int(np.float32(usual).view(np.uint32)) >> BIN_SHIFT) + 1
-    place = max(first - magnitudes.first, 0)
-    fourths = counts * magnitudes.middles**4
-    if place >= counts.size or fourths[place:].sum() < OUTLIER_FOURTHS * fourths.sum():
-        return end
-    return magnitudes.first + place
-
 
 def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
     """The sums of a whole tensor, with those of its elements that are no outliers."""
@@ -210,7 +109,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
     counts, middles = magnitudes.counts, magnitudes.middles
     place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
     outliers = int(counts[place:].sum())
-    left, largest = (sums.magnitude, sums.powers[1], sums.powers[3]), sums.largest
+    left, largest = (sums.magnitude, sums.squares, sums.fourths), sums.largest
     if outliers:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
         left, (used,) = (one, two, four), np.nonzero(counts[:place])
@@ -220,9 +119,9 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
-    from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics  # not for merges
+    from dare.analysis.results import Statistics
 
-    mean, deviation, kurtosis = _moments(sums.powers, sums.finite)
+    mean, deviation, kurtosis = _moments(sums)
     inside, left = sums.inside, sums.finite - sums.inside.outliers
     return Statistics(
         elements=sums.elements,
@@ -235,7 +134,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         largest=sums.largest,
         quantiles=Quantiles(*_quantiles(sums, magnitudes)),
         negligible=share_below(NEGLIGIBLE * sums.largest, sums, magnitudes),
-        norm=math.sqrt(sums.powers[1]),
+        norm=math.sqrt(sums.squares),
         base_norm=math.sqrt(sums.base_squares),
         excess_kurtosis=kurtosis,
         histogram=Histogram(*_octaves(magnitudes)),
@@ -267,33 +166,12 @@ def share_below(threshold: float, sums: Sums, magnitudes: Magnitudes) -> float:
     return below / sums.finite
 
 
-def top_bin(magnitudes: Magnitudes, count: int) -> int:
-    """The lowest bin of the fewest upper bins that hold `count` elements, or all that there are.
-
-    >>> top_bin(Magnitudes(7, np.array([5, 1, 2])), 3), top_bin(Magnitudes(7, np.array([2])), 3)
-    (8, 7)
-    """
-    reached = np.cumsum(magnitudes.counts[::-1])
-    place = min(int(np.searchsorted(reached, count)), reached.size - 1)
-    return magnitudes.first + reached.size - 1 - place
-
-
-def bin_edge(place: int | NDArray[np.integer]) -> NDArray[np.float64]:
-    """The least magnitude of a bin.
-
-    >>> float(bin_edge(127 * OCTAVE)), float(bin_edge(127 * OCTAVE + 1))
-    (1.0, 1.00390625)
-    """
-    bits = np.asarray(place).astype(np.uint32) << np.uint32(BIN_SHIFT)
-    edge: NDArray[np.float64] = bits.view(np.float32).astype(np.float64)
-    return edge
-
-
-def _moments(powers: tuple[float, float, float, float], count: int) -> tuple[float, float, float]:
-    """Mean, standard deviation and excess kurtosis from power sums; 0 where there is none."""
-    if not count:
+def _moments(sums: Sums) -> tuple[float, float, float]:
+    """Return mean, standard deviation and excess kurtosis; 0 where there is none."""
+    if not sums.finite:
         return 0.0, 0.0, 0.0
-    mean, square, cube, fourth = (power / count for power in powers)
+    powers = (sums.total, sums.squares, sums.cubes, sums.fourths)
+    mean, square, cube, fourth = (power / sums.finite for power in powers)
     variance = square - mean * mean
     if variance <= ROUNDING * square:
         return mean, 0.0, 0.0

@@ -9,6 +9,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, Literal
 
+from dare.documents.words import times
 from dare.recipe.entries import ModelEntry, distinct
 from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.nodes import (
@@ -23,7 +24,6 @@ from dare.recipe.mergekit.nodes import (
     resolve,
 )
 from dare.stages import STAGES
-from dare.tensors.sizes import times
 
 NEW_MASKS = (
     "other elements are dropped, at the same rate: masks here are a function of seed, name and "

@@ -23,8 +23,8 @@ const TONES = {
   strong: "ready", fair: "change", weak: "note",
 };
 const COUNTED = {
-  stop: ["reason to stop", "reasons to stop"],
-  change: ["change to make", "changes to make"],
+  severe: ["severe problem", "severe problems"],
+  warning: ["warning", "warnings"],
   note: ["note", "notes"],
 };
 const MOST_NAMED = 4;
@@ -77,16 +77,15 @@ function tiles({ base_dtypes: types, models, pairs, together, advice }) {
   return make("dl", { className: "tiles", dataset: { count: shown.length } }, ...shown.map(tile));
 }
 
-function finding({ rule, severity, models, seen, matters, remedy, figures: numbers }) {
+function finding({ code, severity, subjects, text, remedy, figures: numbers }) {
   const measured = [...numbers].map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const whose = models.length ? [make("b", {}, listed(models)), " "] : [];
+  const whose = subjects.length ? [make("b", {}, listed(subjects)), " "] : [];
   const badge = make("span", { className: "badge" }, severity[0].toUpperCase() + severity.slice(1));
   return make("li", { className: severity },
-    make("div", { className: "head" }, badge, make("h4", {}, ...whose, seen)),
-    paragraph("matters", matters),
-    paragraph("", make("b", {}, "What to do:"), " ", remedy),
-    make("details", {}, make("summary", {}, "Rule and numbers"),
-      paragraph("figures", [rule, measured].filter(Boolean).join(" · "))));
+    make("div", { className: "head" }, badge, make("h4", {}, ...whose, `${text}.`)),
+    ...(remedy ? [paragraph("", make("b", {}, "What to do:"), " ", `${remedy}.`)] : []),
+    make("details", {}, make("summary", {}, "Code and numbers"),
+      paragraph("figures", [code, measured].filter(Boolean).join(" · "))));
 }
 
 const findings = ({ readiness }) => readiness.findings.length
@@ -136,10 +135,13 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
     paragraph("figures", source));
 }
 
+const caveat = ({ text, remedy }) =>
+  [text, remedy].filter(Boolean).map((part) => `${part}.`).join(" ");
+
 const advice = ({ advice: { suggestions, doubts } }) => [
   make("h3", {}, "Why these settings"),
   make("ul", { className: "advice" }, ...suggestions.map(suggestion)),
-  ...(doubts.length ? [card("Caveats", listOf("plain", doubts))] : []),
+  ...(doubts.length ? [card("Caveats", listOf("plain", doubts.map(caveat)))] : []),
 ];
 
 /** The advice as a recipe to copy, or to take over with `onTake`. */
@@ -164,7 +166,16 @@ function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
   return make("div", {},
     paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
     ...(notes.length ? [folded("What was done so that they fit", notes)] : []),
-    ...(leftOut.length ? [folded("Left out", leftOut)] : []));
+    ...(leftOut.length ? [folded("Left out", leftOut.map(misfit))] : []));
+}
+
+const stored = ({ shape, dtype }) => `${shape.join("×") || "a scalar"} ${dtype}`;
+
+/** A tensor that could not be compared, and the reason. */
+function misfit({ tensor, reason, models, base, found }) {
+  if (reason === "not in base") return `${tensor}: in ${models.join(", ")}, not in the base`;
+  if (reason === "not weights") return `${tensor}: ${base?.dtype} is no type of weights`;
+  return `${tensor}: base is ${base && stored(base)}, ${models} is ${found && stored(found)}`;
 }
 
 // ---------------------------------------------------------------- what is drawn

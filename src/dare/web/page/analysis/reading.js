@@ -1,7 +1,7 @@
 // Reads an analysis file (docs/analysis-schema.md): what the view shows of it, checked.
 import { KINDS } from "./figures.js";
 
-const SCHEMA = "dare-analysis/3";
+const SCHEMA = "dare-analysis/4";
 const MOST_BYTES = 256e6;
 const NOT_FINITE = { inf: Infinity, "-inf": -Infinity, nan: NaN };
 
@@ -71,6 +71,16 @@ const statistics = table({
 
 const verdict = oneOf("no defect found", "needs changes", "cannot be merged");
 
+const notice = {
+  code: text,
+  severity: oneOf("note", "warning", "severe"),
+  subjects: list(text),
+  text,
+  remedy: text,
+};
+
+const form = table({ shape: list(real), dtype: text });
+
 const analysis = table({
   base: text,
   base_dtypes: byName(real),
@@ -90,7 +100,13 @@ const analysis = table({
   })),
   together: table({ cancelled: real }),
   notes: list(text),
-  left_out: list(text),
+  left_out: list(table({
+    tensor: text,
+    reason: oneOf("not weights", "unlike base", "not in base"),
+    models: list(text),
+    base: orNull(form),
+    found: orNull(form),
+  })),
   bytes_read: real,
   seconds: real,
   predictions: list(table({ model: text, drop_rate: real, bounded_error: real })),
@@ -99,12 +115,7 @@ const analysis = table({
     method: orMissing(text, ""),
     by_model: byName(verdict),
     findings: list(table({
-      rule: text,
-      severity: oneOf("note", "change", "stop"),
-      models: list(text),
-      seen: text,
-      matters: text,
-      remedy: text,
+      ...notice,
       figures: byName(real),
     })),
   }),
@@ -118,7 +129,7 @@ const analysis = table({
       evidence: oneOf("strong", "fair", "weak"),
     })),
     recipe: tables,
-    doubts: list(text),
+    doubts: list(table(notice)),
   }),
 });
 

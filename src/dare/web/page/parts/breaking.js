@@ -23,7 +23,7 @@ const WAYS = [
 ];
 const METHODS = ["dare+ties", "dare+sum", "dare+linear"].map((method) => [method, method]);
 const FOUND = { seed: "one-seed", base: "wrong-base", nan: "nan", far: "too-far" };
-const TONES = { stop: "Stop", change: "Change", note: "Note" };
+const TONES = { severe: "Severe", warning: "Warning", note: "Note" };
 const REST_MS = 40;
 
 /** The merge of all three, sound or broken in this way. */
@@ -133,20 +133,19 @@ async function showFindings(section, state) {
     section.querySelector("[data-shows=seeds]").textContent = `${mine} ${mine} ${mine}`;
     list.replaceChildren(
       ...warnings.map((text) => (
-        finding({ severity: "change", seen: ofMine(text), models: [] }, "Warning"))),
+        finding({ severity: "warning", text: ofMine(text), subjects: [] }))),
       ...findings.filter(({ severity }) => severity !== "note").map((one) => finding(one)));
   };
   state.on(["breaking.way", "breaking.seed"], show);
   show();
 }
 
-function finding({ severity, models, seen, matters, remedy }, word = TONES[severity]) {
-  const who = [...new Set(models)].join(", ");
-  const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), seen);
-  const badge = make("span", { className: "badge" }, word);
+function finding({ severity, subjects, text, remedy }) {
+  const who = [...new Set(subjects)].join(", ");
+  const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), text);
+  const badge = make("span", { className: "badge" }, TONES[severity]);
   const head = make("div", { className: "head" }, badge, title);
   const item = make("li", { className: severity }, head);
-  if (matters) item.append(make("p", { className: "matters" }, `${matters}.`));
   if (remedy) item.append(make("p", {}, make("b", {}, "Remedy: "), `${remedy}.`));
   return item;
 }

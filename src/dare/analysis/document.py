@@ -1,0 +1,306 @@
+"""An analysis with its verdict and advice as a document: for pages, terminals and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+from dare.analysis.figures import cosine_text, draw_figures
+from dare.analysis.judge.advice import judge
+from dare.analysis.judge.judgement import VERDICT_TONES, Advice, Readiness
+from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.relations import cosines_text
+from dare.analysis.results import AnalysisData, ModelAnalysis, Origin, Outcome
+from dare.documents.document import (
+    Code,
+    Columns,
+    Document,
+    Folded,
+    Listing,
+    Part,
+    Section,
+    Table,
+    bar_lengths,
+    spans_decades,
+    tabulate,
+)
+from dare.documents.notices import CATALOGUE, Notice, Severity
+from dare.documents.shown import Shown
+from dare.documents.words import (
+    NOTHING,
+    amount,
+    listed,
+    number,
+    rate_text,
+    setting,
+    share,
+    show_size,
+    times,
+    weight_text,
+)
+from dare.output.places import short_name
+from dare.recipe.toml import write_toml
+
+MOST_NAMES = 3
+"""Names and groups of models that a sentence lists; more are counted."""
+MOST_PAIRS = 6
+"""Pairs of models that are listed: those that have most to do with each other."""
+BASE_IN_DOUBT = ("contained", "other_base")
+"""Findings that ask whether the base is the right one."""
+ORIGINS = {
+    Origin.UNCHANGED: "unchanged",
+    Origin.LORA: "LoRA",
+    Origin.FULL: "full fine-tune",
+    Origin.UNKNOWN: "not known",
+}
+NUMBER_COLUMNS: Columns = {
+    "model": lambda model: model.name,
+    "mean |δ| >": lambda model: number(model.total.mean_magnitude),
+    "99% below >": lambda model: number(model.total.quantiles.p99),
+    "largest |δ| >": lambda model: number(model.total.largest),
+    "not changed >": lambda model: share(model.total.sparsity),
+    "NaN or infinite >": lambda model: f"{model.total.not_finite:,}",
+    "excess kurtosis >": lambda model: number(model.total.excess_kurtosis),
+}
+PAIR_COLUMNS: Columns = {
+    "models": lambda pair: f"{pair.first} and {pair.second}",
+    "cosine >": lambda pair: cosine_text(pair.total.cosine),
+    "opposed >": lambda pair: share(pair.total.conflict),
+}
+MERGED_COLUMNS: Columns = {
+    "model": lambda model: model.name,
+    "weight >": lambda model: weight_text(model.weight),
+    "seed >": lambda model: str(model.seed),
+    "dropped >": lambda model: rate_text(model.drop_rate_realised),
+    "asked >": lambda model: rate_text(model.drop_rate_asked),
+    "largest |δ| >": lambda model: number(model.largest_delta),
+    "in": lambda model: model.largest_delta_in or NOTHING,
+}
+FIGURE_SECTIONS = (
+    Section("drop-rate", "Drop rate", figures=("predicted-error",)),
+    Section("together", "Side by side", figures=("cosines", "conflicts", "cancelled")),
+    Section("changes", "What changed", figures=("changes", "change-", "magnitudes", "spectra")),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Analysis(AnalysisData, Shown):
+    """What was found about models that are to be merged, as `dare.analyze` returns it."""
+
+    def document(self) -> Document:
+        """Return the analysis with the verdict and the advice."""
+        return make_document(self, *judge(self))
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """Return the report page, which needs nothing else; write it to a path, if one is given.
+
+        To make it, the packages of `dare-merge[report]` are needed.
+        """
+        from dare.documents.page import render_page
+        from dare.output.targets import write_file
+
+        text = render_page(self.document())
+        if path is not None:
+            write_file(Path(path), text.encode(), "page")
+        return text
+
+
+def make_document(
+    analysis: AnalysisData, readiness: Readiness, advice: Advice, outcome: Outcome | None = None
+) -> Document:
+    """Return everything that there is to show; `outcome` is what a finished merge did."""
+    base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
+    return Document(
+        title=readiness.headline,
+        kind="merge report",
+        tone=VERDICT_TONES[readiness.verdict],
+        lead=f"{times(len(analysis.models), 'model')} onto {base} ({parameters} parameters)",
+        facts=tuple(_facts(analysis, readiness, advice)),
+        tiles=tuple(_tiles(analysis, advice)),
+        code=_recipe(advice),
+        sections=(
+            *([_merge_section(outcome)] if outcome else []),
+            _findings_section(readiness),
+            _models_section(analysis, readiness, advice),
+            *FIGURE_SECTIONS,
+            _advice_section(advice),
+            _inputs_section(analysis),
+        ),
+        notices=readiness.findings,
+        footer=f"{show_size(analysis.bytes_read)} read in {number(analysis.seconds)} s. "
+        "δ is a model's weights less the base's.",
+        models=analysis.names,
+        draw=partial(draw_figures, analysis, advice, outcome),
+    )
+
+
+# ---------------------------------------------------------------- what decides
+
+
+def _facts(
+    analysis: AnalysisData, readiness: Readiness, advice: Advice
+) -> Iterator[tuple[str, str]]:
+    if analysis.pairs:
+        yield "Overlap", _overlap(analysis, readiness)
+        lost, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
+        yield "Added up", f"{lost} of all change cancels; by chance about {chance}"
+    if not advice.recipe:
+        yield "Advice", "none of the models should be merged"
+        return
+    scale = advice.recipe.get("scale")
+    said = [advice.recipe["method"], f"scale {setting(scale)}" if scale else ""]
+    said.append(f"without {_some(advice.left_out)}" if advice.left_out else "")
+    yield "Advice", ", ".join(filter(None, said))
+
+
+def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
+    """Return what is notable between models, or that nothing is."""
+    notable = [
+        f"{_some(finding.subjects)} {_relation(finding)}"
+        for finding in sorted(readiness.findings, key=lambda each: each.code not in BASE_IN_DOUBT)
+        if CATALOGUE[finding.code].together
+    ]
+    if not notable:
+        cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
+        return f"no two models are alike or opposed; {cosines}"
+    more = len(notable) - MOST_NAMES
+    return "; ".join([*notable[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _relation(finding: Notice) -> str:
+    """Return what models are to each other, in a few words with their cosines."""
+    words, figures = CATALOGUE[finding.code].together, finding.figures
+    if finding.code == "multiple" and min(figures.values()) < 0:
+        words = "are opposite" if len(finding.subjects) == 2 else "are multiples, some opposite"
+    ends = [figures[name] for name in ("cosine", "largest_cosine") if name in figures]
+    cosines = f" ({cosines_text(ends)})" if ends else ""
+    asks = ": is the base itself a fine-tune?" if finding.code in BASE_IN_DOUBT else ""
+    return f"{words}{cosines}{asks}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    """Return the first few of some names."""
+    more = len(names) - MOST_NAMES
+    return listed((*names[:MOST_NAMES], f"{more} more") if more > 0 else names)
+
+
+def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, str]]:
+    """Yield label, value and remark of numbers about the models that are merged."""
+    out = set(advice.left_out)
+    models = [model for model in analysis.models if model.name not in out] or analysis.models
+    if not models:
+        return
+    largest = max(models, key=lambda model: model.total.relative_norm)
+    change = share(largest.total.relative_norm)
+    yield "Largest change", change, f"{largest.name}, relative to the base"
+    names = {model.name for model in models}
+    if pairs := [pair for pair in analysis.pairs if {pair.first, pair.second} <= names]:
+        pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
+        remark = f"cosine, {pair.first} and {pair.second}"
+        yield "Closest pair", cosine_text(pair.total.cosine), remark
+    if analysis.pairs:
+        whose = f"all {len(analysis.models)} models; " if out else ""
+        chance = f"{whose}by chance about {share(chance_cancelled(analysis))}"
+        yield "Cancel if added up", share(analysis.together.cancelled), chance
+
+
+def _recipe(advice: Advice) -> Code | None:
+    if not advice.recipe:
+        return None
+    without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
+    hint = f"{without}Save it as recipe.toml and run `dare recipe.toml`."
+    return Code("The recipe", "recipe", write_toml(advice.recipe), hint)
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _merge_section(outcome: Outcome) -> Section:
+    where = f" to {short_name(outcome.output)}" if outcome.output else ""
+    parts: list[Part] = [f"Merged by {outcome.method}{where} in {number(outcome.seconds)} s."]
+    parts.append(tabulate(outcome.models, MERGED_COLUMNS, of_models=True))
+    if outcome.warnings:
+        parts.append(Listing("Warnings", outcome.warnings))
+    return Section("merge", "The merge", tuple(parts), ("survival", "kept"))
+
+
+def _findings_section(readiness: Readiness) -> Section:
+    nothing = "Nothing was found that speaks against merging these models."
+    is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
+    return Section("notices", "Problems found", (nothing,) if is_clear else ())
+
+
+def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> Section:
+    changes = [model.total.relative_norm for model in analysis.models]
+    scale = "; its bars follow the logarithm" if spans_decades(changes) else ""
+    table = tabulate(
+        analysis.models,
+        {
+            "model": lambda model: model.name,
+            "change >": lambda model: share(model.total.relative_norm),
+            "origin": origin,
+            "verdict": lambda model: str(readiness.by_model.get(model.name, NOTHING)),
+            "remarks": lambda model: _remark(model.name, readiness, advice),
+        },
+        hint=f"Change is ‖δ‖ / ‖base‖{scale}.",
+        tones={str(verdict): tone for verdict, tone in VERDICT_TONES.items()},
+        optional=("origin", "remarks", "bars"),
+        bars=bar_lengths(changes),
+        of_models=True,
+    )
+    kurtosis = (
+        "Excess kurtosis says how much a few large changes stand out: 0 for a Gaussian, 3 for a "
+        "Laplace distribution."
+    )
+    numbers = tabulate(analysis.models, NUMBER_COLUMNS, hint=kurtosis, of_models=True)
+    parts: list[Part] = [table, Folded("More numbers", (numbers,))]
+    pairs = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
+    if pairs:
+        parts.append(Folded("Closest pairs", (tabulate(pairs, PAIR_COLUMNS),)))
+    return Section("models", "Models", tuple(parts), is_brief=True)
+
+
+def origin(model: ModelAnalysis) -> str:
+    """Return how a model's delta was made, with its rank if that tells."""
+    rank = "" if model.likely_rank is None else f", rank {model.likely_rank}"
+    return f"{ORIGINS[model.origin]}{rank}{' (adapter)' if model.is_adapter else ''}"
+
+
+def _remark(model: str, readiness: Readiness, advice: Advice) -> str:
+    """Return the gravest finding that names a model in a few words, and if it is left out."""
+    said = ["left out"] if model in advice.left_out else []
+    about = [finding for finding in readiness.of(model) if finding.subjects]
+    for finding in about[:1]:
+        others = tuple(name for name in finding.subjects if name != model)
+        together = others if CATALOGUE[finding.code].together else ()
+        title = CATALOGUE[finding.code].title
+        said.append(f"{title}, with {_some(together)}" if together else title)
+    return ": ".join(said)
+
+
+def _advice_section(advice: Advice) -> Section:
+    parts: list[Part] = [advice.reasons]
+    if advice.doubts:
+        parts.append(Listing("Caveats", tuple(f"{doubt}." for doubt in advice.doubts)))
+    return Section("advice", "Why these settings", tuple(parts))
+
+
+def _inputs_section(analysis: AnalysisData) -> Section:
+    files = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
+    rows = tuple((name, short_name(file)) for name, file in files)
+    lists: dict[str, tuple[str, ...]] = {
+        "What was done so that they fit": analysis.notes,
+        "Left out": tuple(map(str, analysis.left_out)),
+        "Stored once, used twice": analysis.tied,
+        **{f"Not in {m.name}, its delta counted as zero": m.missing for m in analysis.models},
+    }
+    folded = [
+        Folded(f"{title} ({len(items)})", (Listing(title, items),))
+        for title, items in lists.items()
+        if items
+    ]
+    table = Folded("Files", (Table(("input", "file"), rows),))
+    return Section("inputs", "Inputs", (table, *folded), is_brief=True)

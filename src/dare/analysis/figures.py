@@ -1,0 +1,726 @@
+"""The figures of an analysis: rows of values, and a chart with a table of its numbers for each.
+
+A function that draws returns None if there is nothing to draw. The texts are in `figures.toml`,
+colours come from the theme when a figure is shown. Every chart has a parameter `model`, empty at
+first: the model to bring out. A value that is not finite becomes None, which figures leave out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dare.analysis.judge.judgement import Advice
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, relative_error
+from dare.analysis.judge.readiness import chance_cancelled, lost_by_chance
+from dare.analysis.results import (
+    OUTSIDE,
+    AnalysisData,
+    Kind,
+    ModelAnalysis,
+    Origin,
+    Outcome,
+    PairAnalysis,
+    Spectrum,
+    Statistics,
+)
+from dare.documents.charts import (
+    DASHES,
+    FAINT,
+    SHAPES,
+    alt,
+    bright_if,
+    by_name,
+    finish_chart,
+    logarithmic,
+    make_figure,
+    read_texts,
+    repeated,
+    room_for,
+    tooltip_of,
+    zoom,
+)
+from dare.documents.document import Columns, Figure, Row, Spec, Table, finite, tabulate
+from dare.documents.notices import LIMIT
+from dare.documents.words import NOTHING, listed, number, share, times
+from dare.errors import InputError
+
+ALL_KINDS = "all"
+LEAST_SHARE = 0.0005
+"""Octaves with fewer of the elements are out of sight until one drags the figure."""
+MOST_MAPS = 4
+"""Models with a heat map each; of more there is one for all, and theirs are folded."""
+MOST_LAYERS_BESIDE = 48
+"""Heat maps with more layers need the whole width."""
+MOST_SPECTRA, MOST_SPECTRA_OF_A_MODEL = 96, 24
+"""Matrices whose spectra are drawn, of all models together and of one."""
+FAINTEST = 1e-4
+"""Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
+ROOM_FOR_TEXT = 5
+"""Models whose matrices have a text in every cell; of more only what is notable has one."""
+NOISE = 0.05
+"""Shares that differ by less look alike, and their figures are folded."""
+LEAST_RANGE = 2.0
+"""Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
+WIDE_RANGE = 5
+"""Largest over smallest change from which colours follow the logarithm."""
+RATES = tuple(percent / 100 for percent in range(1, 100))
+"""Drop rates of the curves."""
+TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""Drop rates of the tables."""
+CHOSEN = "!model || datum.model === model"
+CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
+CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
+"""The colour of text on a cell of a matrix."""
+LEFT_OUT = "left_out"
+"""The parameter with the names of models that the advice does not merge."""
+MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
+"""A model's name on an axis or in a legend; a sign stands before those that are left out."""
+TEXTS = read_texts("dare.analysis")
+
+
+def draw_figures(
+    analysis: AnalysisData, advice: Advice, outcome: Outcome | None = None
+) -> list[Figure]:
+    """Draw all figures that there is something to draw in."""
+    if not analysis.models:
+        raise InputError("the analysis has no models: there is nothing to show")
+    drawn = [
+        predicted_error(analysis, advice),
+        *(draw(analysis) for draw in (cosines, conflicts, cancelled, changes)),
+        *(relative_change(analysis, model) for model in analysis.models),
+        magnitudes(analysis),
+        spectra(analysis),
+        *((survival(outcome), kept(outcome)) if outcome is not None else ()),
+    ]
+    found = [figure for figure in drawn if figure is not None]
+    for figure in found:
+        for parameter in figure.spec["params"]:
+            if parameter["name"] == LEFT_OUT:
+                parameter["value"] = list(advice.left_out)
+    return found
+
+
+def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
+    """Return a figure with its texts, in which the known values are filled in."""
+    return make_figure(TEXTS[name], name, spec, table, known)
+
+
+# ---------------------------------------------------------------- one model
+
+
+def magnitudes(analysis: AnalysisData) -> Figure | None:
+    """Draw how large the changes of each model are."""
+    names = analysis.names
+    rows = _dashed(magnitude_rows(analysis), names)
+    if not rows:
+        return None
+    picker = alt.binding_select(options=[ALL_KINDS, *_kinds(analysis)], name="Tensors ")
+    frequent = [row for row in rows if row["share"] >= LEAST_SHARE] or rows  # tails go on far
+    domain = [min(row["from"] for row in frequent), max(row["to"] for row in frequent)]
+    chart = _lines(
+        names,
+        x=alt.X("middle:Q", title="magnitude of a change, |δ|")
+        .scale(type="log", domain=domain, nice=False)
+        .axis(logarithmic("x")),
+        y=alt.Y("share:Q", title="share of all elements").axis(format="~%", tickCount=5),
+        tooltip=tooltip_of(
+            "model:N",
+            ("from:Q", "|δ| from", ".3~g"),
+            ("to:Q", "below", ".3~g"),
+            ("share:Q", "share of elements", ".2%"),
+        ),
+    )
+    chart = chart.transform_filter("datum.kind === kind")
+    chart = chart.add_params(alt.param(name="kind", value=ALL_KINDS, bind=picker))
+    medians = [f"{model.name} {number(model.total.quantiles.p50)}" for model in analysis.models]
+    shares = {
+        (row["from"], row["to"], row["model"]): row["share"]
+        for row in rows
+        if row["kind"] == ALL_KINDS
+    }
+    cells = [
+        (f"{number(low)} … {number(high)}", *(share(shares.get((low, high, n), 0)) for n in names))
+        for low, high in sorted({(low, high) for low, high, _ in shares})
+    ]
+    unchanged = ("not changed", *(share(model.total.sparsity) for model in analysis.models))
+    table = Table(("|δ| from … to", *_of_numbers(names)), (unchanged, *cells))
+    texts = {"names": listed(names), "medians": ", ".join(medians)}
+    return _figure("magnitudes", _finish(chart, rows), table, **texts)
+
+
+def magnitude_rows(analysis: AnalysisData) -> list[Row]:
+    """Return the share of elements in each octave of magnitude, in all and for each kind."""
+    return [
+        {
+            "model": model.name,
+            "kind": str(kind),
+            "from": finite(2.0**octave),
+            "to": finite(2.0 ** (octave + 1)),
+            "middle": finite(2.0 ** (octave + 0.5)),
+            "share": finite(count / found.elements),
+        }
+        for model in analysis.models
+        for kind, found in ((ALL_KINDS, model.total), *model.by_kind.items())
+        for octave, count in _octaves(found)
+    ]
+
+
+def _octaves(statistics: Statistics) -> list[tuple[int, int]]:
+    """Return octaves with their counts, from the first that is not empty to the last."""
+    counts, lowest = statistics.histogram.counts, statistics.histogram.lowest
+    filled = [place for place, count in enumerate(counts) if count] or [0]
+    return [(lowest + n, counts[n]) for n in range(filled[0], filled[-1] + 1) if any(counts)]
+
+
+def changes(analysis: AnalysisData) -> Figure | None:
+    """Draw where each of many models differs from the base: models × layers."""
+    if len(analysis.models) <= MOST_MAPS:
+        return None
+    by_model = {model.name: model.by_layer for model in analysis.models}
+    rows = [
+        {"model": name, **_change(layer, found)}
+        for name, by_layer in by_model.items()
+        for layer, found in sorted(by_layer.items())
+    ]
+    largest = max(rows, key=lambda row: row["change"] or 0.0)
+    chart = _change_map(change_domain(rows), _model_axis(alt.Y, analysis.names), "model:N")
+    return _figure(
+        "changes",
+        _finish(chart, rows, 24 * len(analysis.models) + 10),
+        _layer_table(by_model),
+        names=listed(analysis.names),
+        peak=f"{share(largest['change'])}, {largest['model']} in layer {largest['layer']}",
+    )
+
+
+def relative_change(analysis: AnalysisData, model: ModelAnalysis) -> Figure | None:
+    """Draw where a model differs from the base: layers × kinds."""
+    rows, kinds = change_rows(model), _kinds(analysis)
+    if not rows:
+        return None
+    axis = alt.Y("kind:N", title=None, sort=kinds)
+    everywhere = [row for each in analysis.models for row in change_rows(each)]
+    chart = _change_map(change_domain(everywhere), axis, "kind:N")
+    largest = max(rows, key=lambda row: row["change"] or 0.0)
+    where = f"{largest['kind']} in layer {largest['layer']}"
+    peak = f" The largest is {share(largest['change'])}, {where}." if largest["change"] else ""
+    by_kind = {
+        kind: {cell.layer: cell.statistics for cell in model.cells if cell.kind == kind}
+        for kind in kinds
+    }
+    figure = _figure(
+        "change",
+        _finish(chart, rows, height=30 * len({row["kind"] for row in rows}) + 10),
+        _layer_table(by_kind),
+        model=model.name,
+        change=share(model.total.relative_norm),
+        peak=peak,
+    )
+    count, width = len(analysis.models), 1.0
+    if count > 1 and len(analysis.layers) <= MOST_LAYERS_BESIDE:
+        width = 1 / 3 if count % 3 == 0 else 1 / 2
+    name = f"change-{analysis.names.index(model.name) + 1}"
+    folded = count > MOST_MAPS
+    return replace(figure, name=name, models=(model.name,), width=width, folded=folded)
+
+
+def change_rows(model: ModelAnalysis) -> list[Row]:
+    """Return how far each kind in each layer is from the base."""
+    return [
+        {"kind": str(cell.kind), **_change(cell.layer, cell.statistics)}
+        for cell in sorted(model.cells, key=lambda cell: cell.layer)
+    ]
+
+
+def _change(layer: int, found: Statistics) -> Row:
+    return {
+        "layer": layer_name(layer),
+        "change": finite(found.relative_norm),
+        "largest": finite(found.largest),
+        "elements": found.elements,
+    }
+
+
+def change_domain(rows: Iterable[Row]) -> list[float]:
+    """Return the least and the largest change that there are, not too near each other."""
+    changes = [row["change"] for row in rows if row["change"]]
+    if not changes:
+        return [0.0, 1.0]
+    low, high = min(changes), max(changes)
+    if high < LEAST_RANGE * low:
+        middle = math.sqrt(low * high)
+        low, high = middle / math.sqrt(LEAST_RANGE), middle * math.sqrt(LEAST_RANGE)
+    return [low, high]
+
+
+def _change_map(domain: list[float], y: Any, whose: str) -> Any:
+    """Return relative changes over layers as colours, with a tooltip that begins with `whose`."""
+    low, high = domain
+    scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
+    middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
+    place = alt.Chart().encode(
+        x=_layer_axis(),
+        y=y,
+        tooltip=tooltip_of(
+            whose,
+            "layer:N",
+            ("change:Q", "‖δ‖ / ‖base‖", ".3~%"),
+            ("largest:Q", "largest |δ|", ".3~g"),
+            ("elements:Q", "", ","),
+        ),
+    )
+    colour = alt.Color("change:Q", title="‖δ‖ / ‖base‖").scale(scale)
+    colour = colour.legend(
+        format=".2~%", gradientLength=180, gradientThickness=10, values=[low, middle, high]
+    )
+    return alt.layer(
+        place.mark_rect(fill="transparent", strokeWidth=1, strokeOpacity=0.4, stroke="#888"),
+        place.mark_rect(cornerRadius=2).transform_filter("datum.change > 0").encode(color=colour),
+    )
+
+
+def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
+    """Return the changes in each layer that any of the columns has."""
+
+    def cell(found: Statistics | None) -> str:
+        return NOTHING if found is None else share(found.relative_norm)
+
+    layers = sorted({layer for by_layer in columns.values() for layer in by_layer})
+    rows = [
+        (layer_name(layer), *(cell(by.get(layer)) for by in columns.values())) for layer in layers
+    ]
+    return Table(("layer", *_of_numbers(columns)), tuple(rows))
+
+
+def spectra(analysis: AnalysisData) -> Figure | None:
+    """Draw in how many directions the changes go."""
+    names, chosen = analysis.names, chosen_spectra(analysis)
+    if not chosen:
+        return None
+    rows = [_spectrum_row(line, *each) for line, each in enumerate(chosen)]
+    available = sum(1 for model in analysis.models for tensor in model.tensors if tensor.spectrum)
+    # Not `nearest`: the cells that Vega adds for it would have tooltips without values.
+    near = alt.selection_point(name="near", fields=["line"], on="pointerover", empty=False)
+    legend = _legend(names, symbolType="stroke", symbolSize=300)
+    opacity = alt.when(near).then(alt.value(1)).when(CHOSEN).then(alt.value(0.45))
+    chart = alt.Chart().encode(
+        x=alt.X("rank:Q", title="direction, the strongest first")
+        .scale(type="log", nice=False)
+        .axis(logarithmic("x")),
+        y=alt.Y("value:Q", title="singular value, relative to the largest")
+        .scale(type="log")
+        .axis(logarithmic("y")),
+        color=by_name(alt.Color, names, legend=legend),
+        detail="line:N",
+    )
+    lines = chart.mark_line(strokeWidth=1.5, aria=False).encode(
+        strokeDash=by_name(alt.StrokeDash, names, DASHES, legend=legend),
+        opacity=opacity.otherwise(alt.value(FAINT / 2)),
+    )
+    points = chart.mark_point(filled=True, size=60, aria=False).encode(
+        opacity=alt.value(0),
+        tooltip=tooltip_of(
+            "model:N",
+            "tensor:N",
+            ("rank:Q", "direction"),
+            ("value:Q", "σ / σ₁", ".3~g"),
+            ("effective:Q", "effective rank", ".3~g"),
+            ("of:Q", "of", ","),
+            ("outliers:Q", "above the noise"),
+        ),
+    )
+    layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
+    columns: Columns = {
+        "matrix": lambda row: row[1],
+        "model": lambda row: row[0],
+        "shape": lambda row: f"{row[2].rows}×{row[2].columns}",
+        "effective rank >": lambda row: number(row[2].effective_rank),
+        "stable rank >": lambda row: number(row[2].stable_rank),
+        "rank for 99% >": lambda row: f"{row[2].rank_99:,}",
+        "above the noise >": lambda row: f"{row[2].outliers:,}",
+        "their share >": lambda row: share(row[2].outlier_share),
+    }
+    figure = _figure(
+        "spectra",
+        _finish(layers.add_params(zoom()), rows, height=300),
+        tabulate(chosen, columns),
+        names=listed(names),
+        matrices=times(len(rows), "matrix", "matrices"),
+        shown=f" Shown are {len(rows)} of {available}." if len(rows) < available else "",
+    )
+    low_rank = any(model.origin is Origin.LORA for model in analysis.models)
+    return replace(figure, folded=not low_rank)
+
+
+def chosen_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
+    """Return model, matrix and spectrum, evenly spread over each model and not too many."""
+    most = min(MOST_SPECTRA_OF_A_MODEL, max(1, MOST_SPECTRA // max(1, len(analysis.models))))
+    chosen = []
+    for model in analysis.models:
+        known = [
+            (model.name, tensor.name, tensor.spectrum)
+            for tensor in model.tensors
+            if tensor.spectrum and any(tensor.spectrum.values)
+        ]
+        count = min(most, len(known))
+        chosen += [known[(2 * place + 1) * len(known) // (2 * count)] for place in range(count)]
+    return chosen
+
+
+def _spectrum_row(line: int, model: str, tensor: str, spectrum: Spectrum) -> Row:
+    """Return one matrix; ranks and singular values as lists, relative to the largest."""
+    largest = spectrum.values[0]
+    points = [
+        (rank, finite(value / largest))
+        for rank, value in zip(spectrum.ranks, spectrum.values, strict=True)
+        if value > FAINTEST * largest
+    ]
+    return {
+        "model": model,
+        "tensor": tensor,
+        "line": line,
+        "rank": [rank for rank, _ in points],
+        "value": [value for _, value in points],
+        "effective": finite(spectrum.effective_rank),
+        "of": min(spectrum.rows, spectrum.columns),
+        "outliers": spectrum.outliers,
+    }
+
+
+# ---------------------------------------------------------------- two models and all
+
+
+def cosines(analysis: AnalysisData) -> Figure | None:
+    """Draw in how far every two models change the same way."""
+    columns: Columns = {
+        "models": _pair_name,
+        "cosine >": lambda pair: cosine_text(pair.total.cosine),
+        "multiple of the first nearest to the second >": lambda pair: number(pair.ratio),
+    }
+    colour = alt.Color("cosine:Q", title="cosine").scale(domain=[-1, 1], range="diverging")
+    notable = f"abs(datum.cosine) >= {LIMIT.apart_cosine}"
+    return _matrix(analysis, "cosines", colour, "+.2f", notable, columns)
+
+
+def conflicts(analysis: AnalysisData) -> Figure | None:
+    """Draw in how many elements every two models disagree."""
+    columns: Columns = {
+        "models": _pair_name,
+        "in opposite directions >": lambda pair: share(pair.total.conflict),
+        "elements both change >": lambda pair: f"{pair.total.both:,}",
+        "of the top 1%: shared >": lambda pair: share(pair.total.top_overlap),
+        "of those: opposite >": lambda pair: share(pair.total.top_conflict),
+    }
+    colour = alt.Color("conflict:Q", title="opposite (chance: 50%)")
+    colour = colour.scale(domain=[0, 1], range="diverging", reverse=True)
+    notable = f"abs(datum.conflict - 0.5) >= {LIMIT.conflict - 0.5:g}"
+    return _matrix(analysis, "conflicts", colour, ".0%", notable, columns)
+
+
+def _pair_name(pair: PairAnalysis) -> str:
+    return f"{pair.first} · {pair.second}"
+
+
+def _matrix(
+    analysis: AnalysisData, name: str, colour: Any, form: str, notable: str, columns: Columns
+) -> Figure | None:
+    """Return a cell for every two models; the second of the columns shows what is drawn.
+
+    Where there are many, only the cells have a text for which `notable` holds.
+    """
+    names, field = analysis.names, name.removesuffix("s")
+    rows: list[Row] = [
+        {
+            "model": first,
+            "other": second,
+            "cosine": finite(pair.total.cosine),
+            "conflict": finite(pair.total.conflict),
+            "both": pair.total.both,
+        }
+        for pair in analysis.pairs
+        for first, second in ((pair.first, pair.second), (pair.second, pair.first))
+    ]
+    if not rows:
+        return None
+    few = len(names) <= ROOM_FOR_TEXT
+    angle = 0 if len(names) <= 3 and max(map(len, names)) <= 8 else -90
+    place = alt.Chart().encode(
+        x=_model_axis(alt.X, names, "other", orient="top", labelAngle=angle),
+        y=_model_axis(alt.Y, names),
+        opacity=bright_if(CHOSEN_PAIR),
+        tooltip=tooltip_of(
+            ("model:N", "model"),
+            ("other:N", "and"),
+            ("cosine:Q", "", "+.4f"),
+            ("conflict:Q", "in opposite directions", ".2%"),
+            ("both:Q", "elements both change", ","),
+        ),
+    )
+    colour = colour.legend(format=form, gradientLength=160, gradientThickness=10, tickCount=4)
+    cells = place.mark_rect(cornerRadius=3).encode(color=colour)
+    contrast = alt.expr(CONTRAST.format(field=field))
+    size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
+    texts = place.transform_filter("true" if few else notable)
+    texts = texts.mark_text(fontSize=size, color=contrast, aria=False)
+    texts = texts.encode(text=alt.Text(f"{field}:Q", format=form))
+    chance = 0.5 if field == "conflict" else 0.0
+    largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field) - chance))
+    _, shown, *_ = columns.values()
+    return _figure(
+        name,
+        _finish(alt.layer(cells, texts), rows, max(140, (48 if few else 32) * len(names))),
+        tabulate(analysis.pairs, columns),
+        largest=shown(largest),
+        first=largest.first,
+        second=largest.second,
+    )
+
+
+def cancelled(analysis: AnalysisData) -> Figure | None:
+    """Draw what a merge of all models would lose, layer by layer."""
+    by_layer = analysis.together.by_layer
+    if not analysis.pairs or by_layer.keys() <= {OUTSIDE}:
+        return None
+    sizes = {
+        layer: [m.by_layer[layer].mean_magnitude for m in analysis.models if layer in m.by_layer]
+        for layer in sorted(by_layer)
+    }
+    rows: list[Row] = [
+        {
+            "layer": layer_name(layer),
+            "cancelled": finite(by_layer[layer]),
+            "chance": finite(lost_by_chance(found)),
+        }
+        for layer, found in sizes.items()
+    ]
+    place = alt.Chart().encode(
+        x=_layer_axis(),
+        tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".1%"), ("chance:Q", "by chance", ".1%")),
+    )
+    top = max(row[field] or 0.0 for row in rows for field in ("cancelled", "chance"))
+    y = alt.Y("cancelled:Q", title="cancelled").scale(domain=[0, max(top, 0.5)])
+    bars = place.mark_bar(cornerRadiusEnd=2, aria=False)
+    bars = bars.encode(y=y.axis(format="~%", tickCount=5))
+    ticks = place.mark_tick(thickness=3, aria=False).encode(y="chance:Q")
+    total, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
+    cells = ((row["layer"], share(row["cancelled"]), share(row["chance"])) for row in rows)
+    table = Table(("layer", "cancelled >", "by chance about >"), (("all", total, chance), *cells))
+    spec = _finish(alt.layer(bars, ticks), rows, height=200)
+    figure = _figure("cancelled", spec, table, total=total, chance=chance)
+    far = max(abs((row["cancelled"] or 0.0) - (row["chance"] or 0.0)) for row in rows)
+    return replace(figure, folded=far < NOISE)
+
+
+# ---------------------------------------------------------------- drop rates
+
+
+def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
+    """Draw what dropping would cost at which rate."""
+    out = advice.left_out
+    models = [model for model in analysis.models if model.name not in out] or analysis.models
+    names, everyone = [model.name for model in models], analysis.names
+    curves = [row for model in models for row in prediction_rows(model, RATES) if row["error"]]
+    if not curves:
+        return None
+    place = {
+        "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
+        "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
+        .scale(type="log", nice=False)
+        .axis(logarithmic("y", percent=True)),
+        "tooltip": tooltip_of(
+            "model:N",
+            ("rate:Q", "drop rate"),
+            ("error:Q", "error of outputs, at most", ".3~%"),
+            ("relative:Q", "error of the delta", ".3~%"),
+        ),
+    }
+    columns: Columns = {
+        "drop rate": lambda row: f"{row['rate']:g}",
+        "model": lambda row: row["model"],
+        "error of outputs, at most >": lambda row: share(row["error"]),
+        "error of the delta >": lambda row: share(row["relative"]),
+    }
+    found = [row for model in models for row in prediction_rows(model, TABLE_RATES)]
+    return _figure(
+        "predicted-error",
+        _finish(_lines(everyone, shown=names, **place), _dashed(curves, everyone), height=320),
+        tabulate(found, columns),
+        names=listed(tuple(names)),
+        out=f" Left out: {listed(out)}." if out else "",
+    )
+
+
+def prediction_rows(model: ModelAnalysis, rates: Iterable[float]) -> list[Row]:
+    """Return a model's curve: what the error of its outputs stays under, which is bounded."""
+    exposures = exposures_of(model)
+    return [
+        {
+            "model": model.name,
+            "rate": rate,
+            "error": finite(mean_bounded_error(exposures, rate)),
+            "relative": finite(relative_error(rate)),
+        }
+        for rate in rates
+    ]
+
+
+# ---------------------------------------------------------------- after a merge
+
+
+def kept(outcome: Outcome) -> Figure | None:
+    """Draw what each stage left of each model."""
+    rows: list[Row] = [
+        {
+            "model": model.name,
+            "stage": stage,
+            "step": step,
+            "kept": finite(left),
+            "label": f"{stage}  {share(finite(left))}",
+        }
+        for model in outcome.models
+        for step, (stage, left) in enumerate(model.kept.items())
+    ]
+    columns: Columns = {
+        "model": lambda row: row["model"],
+        "stage": lambda row: row["stage"],
+        "elements left >": lambda row: share(row["kept"]),
+    }
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    x = alt.X("kept:Q", title="elements left").scale(domain=[0, 1.15])  # room for what is written
+    return _model_bars(
+        *("kept", rows, columns, 30),
+        lambda row: f"{row['model']} after {row['label']}",
+        x=x.axis(format="~%", values=[0, 0.2, 0.4, 0.6, 0.8, 1]),
+        yOffset=alt.YOffset("stage:N", sort=stages),
+        tooltip=tooltip_of("model:N", ("stage:N", "after"), ("kept:Q", "left", ".3%")),
+    )
+
+
+def survival(outcome: Outcome) -> Figure | None:
+    """Draw how much of each model's delta is in the merged one, and in the same direction."""
+    rows: list[Row] = [
+        {
+            "model": pair.first,
+            "ratio": finite(pair.ratio) or 0.0,
+            "label": share(pair.ratio) if math.isfinite(pair.ratio) else "not a number",
+            "cosine": cosine_text(pair.total.cosine),
+        }
+        for pair in outcome.survival
+    ]
+    columns: Columns = {
+        "model": lambda row: row["model"],
+        "share of its delta >": lambda row: row["label"],
+        "cosine with the merged delta >": lambda row: row["cosine"],
+    }
+    ratios = [0.0, *(row["ratio"] for row in rows)]
+    x = alt.X("ratio:Q", title="share of the model's delta in the merged one")
+    return _model_bars(
+        *("survival", rows, columns, 36),
+        lambda row: f"{row['model']} {row['label']}",
+        x=x.scale(domain=[min(ratios), 1.3 * max(0.01, *ratios)]).axis(format="~%", tickCount=5),
+        tooltip=tooltip_of(
+            "model:N",
+            ("label:N", "share of its delta"),
+            ("cosine:N", "cosine with the merged delta"),
+        ),
+    )
+
+
+def _model_bars(
+    name: str,
+    rows: Sequence[Row],
+    columns: Columns,
+    height: int,
+    said: Callable[[Row], str],
+    **places: Any,
+) -> Figure | None:
+    """Return a bar for each row, with its label behind it."""
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    chart = alt.Chart().encode(y=_model_axis(alt.Y, names), opacity=bright_if(CHOSEN), **places)
+    bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
+    bars = bars.encode(color=by_name(alt.Color, names, legend=None))
+    texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
+    spec = _finish(alt.layer(bars, texts), rows, height=max(3 * height, height * len(rows)))
+    return _figure(name, spec, tabulate(rows, columns), shares="; ".join(map(said, rows)))
+
+
+# ---------------------------------------------------------------- what figures share
+
+
+def layer_name(layer: int) -> str:
+    """Return a layer's number, or a word for what stands in none.
+
+    >>> layer_name(3), layer_name(-1)
+    ('3', 'outside')
+    """
+    return "outside" if layer == OUTSIDE else str(layer)
+
+
+def cosine_text(value: float) -> str:
+    """Return a cosine, always with its sign.
+
+    >>> cosine_text(0.0123), cosine_text(-0.5)
+    ('+0.012', '-0.500')
+    """
+    return f"{value:+.3f}"
+
+
+def _kinds(analysis: AnalysisData) -> list[str]:
+    """Return the kinds that there are, in their usual order."""
+    return [str(kind) for kind in Kind if any(kind in model.by_kind for model in analysis.models)]
+
+
+def _of_numbers(names: Iterable[str]) -> list[str]:
+    return [f"{name} >" for name in names]
+
+
+def _lines(names: Sequence[str], *, x: Any, y: Any, tooltip: Any, shown: Sequence[str] = ()) -> Any:
+    """Return a line for each model, told apart by colour, dashes and shapes, that can be zoomed.
+
+    If only some have a line, `shown` names them; each has the looks that it has among all.
+    """
+    legend = _legend(shown or names)
+    colour = by_name(alt.Color, names, legend=legend)
+    chart = alt.Chart().encode(x=x, y=y, color=colour, opacity=bright_if(CHOSEN))
+    # Dashes by number: by name they would get into the legend, as dashed outlines.
+    dashes = alt.Scale(domain=list(range(len(names))), range=repeated(DASHES, len(names)))
+    curves = chart.mark_line(aria=False, clip=True, interpolate="monotone")
+    curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
+    marks = chart.mark_point(filled=True, size=55, aria=False, clip=True)
+    marks = marks.encode(shape=by_name(alt.Shape, names, SHAPES, legend=legend), tooltip=tooltip)
+    return alt.layer(curves, marks.add_params(zoom()))
+
+
+def _dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Return the rows with the number of their dashes."""
+    return [{**row, "dash": names.index(row["model"])} for row in rows]
+
+
+def _legend(names: Sequence[str], **looks: Any) -> Any:
+    """Return a legend of models, in as many columns as there is room for."""
+    return alt.Legend(columns=room_for(names), values=list(names), labelExpr=MARKED, **looks)
+
+
+def _model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks: Any) -> Any:
+    """Return models one after the other."""
+    return channel(f"{field}:N", title=None, sort=list(names)).axis(
+        labelExpr=MARKED, labelLimit=110, labelOverlap=False, **looks
+    )
+
+
+def _layer_axis() -> Any:
+    """Return layers, and what stands outside of them in a short word."""
+    label = "datum.label === 'outside' ? 'out' : datum.label"
+    x = alt.X("layer:N", title="layer", sort=None)
+    return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
+
+
+def _finish(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
+    """Return the chart as Vega-Lite, with the parameters `model` and `left_out`."""
+    chosen, left_out = alt.param(name="model", value=""), alt.param(name=LEFT_OUT, value=[])
+    return finish_chart(chart.add_params(chosen, left_out), rows, height)

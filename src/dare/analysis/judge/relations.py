@@ -1,0 +1,215 @@
+"""Models that belong together: copies, multiples, models that are alike or oppose each other.
+
+A relation holds for two models. A finding is about all models that it links, directly or by way of
+others: three copies are one group, not three pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dare.analysis.results import PairAnalysis
+from dare.documents.notices import LIMIT
+
+Values = dict[str, Any]
+"""The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two models and how they lie to each other."""
+
+    pair: PairAnalysis
+    distances: tuple[float, float]
+    """How far their layers are from the base's."""
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        return self.pair.first, self.pair.second
+
+    @property
+    def cosine(self) -> float:
+        return self.pair.total.cosine
+
+    @property
+    def is_one_direction(self) -> bool:
+        """Far from the base two models may have come a long way together."""
+        near = min(self.distances) < LIMIT.large_ratio
+        return abs(self.cosine) >= (LIMIT.same_cosine if near else LIMIT.far_cosine)
+
+    @property
+    def is_same(self) -> bool:
+        return self.is_one_direction and abs(self.pair.ratio - 1) <= LIMIT.same_size
+
+    @property
+    def has_left_together(self) -> bool:
+        """Whether both have gone far from the base, and much the same way."""
+        return self.is_alike and min(self.distances) >= LIMIT.large_ratio
+
+    @property
+    def is_alike(self) -> bool:
+        return self.cosine >= LIMIT.alike_cosine and not self.is_one_direction
+
+    @property
+    def is_opposed(self) -> bool:
+        """Whether they undo more of each other's changes than chance would have it."""
+        is_against = self.cosine <= -LIMIT.apart_cosine or (
+            self.pair.total.conflict >= LIMIT.conflict
+        )
+        return is_against and not self.is_one_direction
+
+    def share_in_other(self, name: str) -> float:
+        """Return the multiple of one model's delta that is nearest to that of the other."""
+        if name == self.pair.first:
+            return self.pair.ratio
+        return self.cosine * self.cosine / self.pair.ratio if self.pair.ratio else 0.0
+
+
+RELATIONS: dict[str, Callable[[Link], bool]] = {
+    "same_model": lambda link: link.is_same,
+    "multiple": lambda link: link.is_one_direction,
+    "other_base": lambda link: link.has_left_together,
+    "alike": lambda link: link.is_alike and not link.has_left_together,
+    "opposed": lambda link: link.is_opposed,
+}
+"""The relation that each rule looks for."""
+
+
+def find_groups(
+    order: Sequence[str], links: Sequence[Link], fit: Sequence[str]
+) -> Iterator[Values]:
+    """Yield the values of every group of models, by the rule that it falls under.
+
+    `fit` names the models that count as fine-tunes of the base and differ from it.
+    """
+    for rule, holds in RELATIONS.items():
+        for names in connect(order, filter(holds, links)):
+            inside = [link for link in links if set(link.ends) <= set(names)]
+            if rule != "multiple" or not all(link.is_same for link in inside):
+                yield _group(rule, names, inside)
+    yield from _misplaced_base(links, fit)
+
+
+def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
+    """Return the sets of models that links hold together, in the order of the models."""
+    sets: list[set[str]] = []
+    for link in links:
+        ends = set(link.ends)
+        apart = [names for names in sets if not names & ends]
+        sets = [*apart, ends.union(*(names for names in sets if names & ends))]
+    groups = [tuple(name for name in order if name in names) for names in sets]
+    return sorted(groups, key=lambda names: order.index(names[0]))
+
+
+def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
+    """Return the values of a group, by the links that the rule is about."""
+    held = [link for link in inside if RELATIONS[rule](link)]
+    whole = all(RELATIONS[rule](link) or link.is_one_direction for link in inside)
+    far = [distance for link in held for distance in link.distances]
+    conflicts = [link.pair.total.conflict for link in held]
+    cosines = [link.cosine for link in held]
+    every = "both" if len(names) == 2 else f"all {len(names)}"
+    return {
+        "about": rule,
+        "concerns": names,
+        "who": "They" if whole else first_few(" and ".join(link.ends) for link in held),
+        "all": every,
+        "how": f": {every} make the same change ({cosines_text(cosines)})",
+        "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
+        "cosine": min(cosines),
+        "largest_cosine": max(cosines),
+        "cosines": cosines_text(cosines),
+        "conflict": max(conflicts),
+        "conflicts": Span(conflicts),
+        "nearest": min(far),
+        "far": Span(far),
+        **_multiples(names[0], inside),
+    }
+
+
+def _multiples(first: str, links: Sequence[Link]) -> Values:
+    """Return how many times the change of a group's first model the others are."""
+    ratios = {link.pair.second: link.pair.ratio for link in links if link.pair.first == first}
+    others = {name: r for name, r in ratios.items() if abs(r - 1) > LIMIT.same_size}
+    is_opposite = min(ratios.values(), default=0) < 0
+    return {
+        "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
+        "multiples": first_few(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
+        "direction": "opposite directions" if is_opposite else "one direction",
+        "effect": "they cancel each other" if is_opposite else "it counts repeatedly",
+    }
+
+
+def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
+    """Tell if one of some multiples goes against another, by the ratios in a finding's figures."""
+    return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
+
+
+def _misplaced_base(links: Sequence[Link], fit: Sequence[str]) -> Iterator[Values]:
+    """Yield the sign that the models were trained from another model than the base.
+
+    Let A be the given base, B a model, and C one that was trained from B. Then C - A is B - A and
+    what C has learnt, which does not know of B - A: its projection onto B - A is 1.
+    """
+    links = [link for link in links if set(link.ends) <= set(fit) and not link.is_one_direction]
+    for name in fit:
+        ends = {
+            other: link for link in links if name in link.ends for other in {*link.ends} - {name}
+        }
+        shares = {other: link.share_in_other(name) for other, link in ends.items()}
+        if shares and all(_is_whole(shares[other], link.cosine) for other, link in ends.items()):
+            other, is_one = next(iter(shares)), len(shares) == 1
+            yield {
+                "about": "contained",
+                "concerns": (name,),
+                "who": f"{other} contains" if is_one else "All other models contain",
+                "they": f"{other} was" if is_one else "the others were",
+                "ratios": {f"share.{other}": share for other, share in shares.items()},
+            }
+            return
+
+
+def _is_whole(share: float, cosine: float) -> bool:
+    """Tell if a model contains so much of another's delta that it was made from it.
+
+    Two that were made from a third share less than the whole of either: no more than the cosine.
+    """
+    off = min(LIMIT.whole_step, (1 - cosine) / 4)
+    return abs(share - 1) <= off and cosine > LIMIT.apart_cosine
+
+
+# ---------------------------------------------------------------- words
+
+
+@dataclass(frozen=True)
+class Span:
+    """The least and the largest of some values, or the one value that they are as written.
+
+    >>> f"{Span([0.5, 0.2, 0.3]):.0%}, {Span([0.501, 0.499]):.2f}"
+    '20% to 50%, 0.50'
+    """
+
+    values: Sequence[float]
+
+    def __format__(self, form: str) -> str:
+        ends = dict.fromkeys(format(value, form) for value in (min(self.values), max(self.values)))
+        return " to ".join(ends)
+
+
+def cosines_text(values: Sequence[float]) -> str:
+    """Return some cosines for a sentence, each with its sign.
+
+    >>> cosines_text([-0.99999, 1.0]), cosines_text([0.0121, 0.0119])
+    ('cosines -1.000 to +1.000', 'cosine +0.012')
+    """
+    ends = f"{Span(values):+.3f}"
+    return f"cosines {ends}" if " to " in ends else f"cosine {ends}"
+
+
+def first_few(names: Iterable[str], shown: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    known = list(names)
+    more = len(known) - shown
+    return ", ".join(known[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -1,1 +1,0 @@
-"""An analysis to look at: one HTML page that needs no network, figures as files, the terminal."""

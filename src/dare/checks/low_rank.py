@@ -1,0 +1,171 @@
+"""The rank of a matrix's delta, if it is low, as a LoRA's is.
+
+Singular values are the roots of the eigenvalues of the Gram matrix of the shorter side, in float64:
+right to about 1e-8 of the largest.
+
+Noise of standard deviation s in a matrix of m rows and n columns has singular values up to about
+s·(√m + √n), distributed by the law of Marchenko and Pastur. How strong the noise is follows from
+the median of the singular values, which a few strong directions hardly move; they are taken out and
+the noise is estimated again, until their number stays the same. The edge includes two standard
+units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred
+exceeds.
+
+A single element that is large enough makes a direction of its own. It says nothing about how the
+others were made, so it is left out (`without_spikes`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.checks.outliers import Magnitudes, bin_edge, outlier_bin
+from dare.kernels.linalg import NOISE, squared_values
+from dare.tensors.dtypes import STORAGE_TYPES
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+SMALLEST = 32
+"""Matrices with fewer rows or columns say nothing about rank."""
+DOMINANT = 0.5
+"""Share of the energy that the directions of a low rank hold at least."""
+CLIFF = 1.5
+"""How many times as strong the last direction of a low rank is as the next, at least …"""
+FEW = 16
+"""… unless all that stand out are fewer than this part of the directions."""
+SPIKE = 5.0
+"""How many times what its row and column let expect a single element is that is left out."""
+NEGLIGIBLE_TAIL = 0.01
+"""Share of the energy outside a low rank that needs no explanation by rounding."""
+
+
+def spread(length: int, most: int) -> list[int]:
+    """Places in so many, each in the middle of its part, or all if they are no more than `most`.
+
+    >>> spread(100, 4), spread(3, 4)
+    ([12, 37, 62, 87], [0, 1, 2])
+    """
+    count = min(length, most)
+    return [(2 * part + 1) * length // (2 * count) for part in range(count)]
+
+
+def rounding_energy(weights: Floats, dtype: str) -> float:
+    """The most that rounding these weights to a storage type can put into a delta: Σ(ulp/2)².
+
+    >>> rounding_energy(np.array([1.5], np.float32), "BF16") == (2.0**-7 / 2) ** 2
+    True
+    """
+    exponents = (weights.reshape(-1).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
+    counts = np.bincount(exponents, minlength=256)[1:255]  # neither tiny nor infinite
+    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - STORAGE_TYPES[dtype].mantissa_bits)
+    return float(counts @ np.square(halves))
+
+
+def find_low_rank(delta: Floats, rounding: float = 0.0) -> int | None:
+    """Return the rank of a matrix's delta if it is low, as a LoRA's is; else None.
+
+    `rounding` is the energy that may have come into it when it was stored.
+
+    >>> full = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    >>> find_low_rank(full), find_low_rank(full[:, :8] @ full[:8])
+    (None, 8)
+    """
+    delta, missed = without_spikes(delta)
+    values = singular_values(delta)
+    _, outliers = find_outliers(values, max(delta.shape), missed)
+    return low_rank_of(values, outliers, rounding) if values.any() else None
+
+
+def singular_values(matrix: Floats) -> Doubles:
+    """All singular values, falling."""
+    scale = float(np.abs(matrix).max(initial=0)) or 1.0
+    values: Doubles = scale * np.sqrt(squared_values(matrix / np.float32(scale)))
+    return values
+
+
+def without_spikes(delta: Floats) -> tuple[Floats, float]:
+    """The matrix without single elements that stand out, and how large their absence may be.
+
+    That is the largest singular value that it may add. A matrix of low rank may have heavy rows and
+    columns, so an outlier is held against what its row and its column let expect.
+    """
+    sizes, magnitudes = np.abs(delta), Magnitudes.of(delta)
+    bound = float(bin_edge(outlier_bin(magnitudes, delta.size)))
+    is_outlier = sizes >= bound
+    rows, columns = np.nonzero(is_outlier)
+    if not rows.size or not magnitudes.counts.size:
+        return delta, 0.0
+    squares = np.square(np.where(is_outlier, 0, sizes / np.float32(bound)))
+    by_row, by_column = (squares.mean(axis=axis, dtype=np.float64) for axis in (1, 0))
+    expected = bound * np.sqrt(by_row[rows] * by_column[columns] / (float(by_row.mean()) or 1.0))
+    is_spike = sizes[rows, columns] > SPIKE * expected
+    rows, columns, expected = rows[is_spike], columns[is_spike], expected[is_spike]
+    if not rows.size:
+        return delta, 0.0
+    clean = delta.copy()
+    clean[rows, columns] = 0
+    together = max(int(np.bincount(line).max()) for line in (rows, columns))
+    return clean, SPIKE * float(expected.max()) * math.sqrt(together)
+
+
+def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float, int]:
+    """The edge of the noise, `least` or more, and how many singular values lie above it."""
+    short = values.size
+    outliers = 0
+    while True:
+        bulk = values[outliers:]
+        edge = _edge(float(np.median(bulk)), short - outliers, max(long - outliers, 1))
+        edge = max(edge, NOISE * float(values[0]), least)
+        count = int(np.count_nonzero(values > edge))
+        if count <= outliers or count > short // 2:
+            return edge, count
+        outliers = count
+
+
+def _edge(median: float, short: int, long: int) -> float:
+    """Where the singular values of noise end whose median is known."""
+    deviation = median / math.sqrt(long * median_of_noise(short / long))
+    center = (math.sqrt(short) + math.sqrt(long)) ** 2
+    unit = math.sqrt(center) * (1 / math.sqrt(short) + 1 / math.sqrt(long)) ** (1 / 3)
+    return deviation * math.sqrt(center + 2 * unit)
+
+
+@cache
+def median_of_noise(ratio: float) -> float:
+    """The median of the law of Marchenko and Pastur for noise of variance 1.
+
+    >>> round(median_of_noise(1.0), 3)
+    0.653
+    """
+    low, high = (1 - math.sqrt(ratio)) ** 2, (1 + math.sqrt(ratio)) ** 2
+    angles = (np.arange(4096) + 0.5) * (math.pi / 4096)
+    places = low + (high - low) * (1 - np.cos(angles)) / 2
+    masses = np.square(np.sin(angles)) / places  # density times the step that an angle makes
+    return float(places[np.searchsorted(np.cumsum(masses), masses.sum() / 2)])
+
+
+def low_rank_of(values: Doubles, outliers: int, rounding: float) -> int | None:
+    """The rank, if few directions hold everything but what rounding explains.
+
+    They end where a direction is followed by a much weaker one, the last such place among the
+    outliers: rounding of changes that are smaller than a step is no even noise, and some of its
+    own directions stand out.
+    """
+    short = values.size
+    energies = np.square(values)
+    left = np.append(energies[::-1].cumsum()[::-1], 0)
+    most = min(outliers, short // 2)
+    cliffs = np.flatnonzero(values[:most] >= CLIFF * values[1 : most + 1])
+    if cliffs.size:
+        rank = int(cliffs[-1]) + 1
+    elif 0 < outliers <= short // FEW:
+        rank = outliers
+    else:
+        return None
+    total, tail = float(left[0]), float(left[rank])
+    explained = max(rounding, NEGLIGIBLE_TAIL * total)
+    return rank if tail <= explained and tail <= (1 - DOMINANT) * total else None

@@ -1,0 +1,131 @@
+"""Magnitudes counted in bins, and the few elements of a tensor that are outliers.
+
+A bin is the upper 16 bits of a float32's 31 bits without the sign: it is 2⁻⁸ of its magnitude wide.
+
+One element of a million can hold half of a delta's squares, and says nothing about the others. So
+what is judged is judged without outliers: the few elements of a tensor, a thousandth or so, that
+are far above all others and hold much of its fourth powers. Gaussian, Laplace and sparse deltas
+have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BIN_SHIFT = 15
+"""Bits of a magnitude that its bin does not tell."""
+BINS = 1 << 16
+OCTAVE = 1 << (23 - BIN_SHIFT)
+"""Bins in an octave."""
+PANEL = 1 << 18
+"""Elements of an array that are counted at once."""
+OUTLIERS = 0.002
+"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
+OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
+"""… and where few are changed this share of all elements, but no more than that of the changed."""
+BEYOND = 1.75
+"""How many times the largest magnitude that cannot be one an outlier exceeds …"""
+BEYOND_FEW = 16.0
+"""… where the share comes to less than one element, and chance plays a larger part."""
+FEW_CHANGED = 32
+"""Fewer changed elements are not compared with each other but with the base's weights."""
+OUTLIER_FOURTHS = 0.05
+"""Share of Σδ⁴ from which outliers matter."""
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How many elements that are neither zero nor infinite have a magnitude in which bin."""
+
+    first: int
+    """The bin of the first count."""
+    counts: Counts
+    """Neither the first nor the last is zero."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.float32]) -> Magnitudes:
+        """Count an array; what is below 2⁻¹³⁴ counts as zero."""
+        counts = np.zeros(BINS, np.int64)
+        bits = np.abs(values).reshape(-1).view(np.uint32)
+        for start in range(0, bits.size, PANEL):
+            bins = bits[start : start + PANEL] >> np.uint32(BIN_SHIFT)
+            counts += np.bincount(bins, minlength=BINS)
+        counts[0] = counts[255 * OCTAVE :] = 0
+        (used,) = np.nonzero(counts)
+        return cls(int(used[0]), counts[used[0] : used[-1] + 1]) if used.size else NONE
+
+    @property
+    def middles(self) -> NDArray[np.float64]:
+        """The magnitude in the middle of each bin."""
+        edges = bin_edge(self.first + np.arange(self.counts.size + 1))
+        return (edges[:-1] + edges[1:]) / 2
+
+    def __add__(self, other: Magnitudes) -> Magnitudes:
+        """Of both sets together."""
+        if not self.counts.size or not other.counts.size:
+            return self if self.counts.size else other
+        first = min(self.first, other.first)
+        last = max(self.first + self.counts.size, other.first + other.counts.size)
+        counts = np.zeros(last - first, np.int64)
+        for part in (self, other):
+            start = part.first - first
+            counts[start : start + part.counts.size] += part.counts
+        return Magnitudes(first, counts)
+
+
+NONE = Magnitudes(0, np.zeros(0, np.int64))
+
+
+def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
+    """The first bin whose elements are outliers; the bin after the last if there are none.
+
+    Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
+
+    >>> even = np.full(1000, 10)
+    >>> outlier_bin(Magnitudes(32000, even), 10_000) - 32000
+    1000
+    >>> outlier_bin(Magnitudes(32000, np.append(even, [0] * 1000 + [1])), 10_001) - 32000
+    1195
+    """
+    counts = magnitudes.counts
+    end, changed = magnitudes.first + counts.size, int(counts.sum())
+    if changed >= FEW_CHANGED:
+        of_all = min(OUTLIERS_OF_ALL * elements, MOST_OUTLIERS * changed)
+        allowed = int(max(OUTLIERS * changed, of_all))
+        usual = float(bin_edge(top_bin(magnitudes, max(allowed, 1) + 1) + 1))
+        usual *= BEYOND if allowed else BEYOND_FEW
+    elif changed > OUTLIERS * elements:
+        return end
+    with np.errstate(over="ignore"):
+        first = (int(np.float32(usual).view(np.uint32)) >> BIN_SHIFT) + 1
+    place = max(first - magnitudes.first, 0)
+    fourths = counts * magnitudes.middles**4
+    if place >= counts.size or fourths[place:].sum() < OUTLIER_FOURTHS * fourths.sum():
+        return end
+    return magnitudes.first + place
+
+
+def top_bin(magnitudes: Magnitudes, count: int) -> int:
+    """The lowest bin of the fewest upper bins that hold `count` elements, or all that there are.
+
+    >>> top_bin(Magnitudes(7, np.array([5, 1, 2])), 3), top_bin(Magnitudes(7, np.array([2])), 3)
+    (8, 7)
+    """
+    reached = np.cumsum(magnitudes.counts[::-1])
+    place = min(int(np.searchsorted(reached, count)), reached.size - 1)
+    return magnitudes.first + reached.size - 1 - place
+
+
+def bin_edge(place: int | NDArray[np.integer]) -> NDArray[np.float64]:
+    """The least magnitude of a bin.
+
+    >>> float(bin_edge(127 * OCTAVE)), float(bin_edge(127 * OCTAVE + 1))
+    (1.0, 1.00390625)
+    """
+    bits = np.asarray(place).astype(np.uint32) << np.uint32(BIN_SHIFT)
+    edge: NDArray[np.float64] = bits.view(np.float32).astype(np.float64)
+    return edge

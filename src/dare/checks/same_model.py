@@ -1,0 +1,146 @@
+"""Models that are in a merge by mistake: the base, the same model again, an earlier output of it.
+
+A pattern such as `*.safetensors` catches them all. Files are known by device and inode, so that a
+link is known for what it leads to. Whoever means it says so: a model with a weight, a seed or
+parameters of its own is taken as it is. The base belongs there only in an interpolation. Copies
+under other names are found by their weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dare.documents.notices import Notice, notice
+from dare.errors import RecipeError
+from dare.inputs.sources import Source
+from dare.planning.plan import Plan
+from dare.recipe.naming import written_models
+from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.toml import write_value
+from dare.stores.locations import StorePath
+
+Identity = tuple[int, int] | str
+EarlierInput = tuple[Path, Path]
+"""An input of an earlier merge: as its manifest names it, and where that leads."""
+FindInputs = Callable[[Path], Iterable[Sequence[EarlierInput]]]
+"""A function that reads the inputs, base first, from the manifests of an output."""
+SHORT_LIST = 6
+"""Up to so many models are written out in a message."""
+
+
+def check_inputs(
+    recipe: Recipe, base: Source, models: Sequence[Source], find_inputs: FindInputs
+) -> Recipe:
+    """Refuse a model that is the base, another model of the recipe, or a merge of these.
+
+    Where models are interpolated the base may be one of them. Return the recipe with the settings
+    that this takes.
+    """
+    if recipe.input_digests is not None:  # these very inputs were merged before
+        return recipe
+    known_base, *known = (frozenset(map(_identity, source.files)) for source in (base, *models))
+    entries = list(zip(recipe.models, known, strict=True))
+    bases = [entry for entry, files in entries if files and files == known_base]
+    recipe = with_base_among_models(recipe) if bases else recipe
+    if not recipe.interpolates and not all(map(_is_meant, bases)):
+        raise _base_among_models(recipe, bases)
+    for (one, files), (other, others) in itertools.combinations(entries, 2):
+        if files and files == others and not _is_meant(one) and not _is_meant(other):
+            again = "is among the models twice"
+            if one.file != other.file:
+                again = f"is the file {one.file}, which is among the models too"
+            remedy = "take one of them out, or give each a seed if two masks of it are meant"
+            raise RecipeError(f"{other.file}: {again}; {remedy}")
+    for entry in recipe.models:
+        rest = [other for other in recipe.models if other is not entry and other not in bases]
+        earlier = [] if _is_meant(entry) else find_inputs(entry.file)
+        if merged := _merged_before(recipe.base, rest, earlier):
+            meant = "weight" if recipe.chain[-1][0].default_weight else "seed"
+            raise RecipeError(
+                f"{entry.file}: was made by dare from this base and {' and '.join(merged)}; take "
+                f"this output out of models, or give it a {meant} if that is meant"
+            )
+    return recipe
+
+
+def with_base_among_models(recipe: Recipe) -> Recipe:
+    """Return the recipe for models of which one is the base: they are interpolated themselves.
+
+    The delta of the base is zero, and has no direction. Settings that the recipe has stay.
+    """
+    stage, _ = recipe.chain[-1]
+    if stage.interpolates is None or recipe.interpolates:
+        return recipe
+    table = {**stage.interpolates, **recipe.stages.get(stage.name, {})}
+    return recipe.model_copy(update={"stages": {**recipe.stages, stage.name: table}})
+
+
+def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
+    """Yield a notice for each model with the weights of the base, or of a model before it.
+
+    Models with equal `contents` have equal weights; an empty one is the base's, None is unknown.
+    """
+    for entry, name, content in zip(plan.recipe.models, plan.model_names, contents, strict=True):
+        is_meant = entry.weight is not None or plan.recipe.interpolates  # to stay near the base
+        if content is not None and not content and not is_meant:
+            yield notice("equals_base", name)
+    changed = [pair for pair in zip(plan.model_names, contents, strict=True) if pair[1]]
+    for (one, content), (other, same) in itertools.combinations(changed, 2):
+        if content == same:
+            yield notice("same_model", one, other, how="", twice="twice")
+
+
+def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
+    stage, _ = recipe.chain[-1]
+    others = [entry.file for entry in recipe.models if entry not in bases]
+    if stage.interpolates is not None:
+        settings = [f"{name} = {write_value(value)}" for name, value in stage.interpolates.items()]
+        remedy = f"to interpolate whole models set {', '.join(settings)} in [{stage.name}]"
+    else:
+        is_short = 0 < len(others) <= SHORT_LIST
+        remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
+    return RecipeError(
+        f"{bases[0].file}: is the base, and stands among the models too; {remedy}; to stay nearer "
+        "to the base, lower scale"
+    )
+
+
+def _is_meant(entry: ModelEntry) -> bool:
+    return entry.weight is not None or entry.seed is not None or bool(entry.settings)
+
+
+def _identity(path: Path) -> Identity:
+    if isinstance(path, StorePath):
+        return str(path)
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return str(path)
+    return status.st_dev, status.st_ino
+
+
+def _merged_before(
+    base: Path, models: Sequence[ModelEntry], earlier: Iterable[Sequence[EarlierInput]]
+) -> list[str]:
+    """Return those of the models that an earlier merge on the same base was made of."""
+    for earlier_base, *earlier_models in earlier:
+        if _is_same(earlier_base, base):
+            return [
+                model.name
+                for model in models
+                if any(_is_same(each, model.file) for each in earlier_models)
+            ]
+    return []
+
+
+def _is_same(earlier: EarlierInput, given: Path) -> bool:
+    """Tell if an input of an earlier merge is a file of the recipe; its name alone may do."""
+    name, place = earlier
+    if isinstance(given, StorePath) or isinstance(name, StorePath):
+        return str(name) == str(given)
+    if len(name.parts) == 1 and name.name == given.name:
+        return True
+    return _identity(place) == _identity(given)

@@ -1,0 +1,209 @@
+"""Charts: scales, labels, tooltips, texts (`figures.toml`) and looks (`themes.toml`) of figures.
+
+The only module that imports Altair, which writes Vega-Lite.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from dare.documents.document import Figure, Row, Spec, Table
+
+FAINT = 0.12
+
+
+class _OnDemand:
+    """Altair, imported when the first figure is drawn."""
+
+    def __getattr__(self, name: str) -> Any:
+        import altair
+
+        return getattr(altair, name)
+
+
+alt: Any = _OnDemand()
+
+
+def by_name(
+    channel: Any,
+    names: Sequence[str],
+    values: Sequence[Any] = (),
+    *,
+    field: str = "model",
+    legend: Any = ...,
+) -> Any:
+    """Tell names apart, by the theme's values or by these; the legend uses the room there is."""
+    chosen = {"range": repeated(values, len(names))} if values else {}
+    coded = channel(f"{field}:N", title=None, sort=list(names)).scale(domain=list(names), **chosen)
+    return coded.legend(alt.Legend(columns=room_for(names)) if legend is ... else legend)
+
+
+def room_for(names: Sequence[str]) -> Any:
+    """As many columns of a legend as there is room for."""
+    pixels = min(190, 50 + 8 * max(map(len, names), default=0))  # labels are cut at 150
+    return alt.expr(f"max(1, floor(width / {pixels}))")
+
+
+def repeated(values: Sequence[Any], count: int) -> list[Any]:
+    """So many values, begun again where there are fewer."""
+    return [values[place % len(values)] for place in range(count)]
+
+
+def bright_if(test: str) -> Any:
+    """Opacity: full where the test holds, faint elsewhere."""
+    return alt.when(test).then(alt.value(1)).otherwise(alt.value(FAINT))
+
+
+def tooltip_of(*fields: str | tuple[str, ...]) -> list[Any]:
+    """Fields, with a title and a format where they need them."""
+    pairs = [(field,) if isinstance(field, str) else field for field in fields]
+    keys = ("shorthand", "title", "format")
+    return [
+        alt.Tooltip(**{key: text for key, text in zip(keys, texts, strict=False) if text})
+        for texts in pairs
+    ]
+
+
+def haloed_text(chart: Any, **looks: Any) -> Any:
+    """Text that can be read on top of lines: a wide copy in the ground's colour lies below."""
+    below = chart.mark_text(style="halo", aria=False, **looks)
+    return alt.layer(below, chart.mark_text(aria=False, **looks))
+
+
+def logarithmic(scale: str, *, percent: bool = False) -> Any:
+    """A logarithmic axis with labels at powers of ten; also at 2 and 5 if it is short."""
+    mantissa = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))"
+    short = f"domain('{scale}')[1] < 1001 * domain('{scale}')[0]"
+    plain = "datum.value > 0.0009 && datum.value < 90000"
+    shape = "'~%'" if percent else f"{plain} ? '~g' : '~e'"
+    labelled = f"indexof({short} ? [1, 2, 5] : [1], round({mantissa})) >= 0"
+    power = f"round({mantissa}) === 1"
+    return alt.Axis(
+        labelExpr=f"{labelled} ? format(datum.value, {shape}) : ''",
+        labelOverlap=False,
+        grid=True,
+        gridOpacity=alt.when(power).then(alt.value(1)).otherwise(alt.value(0.3)),
+        ticks=False,
+        labelPadding=6,
+        labelFlush=20,  # pixels: a first label centred there would lie in the other axis
+    )
+
+
+def zoom() -> Any:
+    """Zoom with shift and the wheel, so that scrolling the page stays what it is."""
+    return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.shiftKey]")
+
+
+def rows_named(name: str) -> Any:
+    """Data that `finish_chart` is given by this name."""
+    return alt.NamedData(name=name)
+
+
+def finish_chart(
+    chart: Any, rows: Sequence[Row], height: int = 280, **others: Sequence[Row]
+) -> Spec:
+    """The chart as Vega-Lite, as wide as its place.
+
+    Rows are added at the end: Altair would copy them with every step, and check each of them.
+    """
+    whole = chart.properties(
+        data=rows_named("rows"),
+        width="container",
+        height=height,
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+    )
+    spec: Spec = whole.to_dict(validate=False)  # which takes long; tests draw every figure
+    del spec["config"]
+    spec["datasets"] = {**spec.get("datasets", {}), "rows": list(rows), **others}
+    return spec
+
+
+# ---------------------------------------------------------------- a figure
+
+
+def read_texts(package: str) -> dict[str, Any]:
+    """What a package's `figures.toml` says, by the figures' names."""
+    return tomllib.loads(files(package).joinpath("figures.toml").read_text("utf-8"))
+
+
+def make_figure(
+    texts: Mapping[str, Any], name: str, spec: Spec, table: Table, known: Mapping[str, str]
+) -> Figure:
+    """A figure with its texts, in which the known values are filled in."""
+    title, caption, description = (
+        texts[part].format_map(known) for part in ("title", "caption", "description")
+    )
+    looks = {"width": texts.get("width", 1.0), "zooms": texts.get("zooms", False)}
+    return Figure(name, title, caption, description, spec, table, **looks)
+
+
+# ---------------------------------------------------------------- looks
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+FONTS = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+HALO = {"strokeWidth": 4, "strokeJoin": "round"}
+"""Of what is drawn below a text, so that it can be read on top of lines."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "stroke")
+DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3])
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Light or dark: colours of the page, by name, and of what the figures show."""
+
+    colours: dict[str, str]
+    models: list[str]
+    amounts: list[str]
+    opposites: list[str]
+
+
+_FILE = files("dare.documents").joinpath("themes.toml").read_text("utf-8")
+THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
+
+
+def vega_config(theme: Theme) -> dict[str, Any]:
+    """The configuration that gives figures the page's looks."""
+    colours = theme.colours
+    return {
+        "font": FONT,
+        "background": None,
+        "padding": 4,
+        "view": {"stroke": None},
+        "axis": {
+            "labelColor": colours["muted"],
+            "titleColor": colours["muted"],
+            **FONTS,
+            "titlePadding": 8,
+            "gridColor": colours["line"],
+            "domainColor": colours["line"],
+            "tickColor": colours["line"],
+            "labelLimit": 140,
+        },
+        "legend": {
+            "labelColor": colours["ink"],
+            "titleColor": colours["muted"],
+            **FONTS,
+            "labelLimit": 150,
+            "symbolSize": 80,
+            "orient": "top",
+        },
+        "title": {"color": colours["ink"], "fontSize": 15, "anchor": "start", "offset": 12},
+        "text": {"color": colours["ink"], "fontSize": 12},
+        "rule": {"color": colours["muted"]},
+        "style": {"halo": {"fill": colours["panel"], "stroke": colours["panel"], **HALO}},
+        "bar": {"color": theme.models[0]},
+        "tick": {"color": colours["ink"]},
+        "line": {"color": theme.models[0], "strokeWidth": 2},
+        "range": {
+            "category": theme.models,
+            "ordinal": theme.amounts,
+            "ramp": theme.amounts,
+            "heatmap": theme.amounts,
+            "diverging": theme.opposites,
+            "symbol": list(SHAPES),
+        },
+    }

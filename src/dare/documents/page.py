@@ -1,0 +1,176 @@
+"""Documents as pages: one HTML file that needs no network.
+
+The only module that imports Jinja, which escapes every value, and vl-convert, which holds the
+JavaScript of Vega. The playground's own template extends `page.html.jinja` too.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any
+
+from dare.documents.charts import THEMES, vega_config
+from dare.documents.document import Document, Figure, Part, Section, Spec
+from dare.documents.words import listed, number, value_text
+from dare.errors import OutputError
+
+PACKAGE = "dare.documents"
+CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'"
+"""The policy of every page: load nothing that is not allowed by name."""
+NEEDED = ("altair", "jinja2", "vl_convert")
+NOTICES = "notices"
+"""The name of the section with the notices; the first one, if a document has none of it."""
+EXPOSE = "window.vegaEmbed = vegaEmbed;"
+
+
+def check_installed() -> None:
+    """Refuse to make a page without the packages that it takes."""
+    if not all(find_spec(name) for name in NEEDED):
+        raise OutputError(
+            "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
+            "installed: pip install 'dare-merge[report]'"
+        )
+
+
+def render_page(document: Document, library: str | None = None) -> str:
+    """Return a document as one HTML text; `library` is the JavaScript that draws, if at hand."""
+    check_installed()
+    figures = document.draw()
+    if library is None:
+        library = drawing_bundle(_version(figures[0].spec)) if figures else ""
+    return render_template(
+        PACKAGE,
+        "document.html.jinja",
+        scripts=[library, read_template(PACKAGE, "page.js"), read_template(PACKAGE, "document.js")],
+        styles=[],
+        policy="img-src data: blob:; style-src 'unsafe-inline'",
+        title=f"{document.title} – dare",
+        document=document,
+        sections=list(_sections(document, figures)),
+        drawings=[{"name": figure.name, "spec": _described(figure)} for figure in figures],
+    )
+
+
+def _sections(document: Document, figures: Sequence[Figure]) -> Iterator[Section]:
+    """Yield the sections that have something to show, with their figures."""
+    sections = document.sections
+    if document.notices and all(section.name != NOTICES for section in sections):
+        sections = (Section(NOTICES, "Notices"), *sections)
+    for section in (section for section in sections if section.on_page):
+        notices = document.notices if section.name == NOTICES else ()
+        drawn = [
+            figure
+            for beginning in section.figures
+            for figure in figures
+            if figure.name.startswith(beginning)
+        ]
+        if parts := (*notices, *section.parts, *drawn):
+            yield replace(section, parts=parts)
+
+
+def render_template(
+    package: str,
+    template: str,
+    *,
+    scripts: Sequence[str],
+    styles: Sequence[str],
+    policy: str,
+    allowed: Sequence[str] = (),
+    **values: Any,
+) -> str:
+    """Return one text from a package's template, with these scripts and styles in it.
+
+    `policy` says what the page may load, `allowed` which scripts besides its own.
+    """
+    start = read_template(PACKAGE, "start.js")
+    text: str = (
+        _environment(package)
+        .get_template(template)
+        .render(
+            policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
+            colours={name: theme.colours for name, theme in THEMES.items()},
+            style="".join([read_template(PACKAGE, "page.css"), *styles]),
+            start=start,
+            scripts=scripts,
+            themes={name: vega_config(theme) for name, theme in THEMES.items()},
+            **values,
+        )
+    )
+    return text
+
+
+def read_template(package: str, name: str) -> str:
+    """Return a file among a package's templates as it is."""
+    return files(package).joinpath("templates", name).read_text("utf-8")
+
+
+def _environment(package: str) -> Any:
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader(PACKAGE)]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }
+    environment.filters |= {
+        "number": number,
+        "listed": listed,
+        "cell": value_text,
+        "grouped": _grouped,
+    }
+    return environment
+
+
+def _grouped(parts: Iterable[Part]) -> Iterator[tuple[str, list[Part]]]:
+    """Yield neighbours of one kind together, with the kind's name."""
+    for kind, items in groupby(parts, lambda part: type(part).__name__):
+        yield kind, list(items)
+
+
+def _script_policy(scripts: Iterable[str], allowed: Sequence[str]) -> str:
+    """Return a policy by which only these scripts run (Vega compiles its expressions)."""
+    digests = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in scripts
+    ]
+    return " ".join(["script-src", *digests, *allowed, "'unsafe-eval'"])
+
+
+def _described(figure: Figure) -> Spec:
+    """Return a figure's chart with its description and without the address of a schema."""
+    bare = {key: value for key, value in figure.spec.items() if key != "$schema"}
+    return {**bare, "description": figure.description}
+
+
+@cache
+def drawing_bundle(version: str) -> str:
+    """Return the JavaScript that draws figures of a version of Vega-Lite."""
+    import vl_convert
+
+    library = vl_convert.javascript_bundle(EXPOSE, vl_version=version)
+    return re.sub(r"</(?=script)", r"<\\/", library, flags=re.IGNORECASE)
+
+
+def _version(spec: Mapping[str, Any]) -> str:
+    """Return the version of Vega-Lite that a chart names.
+
+    >>> _version({"$schema": "https://vega.github.io/schema/vega-lite/v6.4.1.json"})
+    '6.4'
+    """
+    major, minor, *_ = spec["$schema"].rpartition("/v")[2].split(".")
+    return f"{major}.{minor}"

@@ -1,0 +1,374 @@
+"""Documents in a terminal: a title, facts, tables, notices and the commands that come next.
+
+Names come from files that somebody else has made. What is printed by a `SafeConsole` holds nothing
+that a terminal would act on, but for its own styles; `shown` also keeps a name on its line.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os.path import commonprefix
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, chop_cells
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Column
+from rich.table import Table as Grid
+from rich.text import Text
+
+from dare.documents.document import TONES, Code, Document, Facts, Listing, Part, Table, Tone
+from dare.documents.notices import CATALOGUE, Notice, Severity
+from dare.documents.words import listed, times
+from dare.errors import printable
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+ELLIPSIS = "…"
+PIPE_WIDTH = 160
+"""Columns where the output is not a terminal and has no width."""
+TEXT_WIDTH = 100
+"""Columns of a document as text."""
+LEAST_NAME = 12
+"""Columns that names have at least."""
+MOST_NAME = 25
+"""Columns that names have before optional columns get any."""
+LEAST_FACT = 20
+"""Columns that the text of a fact has at least."""
+BETWEEN = 3
+"""Columns from one column of a table to the next."""
+BAR_CELLS = 24
+BARS = "bars"
+"""The name by which a table counts its bars among what is optional."""
+LABEL = 9
+"""Columns before the text of a notice."""
+STEP = 10
+"""Columns before a command."""
+MOST_NOTES = 3
+"""Kinds of mere notes that are shown; the others are counted."""
+MOST_ALIKE = 3
+"""Notices of one kind that are shown in full."""
+WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
+"""A word of a command, as `shlex.quote` writes it."""
+STYLES = {Tone.GOOD: "green", Tone.FAIR: "yellow", Tone.POOR: "red", Tone.PLAIN: ""}
+
+
+class SafeConsole(Console):
+    """A console whose texts are printable, and that falls silent when nobody reads on."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield every piece that is printed, line ends apart."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text, keep="\n"), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Let the work itself be finished."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def make_console(*, json: bool = False, quiet: bool = False) -> Console:
+    """Return the console for people: on stdout, or on stderr if JSON goes there."""
+    console = SafeConsole(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def print_document(console: Console, document: Document) -> None:
+    """Print what decides: title, facts, brief sections, notices and the next steps."""
+    names = Names(document.models, console.width)
+    style = f"bold {STYLES[document.tone]}".strip()
+    console.print(Text.assemble((names(document.title), style), f"  {names(document.lead)}"))
+    _print_facts(console, document.facts, names)
+    for section in document.sections:
+        for part in section.parts if section.is_brief else ():
+            _print_part(console, part, names)
+    print_notices(console, document.notices, names)
+    if document.steps or document.done:
+        print_steps(console, document.done or "Next", document.steps)
+
+
+def render_text(document: Document) -> str:
+    """Return a document as plain text."""
+    file = io.StringIO()
+    print_document(SafeConsole(file=file, width=TEXT_WIDTH, color_system=None), document)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+class Names:
+    """Long names of models in the form that fits a terminal, also inside sentences."""
+
+    def __init__(self, names: Iterable[str] = (), width: int = PIPE_WIDTH) -> None:
+        short = shorten(names, max(LEAST_NAME, width // 4))
+        self._cut = {name: text for name, text in short.items() if name != text}
+
+    def __call__(self, text: str) -> str:
+        """Return a text with short names, that a terminal does not act on."""
+        for name in sorted(self._cut, key=len, reverse=True):
+            text = text.replace(name, self._cut[name])
+        return printable(text)
+
+
+def _print_part(console: Console, part: Part, names: Names) -> None:
+    match part:
+        case str():
+            console.print(shown(names(part)))
+        case Table() if part.rows:
+            grid = render_table(part, console, names)
+            hidden = len(part.columns) + bool(part.bars) - len(grid.columns)
+            more = f" ({times(hidden, 'more column')})" if hidden else ""
+            if part.title:
+                console.print(Text(names(part.title) + more, "bold"))
+            console.print(grid)
+        case Code():
+            console.print(Text(names(part.title), "bold"))
+            for line in part.text.splitlines():
+                console.print(Padding(shown(line, "dim"), (0, 0, 0, 2), expand=False))
+        case Facts():
+            _print_facts(console, part.items, names)
+        case Listing():
+            console.print(Text(names(part.title), "bold"))
+            for item in part.items:
+                console.print(Padding(shown(names(item)), (0, 0, 0, 2), expand=False))
+        case Notice():
+            print_notices(console, [part], names)
+
+
+def _print_facts(console: Console, facts: Sequence[tuple[str, str]], names: Names) -> None:
+    longest = max((cell_len(label) for label, _ in facts), default=0)
+    for label, text in facts:
+        room = max(console.width - longest - 4, LEAST_FACT)
+        value = Text(names(text))
+        # A path or a digest stays whole, so that it can be copied.
+        lines = list(value.wrap(console, room)) if " " in text else [value]
+        for number, line in enumerate(lines or [Text()]):
+            line.rstrip()
+            head = f"  {'' if number else label:{longest}}  "
+            console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
+
+
+def render_table(table: Table, console: Console, names: Names | None = None) -> Grid:
+    """Return a table that fits the console: without optional columns, if there is no room."""
+    names = names or Names()
+    cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
+    headers = [name.removesuffix(" >") for name in table.columns]
+    widths = [max(map(cell_len, column)) for column in zip(headers, *cells, strict=True)]
+    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
+    places, bars = list(range(len(headers))), table.bars
+
+    def surplus(longest: int) -> int:
+        room = BAR_CELLS + BETWEEN if bars else 0
+        used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
+        return used + min(widths[0], longest) - console.width
+
+    for name in reversed(table.optional):
+        if surplus(MOST_NAME) > 0 and name == BARS:
+            bars = ()
+        elif surplus(MOST_NAME) > 0 and name in table.columns:
+            places.remove(table.columns.index(name))
+    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0])))
+    grid = Grid(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for place in places:
+        is_number = table.columns[place].endswith(" >")
+        grid.add_column(
+            Text(headers[place]),
+            justify="right" if is_number else "left",
+            overflow="fold" if place else "ellipsis",
+            no_wrap=is_number or not place,
+            max_width=None if place else first,
+        )
+    if bars:
+        grid.add_column("")
+    solid = can_write(console, EIGHTHS)
+    for number, row in enumerate(cells):
+        tones = [STYLES[table.tones.get(cell, Tone.PLAIN)] for cell in table.rows[number]]
+        bar = []
+        if bars:
+            bar = [Text(draw_bar(bars[number] / 100, BAR_CELLS, solid=solid), "blue")]
+        grid.add_row(*(Text(row[place], tones[place]) for place in places), *bar)
+    return grid
+
+
+# ---------------------------------------------------------------- notices and steps
+
+
+def print_notices(console: Console, notices: Iterable[Notice], names: Names | None = None) -> None:
+    """Print notices with their remedies, the gravest first; of many notes only the kinds."""
+    names = names or Names()
+    kinds: dict[tuple[Severity, str], list[Notice]] = {}
+    for notice in notices:
+        kinds.setdefault((notice.severity, notice.code), []).append(notice)
+    order = list(Severity)
+    by_gravity = sorted(kinds.items(), key=lambda kind: -order.index(kind[0][0]))
+    shown_kinds = sum(severity is not Severity.NOTE for severity, _ in kinds) + MOST_NOTES
+    for (severity, code), alike in by_gravity[:shown_kinds]:
+        style = f"bold {STYLES[TONES[severity]]}".strip()
+        title = CATALOGUE[code].title
+        console.print(Text.assemble((severity.capitalize(), style), f"  {title}"))
+        for line in _said_once(alike):
+            console.print(Padding(shown(names(line)), (0, 0, 0, 4), expand=False))
+    if hidden := [CATALOGUE[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
+        console.print(shown(f"Also noted: {listed(hidden)}"))
+
+
+def _said_once(alike: Sequence[Notice]) -> list[str]:
+    """Return the lines of notices of one kind, with a remedy that they share once, at the end."""
+    by_remedy: dict[str, list[Notice]] = {}
+    for notice in alike:
+        by_remedy.setdefault(notice.remedy, []).append(notice)
+    lines = []
+    for remedy, same in by_remedy.items():
+        for notice in same[:MOST_ALIKE]:
+            whose = f"{listed(notice.subjects)}: " if notice.subjects else ""
+            lines.append(f"{whose}{notice.text}.")
+        if more := [subject for notice in same[MOST_ALIKE:] for subject in notice.subjects]:
+            lines.append(f"and {len(same) - MOST_ALIKE} more: {', '.join(more)}")
+        lines += [f"{remedy}."] if remedy else []
+    return lines
+
+
+def print_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
+    """Print where the result is, and the commands that come next."""
+    console.print(shown(done, "bold"), soft_wrap=True)
+    for word, command in steps.items():
+        for place, line in enumerate(fold_command(command, console.width - STEP)):
+            label = "" if place else word
+            console.print(Text.assemble((f"  {label:8}", "dim"), line), soft_wrap=True)
+
+
+def fold_command(command: str, width: int) -> list[str]:
+    r"""Return a command in lines that a shell takes as one when they are copied together.
+
+    >>> fold_command("dare analyze base.safetensors 'my model' code --json", 32)
+    ['dare analyze base.safetensors \\', "  'my model' code --json"]
+    """
+    lines = [""]
+    for word in WORD.findall(printable(command)):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1].strip() and cell_len(longer) > width - 2:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] = longer
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return a text that may hold names from outside, on one line."""
+    return Text(printable(text), style)
+
+
+def make_table(*columns: str | Column, **looks: Any) -> Grid:
+    """Return a table; a column whose name ends in > is aligned to the right.
+
+    >>> table = make_table("model", "weight >")
+    >>> [(str(column.header), column.justify) for column in table.columns]
+    [('model', 'left'), ('weight', 'right')]
+    """
+    usual = {"box": SIMPLE_HEAD, "pad_edge": False, "header_style": "dim"}
+    return Grid(*map(_column, columns), **{**usual, **looks})
+
+
+def _column(column: str | Column) -> Column:
+    if isinstance(column, Column):
+        return column
+    name = column.removesuffix(" >")
+    return Column(shown(name), justify="left" if name == column else "right", overflow="fold")
+
+
+def print_titled(console: Console, title: str, table: Grid) -> None:
+    """A table below its title."""
+    console.print(Text(title, "bold"))
+    console.print(table)
+
+
+def draw_bar(part: float, cells: int, *, solid: bool) -> str:
+    """Return a bar of at most so many cells, in eighths of a cell where they can be written.
+
+    >>> draw_bar(0.5, 5, solid=True), draw_bar(0.5, 5, solid=False), draw_bar(0.0001, 5, solid=True)
+    ('██▌  ', '##   ', '▏    ')
+    """
+    part = min(max(part, 0.0), 1.0)
+    if not solid:
+        return f"{'#' * round(part * cells):{cells}}"
+    eighths = max(round(part * cells * 8), 1 if part else 0)
+    whole, rest = divmod(eighths, 8)
+    return f"{'█' * whole + (EIGHTHS[rest] if rest else ''):{cells}}"
+
+
+def can_write(console: Console, text: str) -> bool:
+    """Say whether the terminal's encoding has all the letters."""
+    try:
+        text.encode(console.encoding)
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- names that fit a column
+
+
+def shorten(names: Iterable[str], width: int) -> dict[str, str]:
+    """Return the forms of names for a column: whole where they fit, never two alike.
+
+    Long ones lose their middle. If two would look alike then, all lose what they have in common.
+
+    >>> list(shorten(["math", "llama-8b-instruct-math", "llama-8b-instruct-code"], 12).values())
+    ['math', 'llama-…-math', 'llama-…-code']
+    >>> list(shorten(["tuned-math-final", "tuned-code-final"], 9).values())
+    ['…math-fi…', '…code-fi…']
+    """
+    every = list(dict.fromkeys(names))
+    printed = {name: printable(name) for name in every}
+    long = [text for text in printed.values() if cell_len(text) > width]
+    alike = commonprefix(long)  # noqa: RUF071 (of letters, as meant)
+    ways: list[Callable[[str], str]] = [
+        lambda text: cut_middle(text, width),
+        lambda text: cut_end(ELLIPSIS + text.removeprefix(alike), width),
+    ]
+    for cut in ways:
+        shown = [cut(text) if cell_len(text) > width else text for text in printed.values()]
+        if len(set(shown)) == len(every):
+            return dict(zip(every, shown, strict=True))
+    return {
+        name: f"{cut_end(text, width - len(str(number)) - 1)}#{number}"
+        for number, (name, text) in enumerate(printed.items(), start=1)
+    }
+
+
+def cut_end(text: str, width: int) -> str:
+    """Return a text without its end, if it is too long.
+
+    >>> cut_end("a long name", 7), cut_end("short", 7)
+    ('a long…', 'short')
+    """
+    return text if cell_len(text) <= width else _beginning(text, width - 1) + ELLIPSIS
+
+
+def cut_middle(text: str, width: int) -> str:
+    """Return a text without its middle, if it is too long.
+
+    >>> cut_middle("models/base.safetensors", 12)
+    'models…nsors'
+    """
+    if cell_len(text) <= width:
+        return text
+    first = width // 2
+    last = _beginning(text[::-1], width - 1 - first)[::-1]
+    return f"{_beginning(text, first)}{ELLIPSIS}{last}"
+
+
+def _beginning(text: str, width: int) -> str:
+    return chop_cells(text, width)[0] if width > 0 and text else ""

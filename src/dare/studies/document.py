@@ -1,0 +1,361 @@
+"""The document of a study: everything that page, terminal and notebook show of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from dare.documents.document import (
+    Code,
+    Columns,
+    Document,
+    Facts,
+    Folded,
+    Listing,
+    Part,
+    Section,
+    SortableTable,
+    Table,
+    Tone,
+    finite,
+    tabulate,
+)
+from dare.documents.words import NOTHING, listed, number, share, time_text, times, value_text
+from dare.errors import RecipeError
+from dare.recipe.toml import write_toml
+from dare.studies.figures import draw_figures, is_number, setting_names
+from dare.studies.results import (
+    NOT_MERGED,
+    Conclusion,
+    Difference,
+    Holdout,
+    Ranked,
+    State,
+    StudyData,
+    Trial,
+    settings_text,
+)
+from dare.studies.space import recipe_of
+from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
+
+MOST_NAMED = 3
+"""Settings that are named in a sentence; more are counted."""
+MOST_LABEL = 25
+"""Characters of a label that a terminal surely shows; trial numbers tell longer ones apart."""
+MOST_MESSAGES = 5
+"""Different messages of failed trials in the terminal."""
+MOST_FAILED = 50
+"""Failed trials that a page shows with their output."""
+MOST_OUTPUT = 4000
+"""Characters of the output: the last ones."""
+ROUNDING = 1e-12
+COMPARED = "The best compared with the others, item by item"
+VERDICT_TONES = {
+    BETTER: Tone.GOOD,
+    WORSE: Tone.POOR,
+    NO_DIFFERENCE: Tone.FAIR,
+    NOT_KNOWN: Tone.PLAIN,
+}
+
+
+def study_document(
+    data: StudyData, conclusion: Conclusion, *, rows: int = 12, outputs: bool = False
+) -> Document:
+    """Return what was found, against what, and how sure it is.
+
+    A terminal shows so many `rows` of settings; with `outputs`, also what failed trials printed.
+    """
+    title, tone = _headline(data, conclusion)
+    held = conclusion.holdout.against if conclusion.holdout else ()
+    count = len(conclusion.ranking)
+    best = f"The best {rows} of {count} settings" if count > rows else "Settings, best first"
+    hint = "An interval that contains zero shows no difference. The best was chosen on these data, "
+    against = (
+        _differences(conclusion.against, COMPARED, f"{hint}so its lead is probably too large."),
+        _differences(held, "The same on held-out data, which were not used to choose"),
+    )
+    ranked = (
+        _importance(conclusion.importance),
+        _ranked(data, conclusion.baselines, "Baselines"),
+        _ranked(data, conclusion.ranking[:rows], best),
+    )
+    failed = tuple(_failed(data.failed, outputs))
+    what = Facts(tuple(_study_facts(data)), "What was searched")
+    sections = (
+        Section("against", "Against the others", _filled(against), ("ranking",), is_brief=True),
+        Section("settings", "Settings", figures=("curve-", "importance")),
+        Section("scores", "Scores", figures=("pareto",)),
+        Section("ranked", "Ranked", _filled(ranked), is_brief=True, on_page=False),
+        Section("trials", "Trials", (_trials(data),)),
+        Section("failed", "Failed", failed, is_brief=True),
+        Section("recipe", "Recipe", tuple(_recipes(data, conclusion))),
+        Section("notices", "Caveats"),
+        Section("study", "The study", (what,)),
+    )
+    return Document(
+        title=title,
+        kind="search",
+        tone=tone,
+        lead=counted(data),
+        facts=tuple(facts(conclusion)),
+        sections=sections,
+        notices=(*conclusion.notices, *data.notices),
+        footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
+        draw=partial(draw_figures, data, conclusion),
+    )
+
+
+def _filled(tables: Iterable[Table]) -> tuple[Table, ...]:
+    return tuple(table for table in tables if table.rows)
+
+
+# ---------------------------------------------------------------- what decides
+
+
+def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
+    chosen, verdicts = conclusion.chosen, {item.verdict for item in conclusion.against}
+    if not data.is_searched and NOT_KNOWN not in verdicts:
+        if chosen is None:
+            return conclusion.no_recipe.capitalize(), Tone.POOR
+        merge = f"Merge: take the {chosen.label}"
+        return ("Do not merge", Tone.POOR) if conclusion.no_recipe else (merge, Tone.GOOD)
+    if not data.candidates:
+        return "No trials yet", Tone.PLAIN
+    if conclusion.best is None:
+        broken = bool(conclusion.ranking)
+        return "Every setting breaks a guard" if broken else "No setting is scored yet", Tone.POOR
+    if conclusion.better:
+        is_there = chosen is not None and chosen.role in NOT_MERGED
+        advice = "Do not merge: a" if is_there else "A"
+        return f"{advice} baseline is better than the best setting", Tone.POOR
+    if conclusion.tied:
+        return f"The best is within noise of {times(len(conclusion.tied), 'other')}", Tone.FAIR
+    if verdicts == {BETTER}:
+        return "The best stands out", Tone.GOOD
+    return "The top score may be luck", Tone.PLAIN
+
+
+def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
+    """Yield label and sentence of what decides."""
+    best, chosen, simplest = conclusion.best, conclusion.chosen, conclusion.simplest
+    tied = [ranked.label for ranked in conclusion.tied]
+    if best is None:
+        return
+    taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
+    if best.baseline:
+        yield "Take", conclusion.no_recipe or taken
+    else:
+        label = "Best setting" if conclusion.better else "Best"
+        yield label, f"{best.label}: {best.objective}"
+    if tied:
+        more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
+        yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
+    if conclusion.better:
+        yield "Take instead", conclusion.no_recipe or taken
+    elif simplest is not None and not best.baseline:
+        same = simplest == best
+        shown = "the best itself" if same else f"{simplest.label}: {simplest.objective}"
+        yield "Simplest within noise", shown
+    if conclusion.holdout is not None:
+        yield "Holdout", holdout_text(conclusion.holdout)
+    if conclusion.noise is not None:
+        noise = value_text(conclusion.noise)
+        yield "Noise", f"two scorings of the same weights differ by {noise}"
+
+
+def holdout_text(holdout: Holdout) -> str:
+    """Return the winner on held-out data, beside the same weights where they were chosen."""
+
+    def change(loss: float) -> str:
+        if abs(loss) <= ROUNDING:
+            return "no change"
+        return f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
+
+    text = (
+        f"{holdout.objective} on held-out data, {value_text(holdout.validation)} where the same "
+        f"weights were chosen: {change(holdout.loss)}."
+    )
+    if holdout.usual_loss is None:
+        return text
+    excess = holdout.loss - holdout.usual_loss
+    luck = (
+        "So the choice may have favoured settings that were lucky on the data, by about "
+        f"{value_text(excess)} (winner's curse)."
+        if excess > ROUNDING
+        else "So there is no sign of a lucky choice (winner's curse)."
+    )
+    return f"{text} The baselines, on average: {change(holdout.usual_loss)}. {luck}"
+
+
+def grounds(conclusion: Conclusion) -> Iterator[str]:
+    """Yield the evidence for what is taken, and against it, a line each."""
+    for label, text in facts(conclusion):
+        yield f"{label}: {text}"
+    held = conclusion.holdout.against if conclusion.holdout else ()
+    for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
+        for difference in found:
+            yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
+    for notice in conclusion.notices:
+        yield f"{notice}."
+
+
+def counted(data: StudyData) -> str:
+    """Return how many of the planned trials are done, and what became of the others."""
+    counts = Counter(trial.state for trial in data.candidates)
+    planned = times(data.planned, "trial" if data.is_searched else "baseline")
+    others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
+    return ", ".join([f"{counts[State.DONE]} of {planned} done", *others])
+
+
+def objective_text(weights: dict[str, float]) -> str:
+    """Return what is to be large.
+
+    >>> objective_text({}), objective_text({"add": 1.0}), objective_text({"add": 1.0, "loss": -2.0})
+    ('the mean of all scores', 'add', 'the mean of add and loss × -2')
+    """
+    if not weights:
+        return "the mean of all scores"
+    named = [name if w == 1 else f"{name} × {w:g}" for name, w in weights.items()]
+    return f"{'the mean of ' if len(named) > 1 else ''}{listed(named)}"
+
+
+def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
+    """Yield what was searched, and how."""
+    yield "Evaluator", data.evaluator
+    if data.holdout_evaluator:
+        yield "Holdout", data.holdout_evaluator
+    yield "Objective", objective_text(data.objective)
+    yield "Guards", "; ".join(data.guards) or "none"
+    seconds = sum(trial.seconds for trial in (*data.baselines, *data.trials))
+    yield "Trials", f"{counted(data)}, in {time_text(seconds)} by {data.sampler}"
+    yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
+    for name, values in data.space.items():
+        if not isinstance(values, dict):
+            yield name, value_text(values)
+            continue
+        more = {key: how for key, how in values.items() if key not in ("from", "to")}
+        ways = [f", {key}" if how is True else f", {key} {how:g}" for key, how in more.items()]
+        yield name, f"{value_text(values['from'])} to {value_text(values['to'])}{''.join(ways)}"
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _differences(against: Sequence[Difference], title: str, hint: str = "") -> Table:
+    columns: Columns = {
+        "the best against": lambda item: item.other,
+        "difference >": lambda item: f"{item.estimate.value:+.4g}",
+        "95% interval >": lambda item: item.estimate.interval("+") or NOTHING,
+        "verdict": lambda item: item.verdict,
+    }
+    return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
+
+
+def _importance(known: dict[str, float]) -> Table:
+    pairs = sorted(known.items(), key=lambda pair: -pair[1])
+    columns: Columns = {"setting": lambda pair: pair[0], "importance >": lambda p: share(p[1])}
+    bars = tuple(100 * value / (pairs[0][1] or 1.0) for _, value in pairs)
+    return tabulate(pairs, columns, title="Which settings matter", bars=bars)
+
+
+def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str) -> Table:
+    """Return settings or baselines with their scores, as many as a terminal has room for."""
+    columns: dict[str, Callable[[Ranked], str]] = {
+        "setting": lambda item: item.label,
+        "objective >": lambda item: value_text(item.objective.value),
+        "95% interval >": lambda item: item.objective.interval() or NOTHING,
+    }
+    scores = {f"{name} >": partial(_score, name) for name in data.score_names}
+    scores = {name: cell for name, cell in scores.items() if name not in columns}
+    columns |= scores
+    if any(len(item.label) > MOST_LABEL for item in ranked):
+        columns["trial >"] = lambda item: str(item.trials[0])
+    if any(len(item.trials) > 1 for item in ranked):
+        columns["seeds >"] = lambda item: str(len(item.trials))
+    if any(item.broken for item in ranked):
+        columns["guards >"] = lambda item: "broken" if item.broken else "kept"
+    tones = {"broken": Tone.POOR}
+    return tabulate(ranked, columns, title=title, tones=tones, optional=tuple(scores))
+
+
+def _score(name: str, ranked: Ranked) -> str:
+    return number(ranked.scores.get(name))
+
+
+def _trials(data: StudyData) -> SortableTable:
+    """Return a row for each baseline and trial."""
+    settings, scores = setting_names(data), data.score_names
+    trials = (*data.baselines, *data.trials)
+
+    def cells(trial: Trial) -> tuple[float | str | None, ...]:
+        given = trial.scored.scores if trial.scored else {}
+        return (
+            trial.name or trial.number,
+            _cell(trial.objective),
+            *(_cell(given.get(name)) for name in scores),
+            *(_cell(trial.settings.get(name)) for name in settings),
+            trial.seed,
+            _state(trial),
+            "; ".join(trial.broken) or None,
+            finite(trial.seconds),
+        )
+
+    return SortableTable(
+        ("trial", "objective", *scores, *settings, "seed", "state", "guards broken", "seconds"),
+        tuple(map(cells, trials)),
+        tuple(trial.scored is not None for trial in trials),
+        "Baselines and trials",
+    )
+
+
+def _cell(value: Any) -> float | str | None:
+    if value is None or is_number(value):
+        return None if value is None else finite(value)
+    return None if isinstance(value, float) else value_text(value)
+
+
+def _state(trial: Trial) -> str:
+    again = "" if trial.same_as is None else f", same weights as trial {trial.same_as}"
+    return f"{trial.state}{again}"
+
+
+# ---------------------------------------------------------------- failures and recipes
+
+
+def _failed(trials: Sequence[Trial], outputs: bool) -> Iterator[Part]:
+    """Yield how many failed and why, and each of them with the end of its output."""
+    if not trials:
+        return
+    alike: dict[str, list[Trial]] = {}
+    for trial in trials:
+        alike.setdefault(trial.message, []).append(trial)
+    lines = [
+        f"{same[0].label if len(same) == 1 else times(len(same), 'trial')}: {message or NOTHING}"
+        for message, same in list(alike.items())[:MOST_MESSAGES]
+    ]
+    if len(alike) > MOST_MESSAGES:
+        lines.append(f"and {times(len(alike) - MOST_MESSAGES, 'other message')}")
+    yield Listing(f"{times(len(trials), 'trial')} failed", tuple(lines))
+    for place, trial in enumerate(trials if outputs else trials[:MOST_FAILED]):
+        title = f"{trial.label} {settings_text(trial.settings)} seed={trial.seed}"
+        text = f"{trial.message or _state(trial)}\n{trial.output[-MOST_OUTPUT:]}"
+        code = Code(title, f"output-{place}", text)
+        yield code if outputs else Folded(f"{trial.label}: {trial.message or NOTHING}", (code,))
+
+
+def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
+    """Yield the TOML of what to take and of the simplest; none if it cannot be read here."""
+    chosen, simplest = conclusion.chosen, conclusion.simplest
+    if chosen is None or conclusion.no_recipe:
+        return
+    which = "The baseline to take" if chosen.baseline else "The best"
+    wanted = [(which, "best-recipe", chosen)]
+    if simplest is not None and simplest != chosen:
+        wanted.append(("The simplest within noise", "simplest-recipe", simplest))
+    for title, name, ranked in wanted:
+        try:
+            yield Code(title, name, write_toml(recipe_of(data, ranked).to_tables()))
+        except RecipeError:
+            continue

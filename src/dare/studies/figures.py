@@ -1,0 +1,507 @@
+"""The figures of a study: one function for each, from the study to a chart with its numbers.
+
+A function returns None if there is nothing to draw. The texts are in `figures.toml`. Names of
+settings and scores come from outside: they are values in rows, never part of an expression.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dare.documents.charts import (
+    SHAPES,
+    alt,
+    by_name,
+    finish_chart,
+    haloed_text,
+    make_figure,
+    read_texts,
+    rows_named,
+    tooltip_of,
+    zoom,
+)
+from dare.documents.document import Columns, Figure, Row, Spec, finite, tabulate
+from dare.documents.words import NOTHING, listed, share, times, value_text
+from dare.studies.judging import Judge
+from dare.studies.results import Conclusion, Ranked, StudyData, settings_text
+
+MOST_RANKED = 12
+"""Settings in the figure of the ranking."""
+MOST_CURVES = 8
+MOST_GROUPS = 7
+"""Lines in one figure that colours can tell apart."""
+MOST_NUMBERS = 200
+"""Rows of the table below a figure; the table of trials has all."""
+WIDE_RANGE = 100
+"""Largest over smallest value from which an axis is logarithmic."""
+GREY = "#888"
+"""A colour that stands out from light and dark grounds alike."""
+KINDS = ("best", "within noise", "other setting", "baseline")
+SHORT = ".4~g"
+
+
+def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
+    """Draw all figures that there is something to draw in."""
+    drawn = [
+        ranking(conclusion),
+        *curves(data, conclusion),
+        importance(conclusion),
+        pareto(data, conclusion),
+    ]
+    return [figure for figure in drawn if figure is not None]
+
+
+def _figure(name: str, spec: Spec, rows: Sequence[Row], columns: Columns, **known: str) -> Figure:
+    texts = read_texts("dare.studies")[name]
+    return make_figure(texts, name, spec, tabulate(rows[:MOST_NUMBERS], columns), known)
+
+
+def is_number(value: Any) -> bool:
+    """Tell if a value has a place on an axis."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def setting_names(data: StudyData) -> tuple[str, ...]:
+    """Return all settings that trials have: those of the space in its order, then others."""
+    used = {name: None for trial in data.trials for name in trial.settings}
+    of_space = [name for name in data.space if name in used]
+    return (*of_space, *(name for name in used if name not in data.space))
+
+
+# ---------------------------------------------------------------- ranking
+
+
+def ranking(conclusion: Conclusion) -> Figure | None:
+    """Draw the best settings and the baselines, with their intervals."""
+    rows, far = _ranking_rows(conclusion)
+    if not rows:
+        return None
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    y = alt.Y("place:O").axis(None)
+    place = alt.Chart().encode(
+        y=y,
+        color=by_name(alt.Color, kinds, field="kind"),
+        tooltip=tooltip_of(
+            ("label:N", "setting"),
+            ("objective:Q", "", SHORT),
+            ("low:Q", "from", SHORT),
+            ("high:Q", "to", SHORT),
+            "seeds:Q",
+        ),
+    )
+    x = alt.X("objective:Q", title="objective").scale(zero=False, padding=10, nice=False)
+    x = x.axis(tickCount=6, format="~g")
+    # The label stands above its interval: beside it there is no room on a phone.
+    label = alt.Chart().mark_text(align="left", dy=-8, limit=alt.expr("width"), aria=False)
+    chart = alt.layer(
+        place.mark_rule(size=3, aria=False, opacity=0.6, yOffset=6).encode(
+            x=alt.X("low:Q", title="objective"), x2="high:Q"
+        ),
+        place.mark_point(filled=True, size=90, opacity=1, aria=False, yOffset=6).encode(
+            x=x, shape=by_name(alt.Shape, kinds, SHAPES, field="kind")
+        ),
+        label.encode(y=y, x=alt.value(0), text="label:N"),
+    )
+    columns: Columns = {
+        "setting": lambda row: row["label"],
+        "objective >": lambda row: value_text(row["objective"]),
+        "95% interval >": _interval,
+        "seeds >": lambda row: str(row["seeds"]),
+        "": lambda row: row["kind"],
+    }
+    is_cut = len(conclusion.ranking) > MOST_RANKED
+    return _figure(
+        "ranking",
+        finish_chart(chart, rows, height=38 * len(rows)),
+        rows,
+        columns,
+        shown=(f" Only the first {MOST_RANKED} settings are shown." if is_cut else "") + _far(far),
+        settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
+        baselines=times(len(conclusion.baselines), "baseline"),
+        first=f"{rows[0]['label']} with {value_text(rows[0]['objective'])}",
+    )
+
+
+def _ranking_rows(conclusion: Conclusion) -> tuple[list[Row], list[str]]:
+    """Return the best settings and the baselines, the best first, and baselines too far away."""
+    tied = {ranked.label for ranked in conclusion.tied}
+
+    def make_row(ranked: Ranked) -> Row:
+        kind = "within noise" if ranked.label in tied else "other setting"
+        kind = "best" if ranked == conclusion.best else kind
+        kind = "baseline" if ranked.baseline else kind
+        return {"label": ranked.label, "kind": kind, **_estimate(ranked)}
+
+    settings, others = (
+        [row for row in map(make_row, found) if row["objective"] is not None]
+        for found in (conclusion.ranking[:MOST_RANKED], conclusion.baselines)
+    )
+    near = others
+    if settings:
+        low, high = min(row["low"] for row in settings), max(row["high"] for row in settings)
+        near = [row for row in others if _is_near(row["objective"], low, high)]
+    rows = sorted([*settings, *near], key=lambda row: -row["objective"])
+    far = [f"{row['label']} {row['objective']:.3g}" for row in others if row not in near]
+    return [{**row, "place": place} for place, row in enumerate(rows)], far
+
+
+def _estimate(ranked: Ranked) -> Row:
+    """Return an objective with its interval; both ends are its value where it has none."""
+    value = finite(ranked.objective.value)
+    low, high = (
+        value if end is None or not math.isfinite(end) else finite(end)
+        for end in (ranked.objective.low, ranked.objective.high)
+    )
+    return {"objective": value, "low": low, "high": high, "seeds": len(ranked.trials)}
+
+
+def _is_near(value: float, low: float, high: float) -> bool:
+    """Tell if a value can be drawn together with others without squeezing them."""
+    span = (high - low) or abs(high) or 1.0
+    return low - span / 2 <= value <= high + span / 2
+
+
+def _interval(row: Row) -> str:
+    if row["low"] == row["high"]:
+        return NOTHING
+    return f"{value_text(row['low'])} … {value_text(row['high'])}"
+
+
+def _far(far: list[str]) -> str:
+    return f" Too far away to be drawn: {', '.join(far)}." if far else ""
+
+
+# ---------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The objective over one setting: a point for each trial, and lines where they make sense."""
+
+    points: list[Row]
+    means: list[Row]
+    """One for each value of each line; empty if every trial stands alone."""
+    groups: tuple[str, ...]
+    """The names of the lines, or else of the kinds of points."""
+    by: str
+    """The settings that tell them apart; empty if nothing does."""
+
+
+def curves(data: StudyData, conclusion: Conclusion) -> list[Figure]:
+    """Draw the objective over each setting that is a number, the most important first."""
+    found = []
+    for name in setting_names(data):
+        values = [trial.settings[name] for trial in data.trials if name in trial.settings]
+        are_numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        if are_numbers and len(set(filter(is_number, values))) > 1:
+            found.append(name)
+    found.sort(key=lambda name: -conclusion.importance.get(name, 0.0))
+    drawn = [curve(data, conclusion, name) for name in found[:MOST_CURVES]]
+    shown = [figure for figure in drawn if figure is not None]
+    width = 1.0 if len(shown) == 1 else 0.5
+    return [replace(figure, name=f"curve-{n}", width=width) for n, figure in enumerate(shown, 1)]
+
+
+def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
+    """Draw the objective over one setting: trials, means over seeds with intervals, baselines."""
+    found = curves_over(data, conclusion, name)
+    if not found.points:
+        return None
+    every = [*found.means, *found.points]
+    heights = [row[key] for row in every for key in ("objective", "low", "high") if key in row]
+    levels, far = level_rows(conclusion, min(heights), max(heights))
+    x = _setting_axis(name, [row["x"] for row in every])
+    y = _objective_axis([*heights, *(row[key] for row in levels for key in ("level", "at"))])
+    many = len(found.groups) > 1
+    colour = {"color": by_name(alt.Color, found.groups, field="group")} if many else {}
+    opacity = 0.5 if found.means else 0.85
+    points = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
+    fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:Q", "settings:N")
+    points = points.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
+    layers = [*_level_lines(), points.add_params(zoom())]
+    if found.means:
+        layers += _mean_lines(x, y, colour, name)
+    spec = finish_chart(
+        alt.layer(*layers), found.points, 300 if many else 280, means=found.means, levels=levels
+    )
+    columns: Columns = {
+        name: lambda row: value_text(row["x"]),
+        "objective >": lambda row: value_text(row["objective"]),
+        "trial >": lambda row: str(row["trial"]),
+    }
+    means = "Each point is a trial. Other settings vary too."
+    if found.means:
+        columns = {
+            name: lambda row: value_text(row["x"]),
+            "mean objective >": lambda row: value_text(row["objective"]),
+            "95% interval >": _interval,
+            "seeds >": lambda row: str(row["seeds"]),
+            "with": lambda row: row["group"] or NOTHING,
+        }
+        means = "Small points are trials. Lines join the means over the seeds; bands are the "
+        means += "means' 95% intervals."
+    best = max(every, key=lambda row: row["objective"])
+    return _figure(
+        "curve",
+        spec,
+        found.means or sorted(found.points, key=lambda row: row["x"]),
+        columns,
+        setting=name,
+        means=means + (f" The colours stand for {found.by}." if found.by else ""),
+        levels=(" Dashed lines are baselines." if levels else "") + _far(far),
+        points=times(len(found.points), "trial"),
+        best=f", the largest {value_text(best['objective'])} at {value_text(best['x'])}",
+    )
+
+
+def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
+    """Return the objective over a setting that is a number."""
+    lines: dict[str, list[Ranked]] = {}
+    for ranked in conclusion.ranking:
+        if is_number(ranked.settings.get(name)) and math.isfinite(ranked.objective.value):
+            rest = {other: value for other, value in ranked.settings.items() if other != name}
+            lines.setdefault(settings_text(rest), []).append(ranked)
+    others = [other for other in setting_names(data) if other != name]
+    means: list[Row] = []
+    if 0 < len(lines) <= MOST_GROUPS and any(len(line) > 1 for line in lines.values()):
+        means = [
+            {"x": finite(ranked.settings[name]), **_estimate(ranked), "group": group}
+            for group, line in lines.items()
+            for ranked in sorted(line, key=lambda ranked: ranked.settings[name])
+        ]
+    else:  # the first setting with few values, which colours can show
+        others = [other for other in others if 1 < len(_values(data, other)) < MOST_GROUPS][:1]
+    points = [
+        {
+            "x": finite(trial.settings[name]),
+            "objective": finite(trial.objective or 0.0),
+            "group": settings_text({o: trial.settings[o] for o in others if o in trial.settings}),
+            "trial": trial.number,
+            "seed": trial.seed,
+            "settings": settings_text(trial.settings),
+        }
+        for trial in data.trials
+        if trial.is_done and is_number(trial.settings.get(name)) and is_number(trial.objective)
+    ]
+    groups = tuple({row["group"]: None for row in (*means, *points)})
+    return Curves(points, means, groups, ", ".join(others) if len(groups) > 1 else "")
+
+
+def _values(data: StudyData, name: str) -> set[str]:
+    return {value_text(t.settings[name]) for t in data.trials if name in t.settings}
+
+
+def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Row], list[str]]:
+    """Return baselines that lie near the values from low to high, and names of the others.
+
+    Labels have places of their own: lines that lie close together would hide each other's.
+    """
+    near: list[Row] = []
+    far: list[str] = []
+    for ranked in conclusion.baselines:
+        value = finite(ranked.objective.value)
+        if value is not None and _is_near(value, low, high):
+            near.append({"label": ranked.baseline, "level": value})
+        elif value is not None:
+            far.append(f"{ranked.baseline} {value:.3g}")
+    near.sort(key=lambda row: row["level"])
+    levels = [low, high, *(row["level"] for row in near)]
+    room, last = (max(levels) - min(levels)) / 15, -math.inf
+    for row in near:
+        last = row["at"] = max(row["level"], last + room)
+    return near, far
+
+
+def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
+    """Return lines through the means, with a band and a bar for each interval."""
+    chart = alt.Chart(rows_named("means")).encode(x=x, **colour)
+    low, high = alt.Y("low:Q", title="objective"), "high:Q"
+    tooltip = tooltip_of(
+        ("x:Q", name, SHORT),
+        ("objective:Q", "mean", SHORT),
+        ("low:Q", "from", SHORT),
+        ("high:Q", "to", SHORT),
+        "seeds:Q",
+        ("group:N", "with"),
+    )
+    return [
+        chart.mark_area(opacity=0.16, aria=False, clip=True).encode(y=low, y2=high),
+        chart.mark_rule(size=1.5, opacity=0.6, aria=False, clip=True).encode(y=low, y2=high),
+        chart.mark_line(aria=False, clip=True).encode(y=y),
+        chart.mark_point(filled=True, size=90, aria=False, clip=True).encode(y=y, tooltip=tooltip),
+    ]
+
+
+def _setting_axis(name: str, values: Sequence[float]) -> Any:
+    low, high = min(values), max(values)
+    kind = "log" if low > 0 and high > WIDE_RANGE * low else "linear"
+    x = alt.X("x:Q", title=name).scale(type=kind, zero=False, nice=False, padding=14)
+    few = sorted(set(values))
+    return x.axis(values=few, format=".6~g") if len(few) <= 8 else x.axis(format="~g", tickCount=6)
+
+
+def _objective_axis(heights: Sequence[float]) -> Any:
+    low, high = min(heights), max(heights)
+    room = 0.06 * ((high - low) or abs(high) or 1.0)
+    y = alt.Y("objective:Q", title="objective").axis(tickCount=5, format="~g")
+    return y.scale(domain=[low - room, high + room], nice=False, zero=False)
+
+
+def _level_lines() -> list[Any]:
+    """Return baselines as dashed lines, their names on the right; their rows are `levels`."""
+    chart = alt.Chart(rows_named("levels"))
+    line = chart.mark_rule(strokeDash=[4, 3], size=1.2, aria=False, clip=True)
+    label = chart.encode(y="at:Q", x=alt.value(alt.expr("width")), text="label:N")
+    tooltip = tooltip_of(("label:N", "baseline"), ("level:Q", "objective", SHORT))
+    return [
+        line.encode(y="level:Q", tooltip=tooltip),
+        haloed_text(label, align="right", baseline="bottom", dx=-4, dy=-2),
+    ]
+
+
+def importance(conclusion: Conclusion) -> Figure | None:
+    """Draw how much each setting tells good trials from others."""
+    rows: list[Row] = [
+        {"setting": name, "share": round(value, 4), "label": share(value)}
+        for name, value in sorted(conclusion.importance.items(), key=lambda pair: -pair[1])
+    ]
+    if not rows:
+        return None
+    chart = alt.Chart().encode(
+        y=alt.Y("setting:N", title=None, sort=None),
+        x=alt.X("share:Q", title="importance")
+        .scale(domain=[0, 1.15 * max(0.05, rows[0]["share"])])
+        .axis(format="~%", tickCount=5),
+        tooltip=tooltip_of("setting:N", ("share:Q", "importance", ".1%")),
+    )
+    bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
+    texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
+    return _figure(
+        "importance",
+        finish_chart(alt.layer(bars, texts), rows, height=max(90, 34 * len(rows))),
+        rows,
+        {"setting": lambda row: row["setting"], "share >": lambda row: row["label"]},
+        shares=", ".join(f"{row['setting']} {row['label']}" for row in rows),
+    )
+
+
+# ---------------------------------------------------------------- scores
+
+
+def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
+    """Draw settings by two of their scores, and those that no other beats."""
+    names = data.score_names
+    rows = [row for row in _score_rows(conclusion) if row["scores"]]
+    if len(names) < 2 or not rows:
+        return None
+    signs = dict.fromkeys(names, 1)
+    signs |= Judge.by(data.objective, data.guards).directions(names)
+    down = [name for name in names if signs[name] < 0]
+    chosen = [
+        alt.param(name=param, value=value, bind=alt.binding_select(options=list(names), name=label))
+        for param, value, label in (("across", names[0], "Across "), ("up", names[1], "Up "))
+    ]
+    # Scores are looked up by what was chosen: their names are data, never code.
+    placed = alt.Chart().transform_calculate(
+        x="datum.scores[across]",
+        y="datum.scores[up]",
+        sx="datum.x * signs[across]",
+        sy="datum.y * signs[up]",
+    )
+    placed = placed.transform_filter("isValid(datum.x) && isValid(datum.y)").encode(
+        x=alt.X("x:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=6),
+        y=alt.Y("y:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=5),
+    )
+    tooltip = tooltip_of(
+        ("label:N", "setting"),
+        ("x:Q", "across", SHORT),
+        ("y:Q", "up", SHORT),
+        ("objective:Q", "", SHORT),
+    )
+    settings = placed.transform_filter("datum.kind === 'setting'")
+    order = [alt.SortField("sx", order="descending"), alt.SortField("sy", order="descending")]
+    front = settings.transform_window(highest="max(sy)", sort=order, frame=[None, 0])
+    front = front.transform_window(before="lag(highest)", sort=order)
+    front = front.transform_filter("!isValid(datum.before) || datum.sy > datum.before")
+    front = front.mark_line(strokeWidth=1.5, strokeDash=[5, 3], aria=False)
+    rings = settings.transform_filter("datum.front")
+    rings = rings.mark_point(size=150, strokeWidth=1.5, aria=False)
+    points = settings.mark_point(
+        filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=0.6, aria=False
+    )
+    colour = alt.Color("objective:Q", title="objective")
+    colour = colour.legend(gradientLength=180, gradientThickness=10, format=".3~g", tickCount=4)
+    baselines = placed.transform_filter("datum.kind === 'baseline'")
+    diamonds = baselines.mark_point(shape="diamond", filled=True, size=110, color=GREY, aria=False)
+    layers = [
+        front.encode(order=alt.Order("sx:Q")),
+        rings.encode(color=alt.value(GREY)),
+        points.encode(tooltip=tooltip, color=colour),
+        diamonds.encode(tooltip=tooltip),
+        *_baseline_names(baselines),
+        *_corner_labels(),
+    ]
+    chart = alt.layer(*layers).add_params(alt.param(name="signs", value=signs), *chosen)
+    columns: Columns = {
+        "setting": lambda row: row["label"],
+        **{f"{name} >": _score_cell(name) for name in names},
+        "": lambda row: "on the front" if row["front"] else "",
+    }
+    count = sum(row["kind"] == "setting" for row in rows)
+    return _figure(
+        "pareto",
+        finish_chart(chart, rows, 360, corner=[{}]),
+        rows,
+        columns,
+        directions=f" (less of {listed(down)} is better)" if down else "",
+        settings=times(count, "setting"),
+        baselines=times(len(rows) - count, "baseline"),
+        scores=listed(names),
+    )
+
+
+def _score_rows(conclusion: Conclusion) -> list[Row]:
+    """Return a row for each setting and baseline, with its scores by name."""
+    found = [*conclusion.ranking, *conclusion.baselines]
+    return [
+        {
+            "label": ranked.label,
+            "baseline": ranked.baseline,
+            "kind": "baseline" if ranked.baseline else "setting",
+            "scores": {n: finite(value) for n, value in ranked.scores.items() if is_number(value)},
+            "objective": finite(ranked.objective.value),
+            "front": not ranked.baseline and place in conclusion.front,
+            "turn": place % 3,
+        }
+        for place, ranked in enumerate(found)
+    ]
+
+
+def _score_cell(name: str) -> Any:
+    return lambda row: value_text(row["scores"].get(name))
+
+
+def _baseline_names(chart: Any) -> list[Any]:
+    """Return names beside points, above and below in turn: baselines often lie on each other."""
+    named = chart.encode(text="baseline:N")
+    return [
+        haloed_text(
+            named.transform_filter(f"datum.turn === {turn}"), align="left", dx=8, dy=dy, limit=110
+        )
+        for turn, dy in enumerate((0, -11, 11))
+    ]
+
+
+def _corner_labels() -> list[Any]:
+    """Return which score goes which way; titles of axes cannot change with the choice."""
+    corner = alt.Chart(rows_named("corner"))
+    looks = {"fontWeight": 600, "aria": False, "opacity": 0.8}
+    across = corner.mark_text(align="right", text=alt.expr("across + ' →'"), dx=-4, dy=-8, **looks)
+    up = corner.mark_text(align="left", text=alt.expr("'↑ ' + up"), dx=6, dy=10, **looks)
+    return [
+        across.encode(x=alt.value(alt.expr("width")), y=alt.value(alt.expr("height"))),
+        up.encode(x=alt.value(0), y=alt.value(0)),
+    ]

@@ -1,0 +1,327 @@
+"""Child processes that run code of others: bounded output, a time limit, an end when we end.
+
+Each runs in a session of its own, so that it can be ended with all it has started. A second, tiny
+process waits for this one to end, however it ends, and then ends the first: an evaluator that
+computes for hours can neither be asked to look after its parent nor be trusted to.
+
+An `AnsweringProcess` calls a function of ours there, by lines of JSON on a socket that nothing else
+writes to, so that the code of others may print what it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dare import errors
+from dare.errors import DareError, EvaluationError, printable
+
+SHELL = "/bin/sh"
+MOST_KEPT_BYTES = 1 << 26
+"""Bytes of standard output in which a last line of many items is looked for."""
+MOST_SHOWN_BYTES = 1 << 16
+SHOWN_LINES = 40
+LINE_LENGTH = 1000
+READ_BYTES = 1 << 16
+POLL_SECONDS = 0.1
+"""Between two checks whether a process has ended whose children keep its pipes open."""
+MOST_LATE_READS = 64
+"""Reads after the end: more than a pipe holds, and an end even if a stray child goes on."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Tail:
+    """The end of what was printed."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        """Take what was printed next."""
+        self._bytes += piece
+        if len(self._bytes) > 2 * self._most:
+            del self._bytes[: -self._most]
+
+    def clear(self) -> None:
+        """Forget what was printed so far."""
+        self._bytes.clear()
+
+    def last_line(self) -> str:
+        """The last line that is not empty."""
+        *_, last = self._bytes.rstrip().rsplit(b"\n", 1)
+        return last.decode(errors="replace").strip()
+
+    def shown(self) -> str:
+        """The last lines as a terminal would show them, and nothing that acts on one."""
+        text = self._bytes[-self._most :].decode(errors="replace")
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+        short = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…" for line in lines]
+        return printable("\n".join(short[-SHOWN_LINES:]), keep="\n\t")
+
+
+class Watched:
+    """A process in a session of its own, that ends when this one does."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "",
+        threads: int | None = None,
+        channel: int | None = None,
+    ) -> None:
+        """Start a command; with a `channel`, a socket that it is given, stdout is only shown.
+
+        `name` stands in messages.
+        """
+        variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
+        self._name = name
+        self.stdout = Tail(MOST_KEPT_BYTES)
+        self.printed = Tail(MOST_SHOWN_BYTES)
+        self._process = subprocess.Popen(  # noqa: S603 (it is what the user asked for)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=() if channel is None else (channel,),
+            env={**os.environ, **variables},
+        )
+        self._selector = selectors.DefaultSelector()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._pipes = (self._process.stdout, self._process.stderr)
+        try:
+            self._guard, self._lifeline = _guard(self._process.pid)
+        except BaseException:
+            _kill_group(self._process)
+            raise
+        self.listen(self._pipes[0].fileno(), self.printed.add if channel else self._take)
+        self.listen(self._pipes[1].fileno(), self.printed.add)
+
+    def _take(self, piece: bytes) -> None:
+        self.stdout.add(piece)
+        self.printed.add(piece)
+
+    def listen(self, descriptor: int, take: Callable[[bytes], None]) -> None:
+        """Hand on what comes out of a pipe or socket, while `pump` runs."""
+        self._selector.register(descriptor, selectors.EVENT_READ, take)
+
+    def pump(self, is_enough: Callable[[], bool], time_limit: float | None) -> int | None:
+        """Listen until there is enough, or the process has ended; then return its exit status.
+
+        If time is up (an EvaluationError), or anything else goes wrong here, the process is ended,
+        with all that it has started.
+        """
+        deadline = None if time_limit is None else time.monotonic() + time_limit
+        try:
+            while not is_enough():
+                status = self._process.poll()
+                left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
+                if status is None and left <= 0:
+                    self.close()
+                    raise EvaluationError(
+                        f"{self._name}: took longer than {time_limit:g} s and was stopped",
+                        self.printed.shown(),
+                    )
+                if status is not None:
+                    self._drain()
+                    return status
+                self._read(min(left, POLL_SECONDS))
+            self._drain()
+            return None
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, seconds: float) -> bool:
+        """Hand on what there is, after waiting for it that long at most; say if there was any."""
+        if not self._selector.get_map():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            return False
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            try:
+                piece = os.read(key.fd, READ_BYTES)
+            except ConnectionResetError:  # a socket whose other end left something unread
+                piece = b""
+            if piece:
+                key.data(piece)
+            else:
+                self._selector.unregister(key.fd)
+        return bool(ready)
+
+    def _drain(self) -> None:
+        for _ in range(MOST_LATE_READS):
+            if not self._selector.get_map() or not self._read(0):
+                return
+
+    def close(self) -> None:
+        """End the process and all that it has started, and let go of its pipes."""
+        if self._lifeline < 0:
+            return
+        _kill_group(self._process)
+        self._drain()
+        self._guard.kill()
+        self._guard.wait()
+        os.close(self._lifeline)
+        self._lifeline = -1
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def describe_status(status: int) -> str:
+    """How a process ended.
+
+    >>> describe_status(3), describe_status(-11), describe_status(139)
+    ('ended with status 3', 'was stopped by SIGSEGV', 'ended with status 139 (SIGSEGV)')
+    """
+    number = -status if status < 0 else status - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else ""
+    hint = ", which the system sends if memory runs out" if name == "SIGKILL" else ""
+    if status < 0:
+        return f"was stopped by {name or f'signal {number}'}{hint}"
+    return f"ended with status {status}" + (f" ({name}{hint})" if name else "")
+
+
+def _guard(group: int) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that ends a group once the other end of its input is closed, by whatever."""
+    reading, writing = os.pipe()
+    try:
+        script = 'read -r _; kill -s KILL -- "-$0"'
+        guard = subprocess.Popen(  # noqa: S603
+            [SHELL, "-c", script, str(group)],
+            stdin=reading,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    return guard, writing
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---------------------------------------------------------------- requests and replies
+
+
+class AnsweringProcess:
+    """A Python process that answers requests by `answer_requests`."""
+
+    def __init__(self, name: str, start: str, threads: int | None) -> None:
+        """Run the statement `start`, in which `{}` stands for the number of its socket."""
+        self._name = name
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            # -P and the path: what we import is what it imports, whatever lies in this folder.
+            path = f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
+            code = path + start.format(theirs.fileno())
+            command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-c", code]
+            channel = theirs.fileno()
+            self._process = Watched(command, name=name, threads=threads, channel=channel)
+        self._received = bytearray()
+        self._process.listen(self._channel.fileno(), self._received.extend)
+        self.is_running = True
+
+    @property
+    def printed(self) -> str:
+        """The last lines that were printed since it was asked."""
+        return self._process.printed.shown()
+
+    def ask(self, verb: str, given: Any, time_limit: float | None) -> Any:
+        """Send a request and wait for the reply; an error of the other side is raised here."""
+        self._process.printed.clear()
+        self._received.clear()
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
+                self._channel.sendall(json.dumps([verb, given]).encode() + b"\n")
+            status = self._process.pump(lambda: self._received.endswith(b"\n"), time_limit)
+            if status is not None and not self._received.endswith(b"\n"):
+                ended = f"{self._name}: its process {describe_status(status)}"
+                raise EvaluationError(ended, self.printed)
+        except BaseException:
+            self.close()
+            raise
+        reply = json.loads(self._received)
+        if reply.get("is_last"):
+            self.close()
+        if "error" not in reply:
+            return reply["value"]
+        kind: type[DareError] = getattr(errors, reply["error"])
+        if kind is not EvaluationError:
+            raise kind(*reply["args"])
+        output = "\n".join(filter(None, (self.printed, reply["output"])))
+        raise EvaluationError(f"{self._name}: {reply['args'][0]}", output)
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        self.is_running = False
+        self._process.close()
+        self._channel.close()
+
+
+def answer_requests(answering: object, descriptor: int) -> None:
+    """Answer requests by an object's methods, until the other side is gone; then exit."""
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)  # children of the evaluator must not keep it open
+    with channel.makefile("r", encoding="utf-8") as requests:
+        for request in requests:
+            reply = _reply(answering, *json.loads(request))
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # the evaluator has closed it
+                    stream.flush()
+            channel.sendall(json.dumps(reply).encode() + b"\n")
+    os._exit(0)  # threads that the evaluator has left behind do not matter
+
+
+def _reply(answering: object, verb: str, given: Any) -> dict[str, Any]:
+    try:
+        return {"value": getattr(answering, verb)(given)}
+    except BaseException as error:
+        # After these nobody knows what is left of the process.
+        is_last = isinstance(error.__cause__, MemoryError | SystemExit)
+        found = error
+        if not isinstance(error, DareError):
+            found, is_last = foreign_error("it failed", error), True
+        kind = next(kind for kind in type(found).__mro__ if hasattr(errors, kind.__name__))
+        return {
+            "error": kind.__name__,
+            "args": [str(arg) for arg in found.args],
+            "output": getattr(found, "output", ""),
+            "is_last": is_last,
+        }
+
+
+def foreign_error(what: str, error: BaseException) -> EvaluationError:
+    """Return an error of others' code as ours, with where in their code it arose."""
+    theirs = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, theirs)
+    return EvaluationError(f"{what}: {describe_error(error)}", "".join(lines).rstrip())
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}".rstrip(": ") + where

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sample
+from safetensors.numpy import save_file
+
+import dare
+from dare.analysis.results import Outcome
+from dare.documents.notices import notice
+from dare.errors import InputError
+
+
+def test_what_stages_leave_is_counted_over_tensors(subject):
+    math = subject.outcome.models[0]
+    sizes = [tensor.statistics.elements for tensor in subject.analysis.models[0].tensors]
+    left = sum(round(size * (1 - 0.9)) // 2 for size in sizes)
+    assert math.kept["trim"] == left / sum(sizes)
+    assert list(math.kept) == ["dare", "trim"]
+    assert math.kept["dare"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
+    report = sample.make_report(subject.analysis)
+    bare = tuple(replace(t, survivors=tuple(() for _ in t.models)) for t in report.tensors)
+    outcome = sample.outcome_of(replace(report, method="linear", tensors=bare), subject.analysis)
+    assert [model.kept for model in outcome.models] == [{}, {}, {}]
+
+
+def test_tensors_that_were_not_analysed_do_not_count(subject):
+    report = sample.make_report(subject.analysis)
+    other = replace(report.tensors[0], name="another", survivors=((9**9, 9**9),) * 3)
+    warned = (notice("overflow", values="3 values are"),)
+    more = replace(report, tensors=(*report.tensors, other), warnings=warned)
+    found = sample.outcome_of(more, subject.analysis)
+    assert found.models == subject.outcome.models
+    assert found.warnings == (warned[0].text,)
+    with pytest.raises(InputError, match="has no whole report"):
+        Outcome.of_manifest({"report": {}}, subject.analysis, output=Path("x"))
+
+
+def test_a_manifest_tells_what_the_report_told(tmp_path):
+    base = {"w": np.zeros((8, 64), np.float32)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({"w": base["w"] + 1}, tmp_path / "math.safetensors")
+    recipe = dare.Recipe(
+        base=tmp_path / "base.safetensors",
+        models=[tmp_path / "math.safetensors"],
+        output=tmp_path / "out.safetensors",
+        method="dare+linear",
+        stages={"dare": {"drop_rate": 0.5}},
+        verbose=False,
+    )
+    report = dare.merge(recipe, backend="reference")
+    document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
+    analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
+    outcome = Outcome.of_manifest(document, analysis, output=recipe.output)
+    assert outcome == sample.outcome_of(report, analysis)
+    (model,) = outcome.models
+    assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}

@@ -1,0 +1,157 @@
+"""Inputs that are not finite are refused early, by every way into a merge, unless allowed."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from helpers import listing, write_recipe
+
+SIZE = 700_000  # more than a chunk
+PLACES = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+def vectors(broken=(), value=np.nan, kind=np.float32, size=SIZE):
+    base = {"v": np.zeros(size, kind), "w": np.zeros((32, 40), kind)}
+    tuned = {name: array + np.array(1e-3, kind) for name, array in base.items()}
+    tuned["v"][list(broken)] = value
+    return base, tuned
+
+
+def refused(count, where="model0", tensor="v", size=SIZE):
+    found = rf"^{where}: {count:,} of {size:,} elements of {tensor} .*allow_not_finite = true"
+    return pytest.raises(dare.InputError, match=found)
+
+
+@pytest.mark.parametrize("method", ["sum", "dare+linear", "ties", "trim+sum", "della+sum", "slerp"])
+@pytest.mark.parametrize("value", PLACES.values(), ids=PLACES)
+def test_a_model_with_one_is_refused_and_leaves_no_output(tmp_path, method, value):
+    base, tuned = vectors([5], value, size=1000)
+    others = [vectors(size=1000)[1]] if method == "slerp" else []
+    recipe = write_recipe(tmp_path, base, [tuned, *others], method=method)
+    with refused(1, size=1000):
+        dare.merge(recipe)
+    assert not recipe.output.exists()
+    assert not recipe.output.with_name("out.safetensors.manifest.json").exists()
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_every_type_is_looked_at(tmp_path, kind):
+    base, tuned = vectors([7, 8], kind=kind, size=1000)
+    with refused(2, size=1000):
+        dare.merge(write_recipe(tmp_path, base, [tuned]))
+
+
+def test_a_broken_base_is_named(tmp_path):
+    base, tuned = vectors(size=1000)
+    base["v"][3], base["v"][4] = np.nan, np.inf
+    with refused(2, "base", size=1000):
+        dare.merge(write_recipe(tmp_path, base, [tuned, tuned]))
+
+
+def test_a_matrix_that_is_broken_all_over_is_refused_before_anything_is_written(tmp_path):
+    base, tuned = vectors(size=1000)
+    base["layers.0.weight"] = np.zeros((128, 128), np.float32)
+    tuned["layers.0.weight"] = np.full((128, 128), np.nan, np.float32)
+    recipe = write_recipe(tmp_path, base, [tuned])
+    with refused(128 * 128, tensor="layers.0.weight", size=128 * 128):
+        dare.merge(recipe)
+    assert not recipe.output.with_name("out.safetensors.partial").exists()
+
+
+@pytest.mark.parametrize("output", ["out", "new/folder/out.safetensors"])
+def test_one_that_is_found_in_the_middle_leaves_nothing_behind(tmp_path, output):
+    base, tuned = vectors([1, 600_000, 699_999])
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum", output=tmp_path / output)
+    before = listing(tmp_path)
+    with refused(3):
+        dare.merge(recipe)
+    assert listing(tmp_path) == before
+
+
+def test_what_is_allowed_is_merged_and_warned_of(tmp_path):
+    base, tuned = vectors([5], size=1000)
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum", allow_not_finite=True)
+    report = dare.merge(recipe)
+    assert np.flatnonzero(np.isnan(load_file(recipe.output)["v"])).tolist() == [5]
+    assert [(n.code, n.severity) for n in report.warnings] == [("not_a_number", "severe")]
+
+
+def test_the_setting_changes_no_byte_of_what_would_be_merged_without_it(tmp_path):
+    base, tuned = vectors(size=1000)
+    outputs = []
+    for allowed in (False, True):
+        folder = tmp_path / str(allowed)
+        recipe = write_recipe(folder, base, [tuned], allow_not_finite=allowed)
+        dare.merge(recipe)
+        outputs.append(recipe.output.read_bytes())
+        manifest = (folder / "out.safetensors.manifest.json").read_text()
+        assert ("allow_not_finite" in manifest) is allowed
+    assert outputs[0] == outputs[1]
+
+
+def test_infinities_that_are_shared_and_overflow_on_the_way_are_not_refused():
+    base = {"v": np.array([-np.inf, -3e38, 1.0], np.float32)}
+    tuned = {"v": np.array([-np.inf, 3e38, 1.0], np.float32)}  # the change is above float32
+    merged, report = dare.merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)
+    assert merged["v"][0] == -np.inf
+    assert (report.overflowed, [n.code for n in report.warnings]) == (1, ["overflow"])
+
+
+def test_a_model_without_weight_in_a_tensor_may_be_broken_there():
+    base, tuned = vectors([5], size=1000)
+    _, sound = vectors(size=1000)
+    merged, _ = dare.merge_arrays(base, [tuned, sound], method="sum", weights=[0, 1], verbose=False)
+    assert np.isfinite(merged["v"]).all()
+
+
+# ---------------------------------------------------------------- other ways in
+
+
+def test_arrays_and_the_published_functions_refuse_likewise():
+    base, tuned = vectors([5], size=1000)
+    with refused(1, "model 0", size=1000):
+        dare.merge_arrays(base, [tuned], method="sum")
+    with refused(1, "model 0", size=1000):
+        dare.dare_sparsify(base, tuned, drop_rate=0.5)
+    dare.merge_arrays(base, [tuned], allow_not_finite=True, verbose=False)
+
+
+def test_slices_and_finish_refuse_likewise(tmp_path):
+    base, tuned = vectors([600_000])
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum")
+    with refused(1):
+        for number in (1, 2):
+            dare.merge_slice(recipe, f"{number}/2")
+    allowed = recipe.model_copy(update={"allow_not_finite": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dare.api._finish", lambda *_, **__: None)
+        for number in (1, 2):
+            dare.merge_slice(allowed, f"{number}/2")
+    with refused(1):
+        dare.finish(recipe)
+    assert dare.finish(allowed).nans == 1
+
+
+def test_chunks_of_an_interrupted_merge_that_allowed_it_are_refused_too(tmp_path, monkeypatch):
+    base, tuned = vectors([5])
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum")
+    with monkeypatch.context() as patch:
+        patch.setattr("dare.api._publish", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dare.merge(recipe.model_copy(update={"allow_not_finite": True}))
+    with refused(1):
+        dare.merge(recipe)
+    assert not recipe.output.exists()
+
+
+def test_candidates_are_refused_likewise(tmp_path):
+    base, tuned = vectors([5], size=1000)
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum")
+    with refused(1, size=1000):
+        dare.Candidates(recipe).make()
+    allowed = recipe.model_copy(update={"allow_not_finite": True})
+    assert np.isnan(dare.Candidates(allowed).make().arrays["v"][5])

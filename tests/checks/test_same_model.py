@@ -1,0 +1,137 @@
+"""The base, a model or an earlier output that a pattern such as *.safetensors puts into a merge."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import dare
+from dare import ModelEntry, Recipe
+from helpers import save
+
+BASE = {"w": np.zeros(200, np.float32), "v": np.zeros((8, 8), np.float32)}
+
+
+def changed(seed):
+    generator = np.random.default_rng(seed)
+    return {
+        name: (array + 1e-4 * generator.standard_normal(array.shape)).astype(np.float32)
+        for name, array in BASE.items()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of three models, which is where the user is."""
+    for name, arrays in {"base": BASE, "code": changed(1), "math": changed(2)}.items():
+        save(tmp_path / "here" / f"{name}.safetensors", arrays)
+    return tmp_path / "here"
+
+
+def merge(folder, *models, **settings):
+    given = {"base": folder / "base.safetensors", "output": folder / "out.safetensors"}
+    files = [m if isinstance(m, ModelEntry) else folder / f"{m}.safetensors" for m in models]
+    return dare.merge(Recipe(**{**given, "models": files, "verbose": False, **settings}))
+
+
+def test_the_base_among_the_models_is_refused(folder):
+    with pytest.raises(dare.RecipeError, match=r"base\.safetensors: is the base.*out of models"):
+        merge(folder, "base", "math")
+
+
+@pytest.mark.parametrize("method", ["slerp", "karcher", "nuslerp", "dare+slerp"])
+def test_an_interpolation_may_begin_at_the_base(folder, method):
+    report = merge(folder, "base", "math", method=method)
+    assert "equals_base" not in [notice.code for notice in report.warnings]
+    os.link(folder / "base.safetensors", folder / "copy.safetensors")
+    linked = merge(folder, "copy", "math", method=method, output=folder / "linked.safetensors")
+    assert linked.digests.output == report.digests.output
+
+
+def test_a_base_has_no_delta_to_interpolate(folder):
+    with pytest.raises(dare.RecipeError, match=r'is the base.*set on = "weights" in \[slerp\]'):
+        merge(folder, "base", "math", method="slerp", stages={"slerp": {"on": "deltas"}})
+
+
+def test_one_goes_on_from_the_base_to_an_earlier_interpolation(folder):
+    merge(folder, "base", "math", method="slerp", output=folder / "half.safetensors")
+    assert merge(folder, "base", "half", method="slerp").warnings == ()
+    with pytest.raises(dare.RecipeError, match=r"half.*from this base and math.*give it a seed"):
+        merge(folder, "math", "half", method="slerp")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
+def test_under_another_name_it_is_still_the_base(folder, link):
+    link(folder / "base.safetensors", folder / "copy.safetensors")
+    with pytest.raises(dare.RecipeError, match=r"copy\.safetensors: is the base"):
+        merge(folder, "copy", "math")
+
+
+def test_a_base_with_a_weight_is_meant(folder):
+    entry = ModelEntry(file=folder / "base.safetensors", weight=0.5)
+    report = merge(folder, entry, "math", method="linear")
+    assert report.warnings == ()
+
+
+def test_a_model_twice_is_refused(folder):
+    with pytest.raises(
+        dare.RecipeError, match=r"math\.safetensors: is among the models twice; take"
+    ):
+        merge(folder, "math", "code", "math")
+    os.link(folder / "math.safetensors", folder / "link.safetensors")
+    with pytest.raises(dare.RecipeError, match=r"link\.safetensors: is the file .*math\.safe"):
+        merge(folder, "math", "link")
+
+
+def test_two_masks_of_one_model_are_meant(folder):
+    entries = [ModelEntry(file=folder / "math.safetensors", seed=seed) for seed in (1, 2)]
+    assert merge(folder, *entries).models[1].seed == 2
+
+
+def test_an_earlier_output_among_its_models_is_refused(folder):
+    merge(folder, "code", "math", output=folder / "merged.safetensors")
+    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .*code and math"):
+        merge(folder, "code", "math", "merged")
+    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .* math; .*models"):
+        merge(folder, "math", "merged")
+
+
+def test_outputs_are_merged_on_purpose(folder):
+    """With other models, on another base, or with a weight."""
+    save(folder / "other.safetensors", changed(3))
+    merge(folder, "code", "math", output=folder / "merged.safetensors")
+    assert merge(folder, "merged", "other").warnings == ()
+    assert merge(
+        folder, "merged", "code", base=folder / "other.safetensors", output=folder / "b.safetensors"
+    )
+    entry = ModelEntry(file=folder / "merged.safetensors", weight=0.5)
+    assert merge(folder, entry, "code", output=folder / "c.safetensors")
+
+
+# ---------------------------------------------------------------- equal contents
+
+
+def notices(base, *models, **settings):
+    _, report = dare.merge_arrays(base, list(models), method="linear", verbose=False, **settings)
+    return [(notice.code, notice.severity) for notice in report.warnings], report
+
+
+def test_a_copy_of_the_base_is_warned_of():
+    found, report = notices(BASE, changed(1), {name: a.copy() for name, a in BASE.items()})
+    assert found == [("equals_base", "severe")]
+    assert report.warnings[0].subjects == ("model 1",)
+    assert notices(BASE, changed(1), BASE, weights=[0.5, 0.5])[0] == []
+
+
+def test_a_copy_of_a_model_is_warned_of_once_before_and_after_the_work():
+    generator = np.random.default_rng(0)
+    base = {"layers.0.weight": generator.standard_normal((128, 128), np.float32)}
+    tuned = {"layers.0.weight": base["layers.0.weight"] + np.float32(0.001)}
+    found, report = notices(base, tuned, dict(tuned))  # seen in the sample, and by the digests
+    assert found == [("same_model", "severe")]
+    assert report.warnings[0].subjects == ("model 1",)
+    assert "model 0" in report.warnings[0].text
+    found, _ = notices(BASE, changed(1), changed(1), changed(2))  # by the digests alone
+    assert found == [("same_model", "severe")]

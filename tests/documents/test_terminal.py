@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dare.documents.terminal import draw_bar, make_table
+
+
+@pytest.mark.parametrize(
+    ("part", "bar"),
+    [(-1, "    "), (0, "    "), (1e-9, "▏   "), (0.25, "█   "), (0.28125, "█▏  "), (7, "████")],
+)
+def test_a_bar_has_its_cells_whatever_the_part(part, bar):
+    assert draw_bar(part, 4, solid=True) == bar
+
+
+def test_names_of_columns_are_not_markup():
+    console = Console(file=io.StringIO(), width=40)
+    console.print(make_table("[bold]x[/bold]", "a > b", "n >"))
+    assert console.file.getvalue().split("\n")[1].split() == ["[bold]x[/bold]", "a", ">", "b", "n"]
