@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import RULES_FILE, Verdict
-from dare.analysis.judge.readiness import RULES
-from dare.documents.notices import CATALOGUE, Severity
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.readiness import RULES, STOPPING
+from dare.documents.notices import CATALOGUE, LIMITS, Entry, Severity
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
@@ -318,13 +318,17 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
+NOT_IN_ANALYSES = {"Outcome", "Fit", "_Judgement", "Limit", "Limits", "Entry"}
+
+
 def analysis() -> str:
     """Every data class of an analysis with its fields, as the source describes them."""
     parts = []
-    for module in ("results", "judge/judgement"):
-        tree = ast.parse((ROOT / f"src/dare/analysis/{module}.py").read_text("utf-8"))
+    modules = ("analysis/results", "inputs/fit", "analysis/judge/judgement", "documents/notices")
+    for module in modules:
+        tree = ast.parse((ROOT / f"src/dare/{module}.py").read_text("utf-8"))
         for node in tree.body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and node.name not in NOT_IN_ANALYSES:
                 parts += [f"### {node.name}", ast.get_docstring(node) or ""]
                 parts.append(_described_fields(node))
     return "\n\n".join(parts)
@@ -332,33 +336,32 @@ def analysis() -> str:
 
 def rules() -> str:
     """What readiness looks for, and the numbers that measurements are held against."""
+    entries = [CATALOGUE[code] for code in RULES]
     return "\n\n".join(
         [
             "## Rules",
             _table(
-                ("rule", "verdict", "looks for"),
-                (
-                    (f"`{r.name}`", EFFECTS[r.severity] + MATTERS[r.only_for], r.looks_for)
-                    for r in RULES
-                ),
+                ("code", "verdict", "looks for"),
+                ((f"`{e.code}`", _effect(e) + MATTERS[e.only_for], e.meaning) for e in entries),
             ),
             "## Limits",
             _table(
                 ("limit", "value", "meaning", "source"),
                 (
-                    (f"`{name}`", f"{value:g}", meaning, source)
-                    for name, (value, meaning, source) in RULES_FILE["limits"].items()
+                    (f"`{name}`", f"{limit.value:g}", limit.meaning, limit.source)
+                    for name, limit in LIMITS.items()
                 ),
             ),
         ]
     )
 
 
-EFFECTS = {
-    Severity.STOP: Verdict.UNFIT,
-    Severity.CHANGE: Verdict.WITH_CHANGES,
-    Severity.NOTE: "a note",
-}
+def _effect(entry: Entry) -> str:
+    if entry.severity is Severity.NOTE:
+        return "a note"
+    return Verdict.UNFIT if entry.code in STOPPING else Verdict.WITH_CHANGES
+
+
 MATTERS = {
     "": "",
     "drops_at_random": ", where changes are dropped at random",

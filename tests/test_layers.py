@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -95,6 +96,13 @@ ARROWS = {
     for target in imports(tree)
     if target.split(".")[0] == "dare" and target not in (name, "dare")
 }
+
+
+def test_contributing_has_the_same_order():
+    page = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    written = page.partition("Imports point down only: ")[2].partition(". ")[0]
+    order = [set(re.findall(r"\w+", layer)) for layer in written.split("→")]
+    assert order == [set(names) - {"__main__"} for names in LAYERS]
 
 
 def test_every_module_has_a_layer():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dare.demo.story import SHOWN, run_demo, writings_table
+from dare.demo.story import opening, run_demo
+from dare.documents.terminal import print_document
 
 HERE = Path(__file__).parent
 
@@ -23,7 +24,7 @@ def main() -> None:
     result = run_demo(console)
     draw(console, "dare demo")
     console = make_console(66)
-    console.print(writings_table(result.writings, SHOWN, console))
+    print_document(console, opening(result.parameters, result.mean_change, result.writings))
     draw(console, "writings")
 
 

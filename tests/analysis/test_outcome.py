@@ -16,19 +16,19 @@ from dare.errors import InputError
 
 
 def test_what_stages_leave_is_counted_over_tensors(subject):
-    math = subject.outcome.models[0]
+    kept = subject.outcome.kept["math"]
     sizes = [tensor.statistics.elements for tensor in subject.analysis.models[0].tensors]
     left = sum(round(size * (1 - 0.9)) // 2 for size in sizes)
-    assert math.kept["trim"] == left / sum(sizes)
-    assert list(math.kept) == ["dare", "trim"]
-    assert math.kept["dare"] == pytest.approx(0.1, abs=1e-3)
+    assert kept["trim"] == left / sum(sizes)
+    assert list(kept) == ["dare", "trim"]
+    assert kept["dare"] == pytest.approx(0.1, abs=1e-3)
 
 
 def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
     report = sample.make_report(subject.analysis)
     bare = tuple(replace(t, survivors=tuple(() for _ in t.models)) for t in report.tensors)
     outcome = sample.outcome_of(replace(report, method="linear", tensors=bare), subject.analysis)
-    assert [model.kept for model in outcome.models] == [{}, {}, {}]
+    assert list(outcome.kept.values()) == [{}, {}, {}]
 
 
 def test_tensors_that_were_not_analysed_do_not_count(subject):
@@ -37,7 +37,7 @@ def test_tensors_that_were_not_analysed_do_not_count(subject):
     warned = (notice("overflow", values="3 values are"),)
     more = replace(report, tensors=(*report.tensors, other), warnings=warned)
     found = sample.outcome_of(more, subject.analysis)
-    assert found.models == subject.outcome.models
+    assert (found.models, found.kept) == (subject.outcome.models, subject.outcome.kept)
     assert found.warnings == (warned[0].text,)
     with pytest.raises(InputError, match="has no whole report"):
         Outcome.of_manifest({"report": {}}, subject.analysis, output=Path("x"))
@@ -60,5 +60,4 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
     outcome = Outcome.of_manifest(document, analysis, output=recipe.output)
     assert outcome == sample.outcome_of(report, analysis)
-    (model,) = outcome.models
-    assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
+    assert outcome.kept == {"math": {"dare": 1 - report.models[0].drop_rate_realised}}

@@ -108,6 +108,10 @@ def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
     return make_figure(TEXTS[name], name, spec, table, known)
 
 
+def _tooltip(name: str) -> list[Any]:
+    return tooltip_of(*map(tuple, TEXTS[name]["tooltip"]))
+
+
 # ---------------------------------------------------------------- one model
 
 
@@ -126,12 +130,7 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
         .scale(type="log", domain=domain, nice=False)
         .axis(logarithmic("x")),
         y=alt.Y("share:Q", title="share of all elements").axis(format="~%", tickCount=5),
-        tooltip=tooltip_of(
-            "model:N",
-            ("from:Q", "|δ| from", ".3~g"),
-            ("to:Q", "below", ".3~g"),
-            ("share:Q", "share of elements", ".2%"),
-        ),
+        tooltip=_tooltip("magnitudes"),
     )
     chart = chart.transform_filter("datum.kind === kind")
     chart = chart.add_params(alt.param(name="kind", value=ALL_KINDS, bind=picker))
@@ -186,7 +185,7 @@ def changes(analysis: AnalysisData) -> Figure | None:
         for layer, found in sorted(by_layer.items())
     ]
     largest = max(rows, key=lambda row: row["change"] or 0.0)
-    chart = _change_map(change_domain(rows), _model_axis(alt.Y, analysis.names), "model:N")
+    chart = _change_map("changes", change_domain(rows), _model_axis(alt.Y, analysis.names))
     return _figure(
         "changes",
         _finish(chart, rows, 24 * len(analysis.models) + 10),
@@ -203,7 +202,7 @@ def relative_change(analysis: AnalysisData, model: ModelAnalysis) -> Figure | No
         return None
     axis = alt.Y("kind:N", title=None, sort=kinds)
     everywhere = [row for each in analysis.models for row in change_rows(each)]
-    chart = _change_map(change_domain(everywhere), axis, "kind:N")
+    chart = _change_map("change", change_domain(everywhere), axis)
     largest = max(rows, key=lambda row: row["change"] or 0.0)
     where = f"{largest['kind']} in layer {largest['layer']}"
     peak = f" The largest is {share(largest['change'])}, {where}." if largest["change"] else ""
@@ -256,21 +255,15 @@ def change_domain(rows: Iterable[Row]) -> list[float]:
     return [low, high]
 
 
-def _change_map(domain: list[float], y: Any, whose: str) -> Any:
-    """Return relative changes over layers as colours, with a tooltip that begins with `whose`."""
+def _change_map(name: str, domain: list[float], y: Any) -> Any:
+    """Return relative changes over layers as colours."""
     low, high = domain
     scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
     middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
     place = alt.Chart().encode(
         x=_layer_axis(),
         y=y,
-        tooltip=tooltip_of(
-            whose,
-            "layer:N",
-            ("change:Q", "‖δ‖ / ‖base‖", ".3~%"),
-            ("largest:Q", "largest |δ|", ".3~g"),
-            ("elements:Q", "", ","),
-        ),
+        tooltip=_tooltip(name),
     )
     colour = alt.Color("change:Q", title="‖δ‖ / ‖base‖").scale(scale)
     colour = colour.legend(
@@ -321,16 +314,7 @@ def spectra(analysis: AnalysisData) -> Figure | None:
         opacity=opacity.otherwise(alt.value(FAINT / 2)),
     )
     points = chart.mark_point(filled=True, size=60, aria=False).encode(
-        opacity=alt.value(0),
-        tooltip=tooltip_of(
-            "model:N",
-            "tensor:N",
-            ("rank:Q", "direction"),
-            ("value:Q", "σ / σ₁", ".3~g"),
-            ("effective:Q", "effective rank", ".3~g"),
-            ("of:Q", "of", ","),
-            ("outliers:Q", "above the noise"),
-        ),
+        opacity=alt.value(0), tooltip=_tooltip("spectra")
     )
     layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
     columns: Columns = {
@@ -451,13 +435,7 @@ def _matrix(
         x=_model_axis(alt.X, names, "other", orient="top", labelAngle=angle),
         y=_model_axis(alt.Y, names),
         opacity=bright_if(CHOSEN_PAIR),
-        tooltip=tooltip_of(
-            ("model:N", "model"),
-            ("other:N", "and"),
-            ("cosine:Q", "", "+.4f"),
-            ("conflict:Q", "in opposite directions", ".2%"),
-            ("both:Q", "elements both change", ","),
-        ),
+        tooltip=_tooltip(name),
     )
     colour = colour.legend(format=form, gradientLength=160, gradientThickness=10, tickCount=4)
     cells = place.mark_rect(cornerRadius=3).encode(color=colour)
@@ -496,10 +474,7 @@ def cancelled(analysis: AnalysisData) -> Figure | None:
         }
         for layer, found in sizes.items()
     ]
-    place = alt.Chart().encode(
-        x=_layer_axis(),
-        tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".1%"), ("chance:Q", "by chance", ".1%")),
-    )
+    place = alt.Chart().encode(x=_layer_axis(), tooltip=_tooltip("cancelled"))
     top = max(row[field] or 0.0 for row in rows for field in ("cancelled", "chance"))
     y = alt.Y("cancelled:Q", title="cancelled").scale(domain=[0, max(top, 0.5)])
     bars = place.mark_bar(cornerRadiusEnd=2, aria=False)
@@ -530,12 +505,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
         "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
         .scale(type="log", nice=False)
         .axis(logarithmic("y", percent=True)),
-        "tooltip": tooltip_of(
-            "model:N",
-            ("rate:Q", "drop rate"),
-            ("error:Q", "error of outputs, at most", ".3~%"),
-            ("relative:Q", "error of the delta", ".3~%"),
-        ),
+        "tooltip": _tooltip("predicted-error"),
     }
     columns: Columns = {
         "drop rate": lambda row: f"{row['rate']:g}",
@@ -581,7 +551,7 @@ def kept(outcome: Outcome) -> Figure | None:
             "label": f"{stage}  {share(finite(left))}",
         }
         for model in outcome.models
-        for step, (stage, left) in enumerate(model.kept.items())
+        for step, (stage, left) in enumerate(outcome.kept.get(model.name, {}).items())
     ]
     columns: Columns = {
         "model": lambda row: row["model"],
@@ -595,7 +565,6 @@ def kept(outcome: Outcome) -> Figure | None:
         lambda row: f"{row['model']} after {row['label']}",
         x=x.axis(format="~%", values=[0, 0.2, 0.4, 0.6, 0.8, 1]),
         yOffset=alt.YOffset("stage:N", sort=stages),
-        tooltip=tooltip_of("model:N", ("stage:N", "after"), ("kept:Q", "left", ".3%")),
     )
 
 
@@ -621,11 +590,6 @@ def survival(outcome: Outcome) -> Figure | None:
         *("survival", rows, columns, 36),
         lambda row: f"{row['model']} {row['label']}",
         x=x.scale(domain=[min(ratios), 1.3 * max(0.01, *ratios)]).axis(format="~%", tickCount=5),
-        tooltip=tooltip_of(
-            "model:N",
-            ("label:N", "share of its delta"),
-            ("cosine:N", "cosine with the merged delta"),
-        ),
     )
 
 
@@ -641,7 +605,8 @@ def _model_bars(
     if not rows:
         return None
     names = list(dict.fromkeys(row["model"] for row in rows))
-    chart = alt.Chart().encode(y=_model_axis(alt.Y, names), opacity=bright_if(CHOSEN), **places)
+    looks = {"y": _model_axis(alt.Y, names), "opacity": bright_if(CHOSEN)}
+    chart = alt.Chart().encode(tooltip=_tooltip(name), **looks, **places)
     bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
     bars = bars.encode(color=by_name(alt.Color, names, legend=None))
     texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")

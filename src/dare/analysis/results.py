@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +27,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.inputs.fit import LeftOut
+from dare.output.report import ModelReport
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
@@ -390,29 +390,16 @@ class AnalysisData:
 
 
 @dataclass(frozen=True)
-class ModelOutcome:
-    """One model's part in a merge."""
-
-    name: str
-    weight: float | list[float]
-    seed: int
-    drop_rate_asked: float | None
-    drop_rate_realised: float | None
-    largest_delta: float
-    largest_delta_in: str
-    kept: dict[str, float]
-    """Share of its elements that is left after each delta stage; empty if that is not known."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a merge did."""
 
     method: str
     output: str
     seconds: float
-    models: tuple[ModelOutcome, ...]
+    models: tuple[ModelReport, ...]
     warnings: tuple[str, ...]
+    kept: dict[str, dict[str, float]]
+    """By model, the share of its elements that is left after each delta stage, if that is known."""
     survival: tuple[PairAnalysis, ...]
     """Each model's delta beside the merged one, if that was measured."""
 
@@ -431,42 +418,36 @@ class Outcome:
         """
         try:
             report = manifest["report"]
-            counts = _count_left(report["tensors"], analysis)
-            stages = report["method"].split("+")[:-1]
-            models = [_model_outcome(m, stages, *counts[m["name"]]) for m in report["models"]]
-            warnings = tuple(warning["text"] for warning in report["warnings"])
-            place = "" if output is None else str(output)
+            stages, counts = report["method"].split("+")[:-1], _count_left(report, analysis)
             return cls(
-                *(report["method"], place, report["seconds"], tuple(models), warnings),
-                tuple(survival),
+                method=report["method"],
+                output="" if output is None else str(output),
+                seconds=report["seconds"],
+                models=tuple(  # a number that is not finite is a text in a manifest
+                    ModelReport(**{**model, "largest_delta": float(model["largest_delta"])})
+                    for model in report["models"]
+                ),
+                warnings=tuple(warning["text"] for warning in report["warnings"]),
+                kept={
+                    name: {stage: left / all_ for stage, left in zip(stages, each, strict=False)}
+                    for name, (all_, *each) in counts.items()
+                    if all_
+                },
+                survival=tuple(survival),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{output}: its manifest has no whole report of a merge ({error!r})"
             raise InputError(f"{fault}; pass the one that `dare merge` wrote") from None
 
 
-def _count_left(
-    tensors: Iterable[Mapping[str, Any]], analysis: AnalysisData
-) -> Mapping[str, list[int]]:
+def _count_left(report: Mapping[str, Any], analysis: AnalysisData) -> dict[str, list[int]]:
     """Return by model the elements that were analysed, and those that each stage left of them."""
     known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
-    counts: dict[str, list[int]] = defaultdict(lambda: [0])
-    for tensor in tensors:
+    counts: dict[str, list[int]] = {model["name"]: [] for model in report["models"]}
+    for tensor in report["tensors"]:
         if (analysed := known.get(tensor["name"])) is None:
             continue
         for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
             left = [analysed.statistics.elements, *survivors]
             counts[model] = [a + b for a, b in zip_longest(counts[model], left, fillvalue=0)]
-    return counts
-
-
-def _model_outcome(
-    model: Mapping[str, Any], stages: Iterable[str], elements: int, *left: int
-) -> ModelOutcome:
-    rates = model["drop_rate_asked"], model["drop_rate_realised"]
-    largest = float(model["largest_delta"])  # text in a manifest, if it is not finite
-    kept = {stage: count / elements for stage, count in zip(stages, left, strict=False) if elements}
-    return ModelOutcome(
-        *(model["name"], model["weight"], model["seed"], *rates),
-        *(largest, model["largest_delta_in"], kept),
-    )
+    return {model: left for model, left in counts.items() if left}

@@ -4,22 +4,18 @@
     print(analysis.recommended_drop_rate)
     print(dare_merge_readiness(analysis))
 
-The names are those of the published description, and the results depend on the data. (An analyzer
-that takes a percentile of the magnitudes for its threshold finds every delta sparse, whatever its
-shape.) What the figures mean:
+The names are those of the published description; the results depend on the data:
 
-- *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.checks.outliers`);
-- *relative norm*: ‖δ‖/‖base‖, outliers left out;
-- *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
-  for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
-  if nine of ten elements are zero, little for heavy tails;
+- *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude;
+- *relative norm*: ‖δ‖/‖base‖;
+- *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴): 0.56 for a uniform
+  distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, little for heavy tails;
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
-  `output_error` with probability 0.95, and at most `droppable_percentile`; 0 if that is below 0.1,
-  which is not worth its noise. The rule and its derivation are in `judge.prediction`; embeddings
-  and head count if there is nothing else.
+  `output_error` with probability 0.95 (`judge.prediction`), and at most `droppable_percentile`;
+  0 if that is below 0.1, which is not worth its noise.
 
-The weights are read by the pass of an analysis, and the verdict is that of `dare.assess`.
+All leave outliers out. The weights are read by the pass of an analysis, and the verdict is that of
+`dare.assess`.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
-from dare.analysis.measure.measuring import Measured, Subject
+from dare.analysis.measure.measuring import Measured
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.checks.large_deltas import Exposure
@@ -55,7 +51,6 @@ from dare.documents.notices import CATALOGUE, LIMIT, notice
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
-from dare.inputs.fit import LeftOut
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
@@ -107,8 +102,8 @@ class Configuration:
 
     def selects(self, layer: str) -> bool:
         """Say whether a tensor is looked at."""
-        patterns = self.analysis_layers
-        return patterns is None or any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
+        patterns = ("*",) if self.analysis_layers is None else self.analysis_layers
+        return any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -210,7 +205,13 @@ class DARESparsityAnalyzer:
         has_base = base is not None
         if base is None:
             base, tuned = self._assumed_base(tuned), _Delta(tuned, tuned.tensors)
-        subjects, left_out = self._selected(base, tuned)
+        subjects, left_out = find_subjects(base, {NAME: tuned})
+        selects = self.configuration.selects
+        subjects = [subject for subject in subjects if selects(subject.name)]
+        left_out = [each for each in left_out if selects(each.tensor)]
+        if not subjects:
+            reasons = map(str, left_out[:1])
+            raise InputError(": ".join(["there are no weights to look at", *reasons]))
         study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
         measure(study)
         file = str(second) if isinstance(second, str | PathLike) else NAME
@@ -220,7 +221,7 @@ class DARESparsityAnalyzer:
         return self._summarise(study, analysis, has_base=has_base)
 
     def _assumed_base(self, delta: Source) -> Source:
-        """A base of weights that all have the assumed size."""
+        """Return a base of weights that all have the assumed size."""
         size, full = np.float32(self.configuration.base_deviation), STORAGE_TYPES["F32"]
         return ArraySource(
             {
@@ -230,17 +231,6 @@ class DARESparsityAnalyzer:
                 for name, info in delta.tensors.items()
             }
         )
-
-    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[LeftOut]]:
-        """Return the tensors to look at, and those that cannot be compared."""
-        subjects, left_out = find_subjects(base, {NAME: tuned})
-        selects = self.configuration.selects
-        subjects = [subject for subject in subjects if selects(subject.name)]
-        left_out = [each for each in left_out if selects(each.tensor)]
-        if not subjects:
-            reasons = map(str, left_out[:1])
-            raise InputError(": ".join(["there are no weights to look at", *reasons]))
-        return subjects, left_out
 
     def _summarise(
         self, study: Study, analysis: AnalysisData, *, has_base: bool
@@ -253,6 +243,7 @@ class DARESparsityAnalyzer:
         threshold = settings.sparsity_threshold * statistics.inliers.largest
         exposures = exposures_of(model)
         rate = self._rate(exposures)
+        is_unbounded = all(math.isinf(each.relative_norm) for each in exposures if each.carriers)
         variance = mean_square(statistics) - statistics.mean_magnitude**2
         return SparsityAnalysis(
             total_parameters=statistics.elements,
@@ -276,7 +267,7 @@ class DARESparsityAnalyzer:
             ),
             relative_norm=statistics.relative_norm,
             recommended_drop_rate=rate,
-            output_error=_output_error(exposures, rate),
+            output_error=math.inf if rate and is_unbounded else mean_bounded_error(exposures, rate),
             has_base=has_base,
             left_out=tuple(map(str, analysis.left_out)),
             readiness=assess(analysis, output_error=settings.output_error),
@@ -341,21 +332,10 @@ def _promise(analysis: SparsityAnalysis, layers: str) -> str:
     return f"the outputs of {layers} stay within {analysis.output_error:.1%}"
 
 
-# ---------------------------------------------------------------- pieces
-
-
 def _essential_fraction(statistics: Statistics) -> float:
     """The share of the elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
     concentration = statistics.inliers.concentration
     return 1 / concentration if concentration else 0.0
-
-
-def _output_error(exposures: Sequence[Exposure], rate: float) -> float:
-    """The bounded error of the outputs; infinite where there is no base to compare it with."""
-    changed = [exposure for exposure in exposures if exposure.carriers]
-    if rate and not any(math.isfinite(exposure.relative_norm) for exposure in changed):
-        return math.inf
-    return mean_bounded_error(exposures, rate)
 
 
 class _Delta(SourceView):
@@ -366,23 +346,23 @@ class _Delta(SourceView):
 
 
 def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
-    """Base and tuned model, or no base and a delta."""
+    """Return base and tuned model, or no base and a delta."""
     if second is None:
         if isinstance(first, str | PathLike):
             return None, open_source(first)
-        return None, array_source(_arrays(first, "delta"), "delta")
+        return None, _source(first, NAME)
     if isinstance(first, str | PathLike) and isinstance(second, str | PathLike):
         _, inputs = open_to_compare(first, [second], verbose=False)
         return inputs.base, inputs.models[0]
     if isinstance(first, str | PathLike) or isinstance(second, str | PathLike):
         raise InputError("base and tuned: give two dicts of arrays, or two paths")
-    base = array_source(_arrays(first, "base"), "base")
-    return base, array_source(_arrays(second, "tuned"), "tuned")
+    return _source(first, "base"), _source(second, "tuned")
 
 
-def _arrays(given: Arrays, label: str) -> dict[str, Any]:
-    """Lists of numbers become arrays."""
-    return {
+def _source(given: Arrays, label: str) -> Source:
+    """Return arrays as a source; lists of numbers become arrays."""
+    arrays = {
         name: np.asarray(value, np.float32) if isinstance(value, list | tuple) else value
         for name, value in named_arrays(given, label).items()
     }
+    return array_source(arrays, label)

@@ -1,4 +1,4 @@
-"""What the demonstration does, in order: models, scores, drop rates, what they write."""
+"""The demonstration, in order: models and their answers, scores, drop rates."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
-from rich.text import Text
 
 from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.merges import (
@@ -38,7 +34,8 @@ from dare.demo.merges import (
     write_once,
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
-from dare.documents.terminal import EIGHTHS, can_write, draw_bar, make_table
+from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
+from dare.documents.terminal import print_document
 from dare.errors import OutputError
 from dare.kernels.linalg import one_blas_thread
 from dare.output.targets import check_free
@@ -96,11 +93,8 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
-    _introduce(console, parameters, changes)
-
     writings = _writings(console)  # first: its merge compiles what all merges use
-    console.print(writings_table(writings, SHOWN, console))
-    console.print()
+    print_document(console, opening(parameters, changes, writings))
     rows = _measure(console, _experiments(extent))
     rates = (0.0, *extent.drop_rates)
     curves = [_alone_curve(rows, rates)]
@@ -108,34 +102,24 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
         points = tuple((rate, rows["merge", combine, rate].mean) for rate in rates)
         curves.append(Curve(f"dare+{combine} of all three", points))
     table_rates = (0.0, *extent.table_rates)
-    shown = tuple(
-        row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in table_rates
-    )
-    prompts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
-    console.print(_conclusion(rows), highlight=False)
-    console.print()
-    console.print(scores_table(shown))
-    counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
-    seeds = f"± is over {len(extent.seeds)} seeds. " if len(extent.seeds) > 1 else ""
-    remarks = f"{seeds}Prompts: {counts}. Scales were chosen on other prompts."
-    console.print(remarks, style="dim", highlight=False)
-    console.print()
-    console.print(curves_chart(curves, console))
-    console.print()
-    drawn = None if output is None else _keep(console, output, extent, curves)
-    console.print(_what_next(), soft_wrap=True, highlight=False, markup=False)
-    return DemoResult(
+    result = DemoResult(
         parameters=parameters,
-        prompts=prompts,
+        prompts={task.name: len(task.examples("test", extent.prompts)) for task in TASKS},
         seeds=extent.seeds,
         mean_change=changes,
-        rows=shown,
+        rows=tuple(
+            row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in table_rates
+        ),
         curves=tuple(curves),
         writings=writings,
-        picture=None if drawn is None else str(drawn),
+        picture=None,
         output=None if output is None else str(output),
         seconds=time.perf_counter() - began,
     )
+    if output is not None:
+        result = replace(result, picture=_keep(output, extent, curves))
+    print_document(console, outcome(result, _conclusion(rows)))
+    return result
 
 
 # ---------------------------------------------------------------- what is measured
@@ -214,25 +198,8 @@ def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> flo
 # ---------------------------------------------------------------- what is said and kept
 
 
-def _introduce(console: Console, parameters: int, changes: Mapping[str, float]) -> None:
-    console.print(
-        f"A base model of {parameters:,} parameters that reads bytes and was trained on the King "
-        f"James Bible, and three fine-tunes of it, each of which learned one task:",
-        highlight=False,
-    )
-    for task, example in zip(TASKS, SHOWN, strict=True):
-        console.print(
-            f"  {task.name:5} {task.title:17} {example.prompt + example.answer:37} "
-            f"mean |δ| {changes[task.name]:.4f}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print()
-
-
 def _conclusion(rows: Mapping[Key, Row]) -> str:
-    """What the figures say, in words."""
+    """Return what the figures say, in words."""
     rate = FAVOURITE.drop_rate
     alone = fmean(rows["model", name, 0.0].correct(name).mean for name in TUNED)
     mean = {
@@ -241,14 +208,14 @@ def _conclusion(rows: Mapping[Key, Row]) -> str:
         if kind == "merge"
     }
     return (
-        f"One model now does three tasks: {mean['sum', rate]} right with {rate:.0%} of every "
-        f"change dropped; three separate models have {alone:.0f}%. Here a plain sum is as good "
-        f"({mean['sum', 0.0]}). DARE rescues TIES: {mean['ties', 0.0]} without it, "
+        f"{mean['sum', rate]} right with {rate:.0%} of every change dropped; three separate models "
+        f"have {alone:.0f}%. Here a plain sum is as good ({mean['sum', 0.0]}). "
+        f"DARE rescues TIES: {mean['ties', 0.0]} without it, "
         f"{mean['ties', rate]} with it; trimming does so too ({mean['trim+ties', 0.0]})."
     )
 
 
-def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve]) -> Path | None:
+def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
     """Leave merged models and the picture in a folder; return the picture's file."""
     for combine in DROPPED:
         for rate in (0.0, *extent.table_rates):
@@ -258,90 +225,113 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
             merge.carry_out(folder / "model.safetensors")
             for file in BASE.glob("*.json"):
                 write_once(folder / file.name, file.read_bytes())
-    console.print(f"merged models: {output}", soft_wrap=True, highlight=False)
     if find_spec("matplotlib") is None:
-        how = "for the picture, install matplotlib: pip install 'dare-merge[demo]'"
-        console.print(how, markup=False, soft_wrap=True)
         return None
     file = output / PICTURE
     seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
     draw_curves(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
-    console.print(f"picture: {file}", soft_wrap=True, highlight=False)
-    return file
+    return str(file)
 
 
-def _what_next() -> str:
-    base, *tuned = (shlex.quote(str(path)) for path in (BASE, *TUNED.values()))
-    return (
-        "Next, repeat a merge by hand:\n\n"
-        f"  dare merge {base} {' '.join(tuned)} \\\n"
-        f"       --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g} "
-        f"--scale {FAVOURITE.scale:g} --output merged.safetensors"
-    )
+# ---------------------------------------------------------------- documents
 
-
-# ---------------------------------------------------------------- how it looks
-
-GOOD, POOR = 80.0, 20.0
-"""Percentages from which, and up to which, a cell is set off."""
-LONGEST_BAR = 40
-
+GOOD = 80.0
+"""The percentage from which a cell is set off."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Okabe and Ito's, which people with any kind of colour vision can tell apart."""
 MARKS = ("o", "s", "^", "D")
 
 
-def scores_table(rows: Sequence[Row]) -> RenderableType:
-    """One row for each model and merge, one column for each task."""
-    names = (*(task.name for task in TASKS), "mean", "English")
-    title = "Right answers to held-out prompts, in %; English in bits per byte"
-    table = _table(title, "", "scale >", *(f"{name} >" for name in names))
-    for _, alike in groupby(rows, lambda row: (row.method is None, row.drop_rate > 0)):
-        table.add_section()
-        for row in alike:
-            table.add_row(
-                row.name,
-                "" if row.scale is None else f"{row.scale:g}",
-                *(_percentage(row.correct(task.name)) for task in TASKS),
-                Text.assemble((_figure(row.mean), "bold" if row.method else "")),
-                f"{row.bits_per_byte.mean:.3f}",
-            )
-    return table
-
-
-def curves_chart(curves: Sequence[Curve], console: Console) -> RenderableType:
-    """Bars: one line for each drop rate, one column for each curve."""
-    room = (console.width - 12) // len(curves) - 9
-    longest = max(4, min(LONGEST_BAR, room))
-    solid = can_write(console, EIGHTHS)
-    table = _table(
-        "Right answers over drop rates, in %",
-        Column("drop\nrate", justify="right", vertical="bottom"),
-        *(Column(curve.name, min_width=longest + 6, vertical="bottom") for curve in curves),
+def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Writing]) -> Document:
+    """Return the models, their tasks, and what each writes, right answers marked."""
+    tasks = tuple(
+        (task.name, f"{task.title}: {example.prompt}{example.answer}", changes[task.name])
+        for task, example in zip(TASKS, SHOWN, strict=True)
     )
-    for points in zip(*(curve.points for curve in curves), strict=True):
-        table.add_row(
-            f"{points[0][0]:g}",
-            *(_bar(figure.mean, longest, solid=solid) for _, figure in points),
-        )
-    return table
+    answers = [
+        tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
+        for writing in writings
+    ]
+    table = Table(
+        ("", *(example.prompt for example in SHOWN)),
+        tuple((writing.name, *cells) for writing, cells in zip(writings, answers, strict=True)),
+        title="What they write after three held-out prompts (✓ is right)",
+        tones={cell: Tone.GOOD for cells in answers for cell in cells if cell.endswith("✓")},
+    )
+    return Document(
+        title="Three models become one",
+        kind="demonstration",
+        lead=f"fine-tunes of a base of {parameters:,} parameters that has read the Bible",
+        facts=tuple((name, f"{text} (mean |δ| {change:.4f})") for name, text, change in tasks),
+        sections=(Section("writings", "Answers", (table,), is_brief=True),),
+    )
 
 
-def writings_table(
-    writings: Sequence[Writing], examples: Sequence[Example], console: Console
-) -> RenderableType:
-    """What each model writes, right answers marked."""
-    mark = "✓" if can_write(console, "✓") else "*"
-    title = f"What they write after three held-out prompts ({mark} is right)"
-    table = _table(title, "", *(Column(example.prompt) for example in examples))
-    for writing in writings:
-        cells = []
-        for text, example in zip(writing.texts, examples, strict=True):
-            shown = "".join(letter if letter.isprintable() else "·" for letter in text)
-            is_right = text == example.answer
-            cells.append(Text(f"{shown} {mark}", "green") if is_right else Text(shown, "dim"))
-        table.add_row(writing.name, *cells)
-    return table
+def _shown(text: str, example: Example) -> str:
+    printed = "".join(letter if letter.isprintable() else "·" for letter in text)
+    return f"{printed} ✓" if text == example.answer else printed
+
+
+def outcome(result: DemoResult, conclusion: str) -> Document:
+    """Return what models and merges can do, and how dropping changes it."""
+    columns: Columns = {
+        "": lambda row: row.name,
+        "scale >": lambda row: "" if row.scale is None else f"{row.scale:g}",
+        **{f"{task.name} >": partial(_correct, task.name) for task in TASKS},
+        "mean >": lambda row: _percentage(row.mean),
+        "English >": lambda row: f"{row.bits_per_byte.mean:.3f}",
+    }
+    counts = ", ".join(f"{count} {task}" for task, count in result.prompts.items())
+    seeds = f"± is over {len(result.seeds)} seeds. " if len(result.seeds) > 1 else ""
+    scores = tabulate(
+        result.rows,
+        columns,
+        title="Right answers to held-out prompts, in %; English in bits per byte",
+        hint=f"{seeds}Prompts: {counts}. Scales were chosen on other prompts.",
+        tones={
+            _percentage(row.correct(task.name)): Tone.GOOD
+            for row in result.rows
+            for task in TASKS
+            if row.correct(task.name).mean >= GOOD
+        },
+    )
+    points = list(zip(*(curve.points for curve in result.curves), strict=True))
+    rates = Table(
+        ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
+        tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
+        title="Right answers over drop rates, in %; the bars are of the first column",
+        bars=tuple(at[0][1].mean for at in points),
+        optional=(BARS,),
+    )
+    base, *tuned = (shlex.quote(str(path)) for path in (BASE, *TUNED.values()))
+    command = (
+        f"dare {base} {' '.join(tuned)} --method {FAVOURITE.method} --drop-rate "
+        f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged.safetensors"
+    )
+    kept = [("merged models", result.output)] if result.output else []
+    picture = result.picture or "for one, install matplotlib: pip install 'dare-merge[demo]'"
+    return Document(
+        title="One model now does three tasks",
+        kind="demonstration",
+        tone=Tone.GOOD,
+        sections=(Section("scores", "Scores", (conclusion, scores, rates), is_brief=True),),
+        facts=(*kept, *([("picture", picture)] if kept else [])),
+        steps={"repeat": command},
+    )
+
+
+def _correct(task: str, row: Row) -> str:
+    return _percentage(row.correct(task))
+
+
+def _percentage(figure: Figure) -> str:
+    """Return a mean with its spread.
+
+    >>> _percentage(Figure(92.0, 2.83)), _percentage(Figure(92.0, None))
+    ('92.0 ±2.8', '92.0')
+    """
+    spread = "" if figure.spread is None else f" ±{figure.spread:.1f}"
+    return f"{figure.mean:.1f}{spread}"
 
 
 def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
@@ -363,42 +353,3 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
     axes.legend(frameon=False, loc="lower left")
     axes.set_title(caption, loc="left", fontsize=10)
     figure.savefig(file, metadata={"Software": "dare demo"})
-
-
-def _table(title: str, *columns: str | Column) -> Table:
-    return make_table(
-        *columns,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        header_style="bold",
-    )
-
-
-def _figure(figure: Figure) -> str:
-    """A mean with its spread.
-
-    >>> _figure(Figure(92.0, 2.83)), _figure(Figure(92.0, None))
-    ('92.0 ±2.8', '92.0     ')
-    """
-    spread = "" if figure.spread is None else f"±{figure.spread:.1f}"
-    return f"{figure.mean:.1f} {spread:<4}"
-
-
-def _percentage(figure: Figure) -> Text:
-    style = "green" if figure.mean >= GOOD else "dim" if figure.mean <= POOR else ""
-    return Text(_figure(figure), style=style)
-
-
-def _bar(percentage: float, longest: int, *, solid: bool) -> Text:
-    """A bar and its number.
-
-    >>> _bar(75, 4, solid=True).plain, _bar(40, 4, solid=False).plain
-    ('███  75.0', '##   40.0')
-    """
-    bar = draw_bar(percentage / 100, longest, solid=solid)
-    return Text.assemble((bar, "cyan"), f"{percentage:5.1f}")

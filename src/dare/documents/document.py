@@ -36,6 +36,8 @@ class Tone(StrEnum):
     PLAIN = "plain"
 
 
+BARS = "bars"
+"""The bars of a table, where it names what a narrow terminal may leave out."""
 TONES = {Severity.NOTE: Tone.PLAIN, Severity.WARNING: Tone.FAIR, Severity.SEVERE: Tone.POOR}
 
 

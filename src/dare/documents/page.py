@@ -72,7 +72,7 @@ def _sections(document: Document, figures: Sequence[Figure]) -> Iterator[Section
             for figure in figures
             if figure.name.startswith(beginning)
         ]
-        if parts := (*notices, *section.parts, *drawn):
+        if parts := (*section.parts, *notices, *drawn):
             yield replace(section, parts=parts)
 
 

@@ -22,7 +22,7 @@ from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
-from dare.documents.document import TONES, Code, Document, Facts, Listing, Part, Table, Tone
+from dare.documents.document import BARS, TONES, Code, Document, Facts, Listing, Part, Table, Tone
 from dare.documents.notices import CATALOGUE, Notice, Severity
 from dare.documents.words import listed, times
 from dare.errors import printable
@@ -42,8 +42,6 @@ LEAST_FACT = 20
 BETWEEN = 3
 """Columns from one column of a table to the next."""
 BAR_CELLS = 24
-BARS = "bars"
-"""The name by which a table counts its bars among what is optional."""
 LABEL = 9
 """Columns before the text of a notice."""
 STEP = 10
@@ -162,7 +160,11 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     names = names or Names()
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
-    widths = [max(map(cell_len, column)) for column in zip(headers, *cells, strict=True)]
+    are_numbers = [name.endswith(" >") for name in table.columns]
+    widths = []
+    for header, is_number, *column in zip(headers, are_numbers, *cells, strict=True):
+        head = max(map(cell_len, header.split()), default=0) if is_number else cell_len(header)
+        widths.append(max(head, *map(cell_len, column)))
     widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
     places, bars = list(range(len(headers))), table.bars
 
@@ -176,19 +178,22 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
             bars = ()
         elif surplus(MOST_NAME) > 0 and name in table.columns:
             places.remove(table.columns.index(name))
-    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0])))
-    grid = Grid(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    is_tight = surplus(widths[0]) > 0
+    narrower = len(places) if is_tight else 0  # the columns then stand nearer to each other
+    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0]) - narrower))
+    padding = (0, 1, 0, 0) if is_tight else (0, 1)
+    grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=padding, header_style="dim")
     for place in places:
-        is_number = table.columns[place].endswith(" >")
         grid.add_column(
             Text(headers[place]),
-            justify="right" if is_number else "left",
+            justify="right" if are_numbers[place] else "left",
             overflow="fold" if place else "ellipsis",
-            no_wrap=is_number or not place,
+            no_wrap=not place,
+            min_width=widths[place] if are_numbers[place] else None,
             max_width=None if place else first,
         )
     if bars:
-        grid.add_column("")
+        grid.add_column("", min_width=BAR_CELLS, no_wrap=True)
     solid = can_write(console, EIGHTHS)
     for number, row in enumerate(cells):
         tones = [STYLES[table.tones.get(cell, Tone.PLAIN)] for cell in table.rows[number]]

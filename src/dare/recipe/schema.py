@@ -40,6 +40,7 @@ from dare.recipe.entries import (
     as_path,
     as_tuple,
     flat,
+    parse_size,
     with_lists,
 )
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
@@ -50,7 +51,6 @@ from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
-from dare.tensors.sizes import parse_size
 
 __all__ = ["ModelEntry", "Recipe", "TensorRule"]
 

@@ -193,16 +193,22 @@ class Study:
         """Make an analysis of what was measured; `known` are other fields of it."""
         tensors = [self.measured[subject.name] for subject in self.subjects]
         layers: dict[int, list[Measured]] = {}
-        for subject in sorted(self.subjects, key=lambda subject: subject.layer):
-            layers.setdefault(subject.layer, []).append(self.measured[subject.name])
+        for subject, found in zip(self.subjects, tensors, strict=True):
+            layers.setdefault(subject.layer, []).append(found)
+        whole = sum(tensors, Measured())
+        by_layer = {layer: sum(layers[layer], Measured()) for layer in sorted(layers)}
         places = zip(self.models, files, strict=True)
         pairs = combinations(enumerate(self.models), 2)
         return Analysis(
             base=base_file,
             base_dtypes=_count_types(self.base.tensors.values()),
             models=tuple(_model(self, number, *place) for number, place in enumerate(places)),
-            pairs=tuple(_pair(tensors, layers, *pair) for pair in pairs),
-            together=_together(tensors, layers),
+            pairs=tuple(_pair(whole, by_layer, *pair) for pair in pairs),
+            together=Interference(
+                _cancelled(whole),
+                whole.conflicted / whole.shared if whole.shared else 0.0,
+                {layer: _cancelled(found) for layer, found in by_layer.items()},
+            ),
             left_out=tuple(self.left_out),
             bytes_read=self.bytes_read,
             seconds=time.perf_counter() - started,
@@ -408,46 +414,33 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
 
 
 def _pair(
-    tensors: Sequence[Measured],
-    layers: Mapping[int, Sequence[Measured]],
-    one: tuple[int, str],
-    other: tuple[int, str],
+    whole: Measured, by_layer: Mapping[int, Measured], one: tuple[int, str], other: tuple[int, str]
 ) -> PairAnalysis:
-    (first, first_name), (second, second_name) = one, other
+    pair = one[0], other[0]
 
-    def overlap(chosen: Iterable[Measured]) -> tuple[Overlap, float]:
-        total, squares, other_squares = PairSums(), 0.0, 0.0
-        for measured in chosen:
-            total += measured.pairs.get((first, second), PairSums())
-            squares += measured.sums.get(first, Sums()).inside.squares
-            other_squares += measured.sums.get(second, Sums()).inside.squares
-        length = math.sqrt(squares) * math.sqrt(other_squares)
-        found = Overlap(
+    def overlap(found: Measured) -> Overlap:
+        total = found.pairs.get(pair, PairSums())
+        norms = [math.sqrt(found.sums.get(each, Sums()).inside.squares) for each in pair]
+        length = norms[0] * norms[1]
+        return Overlap(
             cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
             agreeing=total.agreeing / total.both if total.both else 0.0,
             both=total.both,
             top_conflict=total.opposed_top / total.shared_top if total.shared_top else 0.0,
             top_overlap=2 * total.shared_top / total.tops if total.tops else 0.0,
         )
-        return found, total.dot / squares if squares else 0.0
 
-    whole, ratio = overlap(tensors)
-    by_layer = {layer: overlap(part)[0] for layer, part in layers.items()}
-    return PairAnalysis(first_name, second_name, whole, by_layer, ratio)
+    squares = whole.sums.get(pair[0], Sums()).inside.squares
+    dot = whole.pairs.get(pair, PairSums()).dot
+    overlaps = {layer: overlap(found) for layer, found in by_layer.items()}
+    ratio = dot / squares if squares else 0.0
+    return PairAnalysis(one[1], other[1], overlap(whole), overlaps, ratio)
 
 
-def _together(
-    tensors: Sequence[Measured], layers: Mapping[int, Sequence[Measured]]
-) -> Interference:
-    def cancelled(chosen: Sequence[Measured]) -> float:
-        apart = sum(map(added_magnitudes, chosen))
-        together = sum(measured.summed_magnitude for measured in chosen)
-        return max(0.0, 1 - together / apart) if apart else 0.0
-
-    shared = sum(measured.shared for measured in tensors)
-    conflicted = sum(measured.conflicted for measured in tensors)
-    by_layer = {layer: cancelled(part) for layer, part in layers.items()}
-    return Interference(cancelled(tensors), conflicted / shared if shared else 0.0, by_layer)
+def _cancelled(found: Measured) -> float:
+    """Return the share of all change that is lost when the models are added up."""
+    apart = added_magnitudes(found)
+    return max(0.0, 1 - found.summed_magnitude / apart) if apart else 0.0
 
 
 def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:

@@ -239,7 +239,7 @@ def measure(
     scales,
     signs,
 ):
-    """Look at a chunk of all models; add what is seen to the arrays from `sums` on.
+    """Measure a chunk of all models; add what is found to the arrays from `sums` on.
 
     base_raw: carriers of the base. like: an array of the models' carrier.
     addresses: int64[models]. given: bool[models], whether a model is given by its delta.
@@ -256,7 +256,7 @@ def measure(
             raw = carray(pointer_to(addresses[model], like), size)[first : first + used]
             delta = deltas[model * ROW : model * ROW + used]
             peak, least = take_delta(raw, zeros if given[model] else base, delta)
-            scales[model] = look_at_one(
+            scales[model] = measure_model(
                 delta, peak, least, sums[model], counts[model], magnitudes[model]
             )
             encode_signs(delta, codes)
@@ -264,14 +264,16 @@ def measure(
             counts[model, CHANGED] += count_changed(signs[model])
         shared_sums[0] += squares_of_base(base[:used])
         if models > 1:
-            look_at_pairs(deltas, scales, used, pair_sums)
-            look_at_signs(signs, pair_counts, shared_counts)
-            shared_sums[1] += look_at_total(deltas, scales, used, base[:used])
+            compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts)
+            shared, conflicted = count_conflicts(signs)
+            shared_counts[0] += shared
+            shared_counts[1] += conflicted
+            shared_sums[1] += sum_together(deltas, scales, used, base[:used])
 
 
 @kernel
-def look_at_one(delta, peak, least, sums, counts, magnitudes):
-    """Look at a tile of one model; return the scale that suits it."""
+def measure_model(delta, peak, least, sums, counts, magnitudes):
+    """Add up a tile of one model; return the scale that suits it."""
     if peak >= INFINITY:
         found, peak, least = mend(delta)
         counts[NOT_FINITE] += found
@@ -290,33 +292,21 @@ def look_at_one(delta, peak, least, sums, counts, magnitudes):
 
 
 @kernel
-def look_at_pairs(deltas, scales, used, pair_sums):
+def compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts):
     pair = 0
     for left in range(scales.size):
         own = deltas[left * ROW : left * ROW + used]
         for right in range(left + 1, scales.size):
             product = dot(own, scales[left], deltas[right * ROW : right * ROW + used])
             pair_sums[pair] += f64(product) / f64(scales[left])
-            pair += 1
-
-
-@kernel
-def look_at_signs(signs, pair_counts, shared_counts):
-    models = signs.shape[0]
-    pair = 0
-    for left in range(models):
-        for right in range(left + 1, models):
             both, agreeing = compare_signs(signs[left], signs[right])
             pair_counts[pair, 0] += both
             pair_counts[pair, 1] += agreeing
             pair += 1
-    shared, conflicted = count_conflicts(signs)
-    shared_counts[0] += shared
-    shared_counts[1] += conflicted
 
 
 @kernel
-def look_at_total(deltas, scales, used, room):
+def sum_together(deltas, scales, used, room):
     """Σ|Σδ| of a tile of two models or more; `room` is overwritten."""
     scale = scales[0]
     total = deltas[:used]

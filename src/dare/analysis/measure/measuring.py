@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -115,9 +115,9 @@ class PairSums(Additive):
 class Measured(Additive):
     """All that is known of one tensor, or of some chunks of it; mappings are by model."""
 
-    sums: Mapping[int, Sums]
-    magnitudes: Mapping[int, Magnitudes]
-    pairs: Mapping[tuple[int, int], PairSums]
+    sums: dict[int, Sums] = field(default_factory=dict)
+    magnitudes: dict[int, Magnitudes] = field(default_factory=dict)
+    pairs: dict[tuple[int, int], PairSums] = field(default_factory=dict)
     summed_magnitude: float = 0.0
     """Σ|Σδ|."""
     shared: int = 0
@@ -393,12 +393,8 @@ class Worker:
     def _add_up(self, step: AddUp, parts: Iterable[Measured]) -> Measured:
         subject = step.subject
         everyone = (*subject.models, *subject.unchanged)
-        nothing = Measured(
-            dict.fromkeys(everyone, Sums()),
-            dict.fromkeys(everyone, NONE),
-            dict.fromkeys(subject.pairs, PairSums()),
-        )
-        total = sum(parts, start=nothing)
+        nothing = Measured(dict.fromkeys(everyone, Sums()), dict.fromkeys(everyone, NONE))
+        total = sum(parts, nothing)  # of a tensor without elements there are no parts
         if not step.is_last:
             return total
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}

@@ -47,7 +47,7 @@ LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
 class Additive:
     """A frozen dataclass of figures of a set; one added to another is of both sets together.
 
-    Numbers add up, mappings value by value, extremes stay extremes.
+    Numbers add up, mappings by their keys, extremes stay extremes.
     """
 
     def __add__(self, other: Self) -> Self:
@@ -58,7 +58,8 @@ class Additive:
 
 def _added(name: str, one: Any, other: Any) -> Any:
     if isinstance(one, dict):
-        return {key: value + other[key] for key, value in one.items()}
+        both = {key: value + other[key] for key, value in one.items() if key in other}
+        return {**one, **other, **both}
     extreme = {"smallest": min, "largest": max}.get(name)
     return extreme(one, other) if extreme else one + other
 
