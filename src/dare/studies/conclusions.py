@@ -268,7 +268,7 @@ def _holdout(
         if before is not None:
             usual.append(before - float(contest.table.values[place]))
     winner = contest.standing[0]
-    looks = len({(t.name, key_of(t.settings)) for t in winners})
+    winners_seen = len({(t.name, key_of(t.settings)) for t in winners})
     pairs = (contest.difference(0, n) for n, _ in enumerate(others, start=1))
     holdout = Holdout(
         objective=winner.objective,
@@ -276,9 +276,9 @@ def _holdout(
         validation=validation,
         loss=validation - winner.objective.value,
         usual_loss=fmean(usual) if usual else None,
-        looks=looks,
+        looks=winners_seen,
     )
-    return holdout, contest, tuple(_of_holdout(winner, best, latest, looks))
+    return holdout, contest, tuple(_of_holdout(winner, best, latest, winners_seen))
 
 
 # ------------------------------------------------------------------------------------- notices
@@ -291,12 +291,12 @@ def _of_simpler(chosen: Ranked | None, against: Sequence[Difference]) -> Iterato
         yield notice("not_shown_better", names=listed(unbeaten))
 
 
-def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[Notice]:
+def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, winners: int) -> Iterator[Notice]:
     """Say what a winner's scores on the holdout mean; its settings may no longer be the best."""
     if settings != best.settings:
         yield notice("holdout_outdated")
-    if looks > 1:
-        yield notice("holdout_reused", looks=looks)
+    if winners > 1:
+        yield notice("holdout_reused", winners=winners)
     for sentence in winner.broken:
         yield notice("holdout_guard", sentence=sentence)
 

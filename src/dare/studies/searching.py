@@ -336,7 +336,7 @@ class _Search:
 
     request: SearchRequest
     study: Study
-    display: Display
+    display: SearchProgress
     jobs: int
     work: Path | None
     stop: threading.Event = field(default_factory=threading.Event)
@@ -590,7 +590,7 @@ class _Search:
 # ---------------------------------------------------------------- progress
 
 
-class Display:
+class SearchProgress:
     """The progress of a search: a bar if there is one, else a line for each event if visible."""
 
     def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
@@ -637,14 +637,14 @@ class Display:
 
 
 @contextmanager
-def show_search(*, visible: bool) -> Iterator[Display]:
+def show_search(*, visible: bool) -> Iterator[SearchProgress]:
     """Follow a search if `visible`, on stderr: by a bar on a terminal, else line by line."""
     if not visible or not sys.stderr.isatty():
-        yield Display(visible=visible)
+        yield SearchProgress(visible=visible)
         return
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield Display(visible=True, bar=bar)
+        yield SearchProgress(visible=True, bar=bar)
 
 
 def trial_line(trial: Trial) -> str:
