@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.checks.outliers`);
+  outliers left out (`dare.checks.structure`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -50,7 +50,7 @@ from dare.analysis.measure.measuring import Measured, Subject
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import Analysis, Statistics, TensorAnalysis
 from dare.checks.large_deltas import Exposure
-from dare.checks.outliers import NONE
+from dare.checks.structure import NONE
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays

@@ -21,7 +21,7 @@ from dare.analysis.measure.tallies import (
     ROW,
     TILE,
 )
-from dare.checks.outliers import BIN_SHIFT, BINS
+from dare.checks.structure import BIN_SHIFT, BINS
 from dare.kernels.cpu import (
     INFINITY,
     bits_of,

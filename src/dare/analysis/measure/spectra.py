@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Spectrum
-from dare.checks.low_rank import (
+from dare.checks.structure import (
     find_outliers,
     low_rank_of,
     singular_values,

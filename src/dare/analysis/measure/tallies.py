@@ -1,7 +1,7 @@
 """Sums over sets of elements that can be added up, and the statistics that follow from them.
 
 A tally holds everything that `Statistics` need: counts, power sums in float64, extremes, and how
-many elements have which magnitude, in bins (`dare.checks.outliers`). A quantile is given as the
+many elements have which magnitude, in bins (`dare.checks.structure`). A quantile is given as the
 middle of the bin that it falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where
 float32 itself is coarse).
 
@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics
-from dare.checks.outliers import BIN_SHIFT, BINS, OCTAVE, Magnitudes, bin_edge, outlier_bin
+from dare.checks.structure import BIN_SHIFT, BINS, OCTAVE, Magnitudes, bin_edge, outlier_bin
 
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
