@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.checks.finite import check_chunks, check_tensors, is_suspect
+from dare.checks.finite import check_chunks, is_suspect
 from dare.checks.same_model import check_inputs, with_base_among_models
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
@@ -568,7 +568,7 @@ def _array_recipe(
 def _sample(planned: Plan) -> SampledModels:
     """Sample the weights; refuse what is not finite, and warn of what was noticed."""
     sample = sample_models(planned)
-    check_tensors(planned, sample.not_finite)
+    check_chunks(planned, [(t.name, n, 0) for t in sample.not_finite for n in range(t.chunks)])
     _warn(planned.recipe, [*planned.warnings, *sample.notices])
     return sample
 

@@ -213,10 +213,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
 
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
-    """Yield the inputs of an output, or of its weights, base first, by each manifest beside it.
-
-    An input is given as the manifest names it, and where that leads.
-    """
+    """Yield an output's inputs, base first: as a manifest names them, and where that leads."""
     if isinstance(path, StorePath):
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):

@@ -25,6 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from dare.checks.same_model import file_identity
 from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
@@ -213,7 +214,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
             at_risk |= _identities(_entries(folder))
     for file in inputs:
         for place in () if isinstance(file, StorePath) else _places(file):
-            if (danger := at_risk.get(_identity(place, follow=True))) is None:
+            if (danger := at_risk.get(file_identity(place))) is None:
                 continue
             if danger == partial or partial in danger.parents:
                 what = f"would be made in {partial}, where the input {file} is"
@@ -240,16 +241,8 @@ def _identities(paths: Iterable[Path]) -> Iterator[tuple[Identity | None, Path]]
     """What stands at each path, and what it leads to if it is a link."""
     for path in paths:
         for follow in (False, True):
-            if (identity := _identity(path, follow=follow)) is not None:
+            if (identity := file_identity(path, follow=follow)) is not None:
                 yield identity, path
-
-
-def _identity(path: Path, *, follow: bool) -> Identity | None:
-    try:
-        status = path.stat(follow_symlinks=follow)
-    except (OSError, ValueError):
-        return None
-    return status.st_dev, status.st_ino
 
 
 # ---------------------------------------------------------------- what may be replaced

@@ -29,16 +29,11 @@ from dare.tensors.names import is_layer_matrix, some_of
 
 FINDINGS_SHOWN = 20
 POLICIES = {
-    Misfit.NOT_IN_MODEL: (
-        "on_missing",
-        "base",
-        "count its change there as zero",
-        "missing_as_zero",
-    ),
-    Misfit.UNLIKE_BASE: ("on_mismatch", "base", "keep the base's", "mismatch_kept"),
-    Misfit.NOT_IN_BASE: ("on_extra", "drop", "leave it out", "extra_dropped"),
+    Misfit.MISSING: ("on_missing", "missing_as_zero", '"base" to count its change there as zero'),
+    Misfit.UNLIKE_BASE: ("on_mismatch", "mismatch_kept", '"base" to keep the base\'s'),
+    Misfit.NOT_IN_BASE: ("on_extra", "extra_dropped", '"drop" to leave it out'),
 }
-"""For each misfit: the setting that decides, the value that allows it, its effect, the notice."""
+"""For each misfit the setting that decides, the notice if it is allowed, and the value for that."""
 
 T = TypeVar("T")
 
@@ -253,9 +248,9 @@ def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[
     """Return a line for each misfit that the recipe refuses, and a notice for each other."""
     problems, notices = [], []
     for misfit in misfits:
-        setting, value, effect, code = POLICIES[misfit.reason]
+        setting, code, remedy = POLICIES[misfit.reason]
         if getattr(recipe, setting) == "error":
-            problems.append(f'{misfit}; set {setting} = "{value}" to {effect}')
+            problems.append(f"{misfit}; set {setting} = {remedy}")
         else:
             models, shapes = ", ".join(misfit.models), misfit.reason_text
             notices.append(notice(code, misfit.tensor, models=models, shapes=shapes))
@@ -285,7 +280,8 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     if drops and len(set(seeds)) < len(seeds):
         yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
-    for rate in sorted(drop_rates(recipe)):
+    rates = _values(recipe, "drop_rate") | {recipe.embedding_drop_rate or 0.0}
+    for rate in sorted(rates):
         if rate > LIMIT.highest_rate and not balanced:
             is_default = any(settings.get("drop_rate") == rate for _, settings in recipe.chain)
             stages = [stage.name for stage, _ in recipe.chain]
@@ -313,14 +309,6 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
         count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
     if count:
         yield notice("float64", tensors=times(count, "tensor"))
-
-
-def drop_rates(recipe: Recipe) -> set[float]:
-    """Every drop rate that the recipe names."""
-    rates = _values(recipe, "drop_rate")
-    if recipe.embedding_drop_rate is not None:
-        rates.add(recipe.embedding_drop_rate)
-    return rates
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:

@@ -43,8 +43,7 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
-from dare.checks.low_rank import SMALLEST, spread
-from dare.checks.outliers import NONE, Magnitudes
+from dare.checks.structure import NONE, SMALLEST, Magnitudes, spread
 from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
-from dare.checks import low_rank
-from dare.checks.outliers import BIN_SHIFT, BINS, NONE, Magnitudes, top_bin
+from dare.checks.structure import BIN_SHIFT, BINS, NONE, Magnitudes, rounding_energy, top_bin
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
 from dare.kernels.native import SOURCES, Kernels
@@ -62,7 +61,7 @@ def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -
 
 KERNELS = Kernels(
     "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/outliers.py"),
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/structure.py"),
     {"measure": _room},
 )
 
@@ -422,7 +421,7 @@ class Worker:
         if not source.holds_delta(name):
             base = self._read_window(self._base, step)
             delta -= base
-            rounding = low_rank.rounding_energy(base, source.tensors[name].dtype.name)
+            rounding = rounding_energy(base, source.tensors[name].dtype.name)
         delta[~np.isfinite(delta)] = 0
         return tallies.spectrum_of(delta, rounding)
 

@@ -2,7 +2,7 @@
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
 extremes; beside them stands how many elements have which magnitude, in bins
-(`dare.checks.outliers`). A quantile is the middle of the bin that it falls in, so it is off by
+(`dare.checks.structure`). A quantile is the middle of the bin that it falls in, so it is off by
 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
 is counted in the bins, to 0.4 %; where there are none it is the sum itself.
 
@@ -22,8 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Histogram, Inliers, Quantiles, Spectrum, Statistics
-from dare.checks.low_rank import find_outliers, low_rank_of, singular_values, spread, without_spikes
-from dare.checks.outliers import BIN_SHIFT, BINS, OCTAVE, Magnitudes, bin_edge, outlier_bin
+from dare.checks.structure import (
+    BIN_SHIFT,
+    BINS,
+    OCTAVE,
+    Magnitudes,
+    bin_edge,
+    find_outliers,
+    low_rank_of,
+    outlier_bin,
+    singular_values,
+    spread,
+    without_spikes,
+)
 
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
