@@ -181,8 +181,8 @@ def compress(
         )
         notices: list[Notice] = []
         if partial.size > model_bytes:
-            sizes = {"size": show_size(partial.size), "model_size": show_size(model_bytes)}
-            notices.append(notice("not_smaller", **sizes))
+            size, model_size = show_size(partial.size), show_size(model_bytes)
+            notices.append(notice("not_smaller", size=size, model_size=model_size))
         if report.weight_error > LIMIT.delta_file_error:
             notices.append(notice("lossy", error=report.weight_error))
         report = replace(report, warnings=(*report.warnings, *notices))

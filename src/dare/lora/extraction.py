@@ -33,9 +33,9 @@ from dare.inputs.loaded import (
     under_stored_names,
 )
 from dare.inputs.names import match_names
-from dare.inputs.reading import read_float_chunks
+from dare.inputs.reading import hold_open, read_float_chunks
 from dare.inputs.sources import Source
-from dare.lora.reading import list_findings, reading
+from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
 from dare.output.places import short_name, told
@@ -143,7 +143,7 @@ def extract_adapter(
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
     with AdapterOutput(to_path(output), kind, inputs, overwrite=overwrite) as writing:
-        with reading([change.base, change.model]):
+        with hold_open([change.base, change.model], checks=True):
             extracted = list(_extract(change, chosen, wanted, writing))
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:

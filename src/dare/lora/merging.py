@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from dare.checks.same_model import check_inputs
 from dare.documents.words import show_size, times
 from dare.errors import InputError, RecipeError
-from dare.inputs.reading import read_float_chunks, read_floats
+from dare.inputs.reading import hold_open, read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
-from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters, reading
+from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
 from dare.output.manifest import inputs_of_output
@@ -328,7 +328,7 @@ Merged = tuple[Module, LowRank, Floats | None]
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
     """Modules of a weighted sum, from their factors alone."""
-    with reading(plan.adapters):
+    with hold_open(plan.adapters, checks=True):
         for module in plan.modules:
             merged = _stack(plan, module)
             if plan.wanted is not None:
@@ -385,7 +385,7 @@ def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput)
     """Store what all adapters hold in full, averaged by their weights."""
     total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]
-    with reading(saved):
+    with hold_open(saved, checks=True):
         for tensor, info in saved[0].tensors.items():
             shares = [np.float32(weight / total) for weight in plan.weights]
             pieces = (

@@ -8,7 +8,6 @@ its tensor is that name with `.weight`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json
-from dare.inputs.sources import RenamedSource, Source
+from dare.inputs.sources import RenamedSource
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
 
@@ -98,17 +97,6 @@ def list_findings(findings: Sequence[str]) -> list[str]:
     """The first few, and how many more there are."""
     more = len(findings) - FINDINGS_SHOWN
     return [*findings[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
-
-
-@contextmanager
-def reading(sources: Sequence[Source]) -> Iterator[None]:
-    """Hold sources open; at the end, make sure that they are still what they were."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        yield
-        for source in sources:
-            source.check_unchanged()
 
 
 # ---------------------------------------------------------------- do they fit together?

@@ -223,8 +223,8 @@ def _merged_tensors(plan: Plan, model: int, reports: Sequence[TensorReport]) -> 
     for tensor, report in zip(plan.merged(), reports, strict=True):
         if model in tensor.models:
             place = tensor.models.index(model)
-            figures = report.largest_delta, report.over_threshold, report.survivors
-            found.append(MergedTensor(plan, model, tensor, *(each[place] for each in figures)))
+            peak, over = report.largest_delta[place], report.over_threshold[place]
+            found.append(MergedTensor(plan, model, tensor, peak, over, report.survivors[place]))
     return found
 
 
