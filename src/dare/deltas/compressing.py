@@ -180,8 +180,8 @@ def compress(
         )
         notices: list[Notice] = []
         if partial.size > model_bytes:
-            size, whole = show_size(partial.size), show_size(model_bytes)
-            notices.append(notice("not_smaller", size=size, model_size=whole))
+            size, model_size = show_size(partial.size), show_size(model_bytes)
+            notices.append(notice("not_smaller", size=size, model_size=model_size))
         if report.weight_error > LIMIT.delta_file_error:
             notices.append(notice("lossy", error=report.weight_error))
         report = replace(report, warnings=(*report.warnings, *notices))
