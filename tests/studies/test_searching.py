@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dare.studies.page import assemble_study_page
 
 import dare
 from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
-from dare.studies.page import assemble_study_page
 from dare.studies.reading import read_result
 from dare.studies.results import Role, State
 from helpers import save

@@ -1,4 +1,4 @@
-"""What a merge did, as figures: the object that `merge` returns."""
+"""The report of a merge, which `merge` returns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelReport:
     weight: float | Gradient
     elements: int
     drop_rate_asked: float | None
-    """Of all dropping stages together, 1 - Π(1 - p), each p the mean over the elements that reach
+    """The rate of all dropping stages, 1 - Π(1 - p), with p the mean over the elements that reach
     the stage; None without a dropping stage."""
     drop_rate_realised: float | None
     """The share that was dropped of the elements that reached the dropping stages."""
@@ -83,7 +83,7 @@ class Digests:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What a merge did."""
+    """The figures and warnings of a merge."""
 
     method: str
     output: Path | None
@@ -251,7 +251,7 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
 
 
 def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None, float | None]:
-    """What all dropping stages together were asked to drop of one model, and what they did."""
+    """Return the share of a model that all dropping stages were asked to drop, and the real one."""
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
     for position, stage in enumerate(plan.stages):
