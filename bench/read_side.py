@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dare.inputs.formats import open_inputs
 from dare.inputs.sources import Source
-from dare.planning.machine import available_cores
+from dare.planning.cost import available_cores
 from dare.recipe.schema import Recipe
 from dare.run.threads import run_tasks
 from dare.tensors.chunks import CHUNK, chunk_spans

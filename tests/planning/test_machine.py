@@ -9,7 +9,7 @@ import pytest
 from dare import Recipe, plan
 from dare.analysis.measure import analyzing
 from dare.errors import RecipeError
-from dare.planning import machine
+from dare.planning import cost as machine
 from dare.recipe.schema import DEFAULT_MEMORY
 
 GIB = 1 << 30

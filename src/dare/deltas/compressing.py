@@ -65,11 +65,11 @@ from dare.inputs.sources import (
     open_source,
 )
 from dare.output.journal import JOURNAL_VERSION, Record
-from dare.output.pieces import PieceOutput
-from dare.output.places import told, without_folders
-from dare.output.publishing import settle
+from dare.output.places import portable_path, without_folders
+from dare.output.publishing import clear_leftovers
 from dare.output.report import by_tensor
 from dare.output.targets import check_target
+from dare.output.writer import PieceOutput
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import Layout, lay_out
 from dare.planning.make import make_plan
@@ -144,7 +144,7 @@ def compress(
         work = _plan_lossy(given, scheme, seed, drop_rates or {}, embedding_drop_rate)
     plan = work.plan
     layout = Layout(target, {target.name: ()})
-    settle(layout)
+    clear_leftovers(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]
     check_target(layout, inputs, overwrite=overwrite)
     model_files = plan.base.files if lossless else plan.models[0].files
@@ -270,8 +270,8 @@ def _finish(
     (entry,) = recipe.models
     manifest = {
         "delta": dict(work.settings),
-        "base": told(recipe.base, layout.target),
-        "model": told(entry.file, layout.target),
+        "base": portable_path(recipe.base, layout.target),
+        "model": portable_path(entry.file, layout.target),
         "digests": {"base": notes.base, "model": notes.model},
         "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
         "report": published.to_dict(),

@@ -32,7 +32,7 @@ from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
 from dare.output.manifest import inputs_of_output
-from dare.output.places import short_name, told
+from dare.output.places import portable_path, short_name
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -433,7 +433,12 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
         "energy": plan.wanted and plan.wanted.energy,
         "dtype": plan.dtype.name,
         "adapters": [
-            {"path": told(file.path, output), "weight": w, "seed": s, "settings": entry.settings}
+            {
+                "path": portable_path(file.path, output),
+                "weight": w,
+                "seed": s,
+                "settings": entry.settings,
+            }
             for file, w, s, entry in given
         ],
     }

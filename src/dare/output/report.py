@@ -1,4 +1,4 @@
-"""What a merge did, as figures: the object that `merge` returns."""
+"""The report of a merge, which `merge` returns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelReport:
     weight: float | Gradient
     elements: int
     drop_rate_asked: float | None
-    """Of all dropping stages together, 1 - Π(1 - p), each p the mean over the elements that reach
+    """The rate of all dropping stages, 1 - Π(1 - p), with p the mean over the elements that reach
     the stage; None without a dropping stage."""
     drop_rate_realised: float | None
     """The share that was dropped of the elements that reached the dropping stages."""
@@ -78,7 +78,7 @@ class Digests:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What a merge did."""
+    """The figures and warnings of a merge."""
 
     method: str
     output: Path | None

@@ -15,9 +15,9 @@ from dare.errors import MismatchError, RecipeError
 from dare.inputs.fit import Fit, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
+from dare.planning.cost import check_memory
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import lay_out
-from dare.planning.machine import check_memory
 from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import DEFAULT_MEMORY, Recipe, TensorRule
@@ -47,7 +47,7 @@ def make_plan(
     backend: str = "cpu",
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
-    recipe = _take_over(recipe, models)
+    recipe = _with_delta_settings(recipe, models)
     named = dict(zip(names, models, strict=True))
     fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
     extras = find_extras(base, named)
@@ -150,12 +150,11 @@ def _plan_tensor(
     )
 
 
-def _take_over(recipe: Recipe, models: Sequence[Source]) -> Recipe:
-    """The recipe with the rates and seeds of delta files that elements were dropped from.
+def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
+    """Give the recipe the rates and seeds of its delta files.
 
-    A first stage that drops finds done what it would do, if rate and seed are
-    those of the file: it then only rescales. A chain that does not drop takes what is left divided
-    by 1 - p, as if `dare` came first.
+    A first stage that drops by the same rate and seed only rescales then. A chain that does not
+    drop takes the rest divided by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
     drops_itself = recipe.chain[0][0].may_redrop
@@ -189,7 +188,7 @@ def _take_over(recipe: Recipe, models: Sequence[Source]) -> Recipe:
 def _left_to_make_up(
     recipe: Recipe, drop: Drop, tensor: str, model: int, settings: Sequence[Settings]
 ) -> Drop | str | None:
-    """What is to be made up for before the first stage; text, if another mask would drop too."""
+    """Return the drop to make up for before the first stage; a text if two masks would drop."""
     stages = [stage for stage, _ in recipe.chain[:-1]]
     droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
     if not droppers:
@@ -207,7 +206,7 @@ def _left_to_make_up(
 
 
 def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
-    """As what a tensor is stored; float8 is for the matrices of layers alone."""
+    """Return a tensor's storage type; float8 is for the matrices of layers alone."""
     if recipe.dtype is None or not base.dtype.is_weight:
         return base.dtype
     asked = STORAGE_TYPES[recipe.dtype]
@@ -274,7 +273,7 @@ def _find_idle(base: Source, models: Mapping[str, Source], fits: Iterable[Fit]) 
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
-    """What is allowed, and usually a mistake."""
+    """Warn of settings that are allowed but usually a mistake."""
     seeds = recipe.seeds()
     drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
     if drops and len(set(seeds)) < len(seeds):

@@ -53,7 +53,7 @@ from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing
-from dare.planning.machine import available_cores, check_memory, memory_limit
+from dare.planning.cost import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
 from dare.run.threads import Step, run_steps
