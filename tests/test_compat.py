@@ -196,7 +196,7 @@ def test_dare_merge_writes_bfloat16_and_counts_a_missing_tensor_as_unchanged(
     output = tmp_path / "out.safetensors"
     with pytest.warns(DareWarning) as caught:
         dare_merge(files[0], files[1:], output, drop_rate=0.0, merge_method=merge_method)
-    assert any("b: not in m0" in str(warning.message) for warning in caught)
+    assert any("b: Not in m0" in str(warning.message) for warning in caught)
     merged = load_file(output)
     assert merged["w"].dtype == ml_dtypes.bfloat16
     assert merged["b"].tolist() == ([0.5] * 3 if merge_method == "linear" else [1.0] * 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -87,10 +87,14 @@ class Fit:
         return any(misfit.reason is Misfit.UNLIKE_BASE for misfit in self.misfits)
 
 
-def fit_tensor(base: TensorInfo, models: Mapping[str, Source]) -> Fit:
+Named = Sequence[tuple[str, Source]]
+"""Models with their names, of which two may be the same."""
+
+
+def fit_tensor(base: TensorInfo, models: Named) -> Fit:
     """Compare a tensor of the base with the models' copies."""
     fitting, absent, missing, unlike = [], [], [], []
-    for number, (name, source) in enumerate(models.items()):
+    for number, (name, source) in enumerate(models):
         info = source.tensors.get(base.name)
         if info is None:
             absent.append(number)
@@ -106,10 +110,10 @@ def fit_tensor(base: TensorInfo, models: Mapping[str, Source]) -> Fit:
     return Fit(base, tuple(fitting), tuple(absent), (*lacking, *unlike))
 
 
-def find_extras(base: Source, models: Mapping[str, Source]) -> list[LeftOut]:
+def find_extras(base: Source, models: Named) -> list[LeftOut]:
     """Return the tensors that models have and the base has not, in the order of their names."""
     owners: dict[str, list[str]] = {}
-    for name, source in models.items():
+    for name, source in models:
         for tensor in source.tensors.keys() - base.tensors.keys():
             owners.setdefault(tensor, []).append(name)
     return [

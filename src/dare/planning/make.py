@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.fit import Fit, LeftOut, Misfit, find_extras, fit_tensor
+from dare.inputs.fit import Fit, LeftOut, Misfit, Named, find_extras, fit_tensor
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
 from dare.planning.cost import check_memory
@@ -48,7 +48,7 @@ def make_plan(
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     recipe = _with_delta_settings(recipe, models)
-    named = dict(zip(names, models, strict=True))
+    named = list(zip(names, models, strict=True))
     fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
     extras = find_extras(base, named)
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
@@ -256,13 +256,13 @@ def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[
     return problems, notices
 
 
-def _find_idle(base: Source, models: Mapping[str, Source], fits: Iterable[Fit]) -> Iterator[str]:
+def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> Iterator[str]:
     """Yield a line for each model of which nothing would be merged."""
     if not any(info.dtype.is_weight for info in base.tensors.values()):
         return
     used = [fit for fit in fits if fit.base.dtype.is_weight and not fit.is_mismatched]
     busy = {number for fit in used for number in fit.fitting}
-    for number, (name, model) in enumerate(models.items()):
+    for number, (name, model) in enumerate(models):
         if number not in busy:
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
             yield (

@@ -295,10 +295,11 @@ def find_subjects(
     """Return the tensors that can be compared, with their models, and those that cannot."""
     subjects: list[Subject] = []
     left_out: list[LeftOut] = []
-    partial = [number for number, source in enumerate(models.values()) if source.is_partial]
+    named = list(models.items())
+    partial = [number for number, (_, source) in enumerate(named) if source.is_partial]
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
-        fit = fit_tensor(info, models)
+        fit = fit_tensor(info, named)
         if not info.dtype.is_weight:
             owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
             if owners:
@@ -308,7 +309,7 @@ def find_subjects(
         unchanged = tuple(number for number in fit.absent if number in partial)
         if fit.fitting or unchanged:
             subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
-    left_out += find_extras(base, models)
+    left_out += find_extras(base, named)
     if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
