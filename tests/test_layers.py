@@ -13,6 +13,7 @@ import pytest
 
 import dare
 from dare import compat
+from dare.stages import STAGES
 
 ROOT = Path(dare.__file__).parent
 LAYERS = (
@@ -114,6 +115,28 @@ def test_arrows_point_down():
         f"{source} imports {target}"
         for source, target in sorted(ARROWS)
         if RANKS[part(target)] < RANKS[part(source)]
+    ] == []
+
+
+def test_merging_knows_nothing_of_the_analysis():
+    merging = {"api", "run", "output", "checks", "deltas", "planning"}
+    assert [
+        f"{source} imports {target}"
+        for source, target in sorted(ARROWS)
+        if part(source) in merging and part(target) == "analysis"
+    ] == []
+
+
+def test_merging_names_no_stage():
+    """A stage declares what others need to know of it."""
+    names = set(STAGES) - {"dare"}  # which is also the name of the program
+    assert [
+        f"{source} names {node.value}"
+        for source, tree in TREES.items()
+        if part(f"{source}.") in {"api", "run", "checks", "deltas", "planning"}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if set(node.value.split("+")) & names
     ] == []
 
 

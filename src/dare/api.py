@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.checks.finite import check_chunks, check_tensors, is_suspect
+from dare.checks.finite import check_chunks, is_suspect
 from dare.checks.same_model import check_inputs, with_base_among_models
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
@@ -25,8 +25,8 @@ from dare.errors import InputError, OutputError, RecipeError, VerificationError,
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
-from dare.output.destinations import check_target, finished_before, open_output, settle
-from dare.output.journal import Busy, Record
+from dare.output.destinations import check_target, clear_leftovers, finished_before, open_output
+from dare.output.journal import BusyError, Record
 from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -39,7 +39,7 @@ from dare.output.manifest import (
 )
 from dare.output.report import Digests, Report, make_report
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.slices import FinishingOutput, Gone, SliceOutput, SliceReport
+from dare.output.slices import FinishingOutput, GoneError, SliceOutput, SliceReport
 from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
@@ -61,8 +61,7 @@ from dare.tensors.header import TensorInfo
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
 
-YAML_SUFFIXES = (".yaml", ".yml")
-"""Of files that are configurations for mergekit."""
+YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:
@@ -189,16 +188,16 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
     check_for_cluster(planned)
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
-        settle(layout)
+        clear_leftovers(layout)
         return finished
     begun, compiled = time.perf_counter(), False
     sample = _sample(planned)
-    _rehearse(planned, layout)
+    _check_documents(planned, layout)
     with (
         open_output(*_output_of(planned, layout), resume=resume, overwrite=overwrite) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
-        noticed = _take_over(planned, output, display)
+        noticed = _accept_resumed(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
         how: dict[str, Any] = {"done": output.resumed, "progress": meter.advance}
@@ -255,15 +254,17 @@ def merge_slice(
     planned = _planned(recipe, backend)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
-        settle(layout)
+        clear_leftovers(layout)
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
     sample = _sample(planned)
-    _rehearse(planned, layout)
+    _check_documents(planned, layout)
     noticed: list[Notice] = []
     done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
     report = None
     if not done.unfinished:
-        with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
+        with suppress(
+            GoneError, BusyError
+        ):  # another was as far at the same moment, and publishes it
             report = _finish(planned, layout, sample, noticed, overwrite=overwrite, wait=wait)
     return replace(done, seconds=time.perf_counter() - started, report=report)
 
@@ -285,7 +286,7 @@ def _do_slice(
         SliceOutput(part, share, *_output_of(planned, layout), overwrite=overwrite) as output,
         show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
     ):
-        noticed += _take_over(planned, output, display)
+        noticed += _accept_resumed(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
         identity = f"{fingerprint(planned)} {planned.stamps}"
@@ -317,7 +318,7 @@ def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = 
     planned = _planned(recipe, backend)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
-        settle(layout)
+        clear_leftovers(layout)
         return finished
     return _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
 
@@ -335,7 +336,7 @@ def _finish(
         FinishingOutput(*_output_of(planned, layout), wait=wait) as output,
         show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
     ):
-        noticed = [*noticed, *_take_over(planned, output, display)]
+        noticed = [*noticed, *_accept_resumed(planned, output, display)]
         output.check_complete(planned)
         output.adopt()
         figures = output.seconds, output.bytes_read, output.resumed_chunks
@@ -355,12 +356,12 @@ def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
 
 
 def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], str, str]:
-    """What an output under way is known by."""
+    """Return the arguments of an output: layout, metadata, fingerprint and stamps."""
     metadata = metadata_of(embedded_manifest(planned))
     return layout, metadata, fingerprint(planned), planned.stamps
 
 
-def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[Notice]:
+def _accept_resumed(planned: Plan, output: PartialOutput, display: Display) -> list[Notice]:
     """Say what is not used of an earlier try, and see whether the rest was made of these inputs."""
     noticed = []
     output.announce = display.announce
@@ -415,7 +416,7 @@ def _finished_before(planned: Plan) -> Report | None:
     return make_report(planned, records, sample_models(planned), noticed, 0.0, 0, len(records))
 
 
-def _rehearse(planned: Plan, layout: Layout) -> None:
+def _check_documents(planned: Plan, layout: Layout) -> None:
     """Write in memory all that will be written at the end, so that nothing fails there."""
     report = make_report(planned, ())
     embedded = _embedded(planned, report)
@@ -439,7 +440,7 @@ def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> La
         raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     if not resume or _finished_before(planned) is None:
-        settle(planned.layout)
+        clear_leftovers(planned.layout)
         check_target(planned.layout, inputs, overwrite=overwrite)
     return planned.layout
 
@@ -568,7 +569,7 @@ def _array_recipe(
 def _sample(planned: Plan) -> SampledModels:
     """Sample the weights; refuse what is not finite, and warn of what was noticed."""
     sample = sample_models(planned)
-    check_tensors(planned, sample.not_finite)
+    check_chunks(planned, [(t.name, n, 0) for t in sample.not_finite for n in range(t.chunks)])
     _warn(planned.recipe, [*planned.warnings, *sample.notices])
     return sample
 
@@ -580,7 +581,7 @@ def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
 
 
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
-    """What an interrupted run has read already, as far as the progress bar is concerned."""
+    """Return about how many bytes an interrupted run has read, for the progress bar."""
     elements = {tensor.name: tensor.elements for tensor in planned.tensors}
     done = sum(chunk_span(record.chunk, elements[record.tensor])[1] for record in resumed)
     return planned.cost.bytes_read * done // max(sum(elements.values()), 1)

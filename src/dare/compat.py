@@ -27,7 +27,7 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
-from dare.checks.outliers import NONE, Magnitudes
+from dare.checks.structure import NONE, Magnitudes
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored

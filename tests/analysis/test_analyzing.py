@@ -19,7 +19,7 @@ from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.results import Kind, Origin
-from dare.checks.outliers import BIN_SHIFT
+from dare.checks.structure import BIN_SHIFT
 from dare.documents.progress import Display
 from dare.errors import InputError, RecipeError
 from dare.inputs.fit import Form, LeftOut, Misfit

@@ -110,7 +110,7 @@ def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
     advised = dare_succeeds("advise", "analysis.json", "--steps", "1000").out
     assert expected in advised.replace("\n#   ", " ")
     found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json
-    assert any(expected in doubt for doubt in found["advice"]["doubts"])
+    assert any(expected in doubt["text"] for doubt in found["advice"]["doubts"])
     assert "for 7B" not in dare_succeeds("advise", "analysis.json", "--steps", "50000").out
     assert "steps = -1" in dare("advise", "analysis.json", "--steps", "-1").err
 
@@ -158,9 +158,9 @@ def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
     given = ("base.safetensors", "copy.safetensors")
     found = dare("advise", *given, "--quiet")
     assert (found.status, found.out) == (1, "")
-    assert "copy: Equal to the base" in found.err
+    assert "copy: It equals the base" in found.err
     command = found.err[found.err.rindex("`dare ") + 6 :].partition("`")[0]
-    assert "Equal to the base" in dare(*shlex.split(command)).out
+    assert "It equals the base" in dare(*shlex.split(command)).out
     assert dare("analyze", *given, "-o", "a.json", "--quiet").status == 1
     found = dare("init", "--from-analysis", "a.json", "--output", "m.safetensors")
     assert found.status == 1
@@ -282,5 +282,5 @@ def test_configurations_are_compared(folder):
         config = {"model_type": "llama", "rope_theta": theta}
         Path(name, "config.json").write_text(json.dumps(config))
     found = dare_succeeds("analyze", "one", "other", "--json").json
-    assert "other_configuration" in {each["rule"] for each in found["readiness"]["findings"]}
+    assert "other_configuration" in {each["code"] for each in found["readiness"]["findings"]}
     shutil.rmtree("other")

@@ -19,8 +19,7 @@ from small_deltas import KINDS, apply_quietly, compress_quietly
 import dare
 from dare import InputError, MismatchError, OutputError, VerificationError
 from dare.deltas.compressing import compress
-from dare.output.pieces import PIECES_NAME, PieceOutput
-from dare.output.writer import PartialOutput
+from dare.output.writer import PIECES_NAME, PartialOutput, PieceOutput
 from helpers import flip_bit, listing, save, sha256
 
 NAME = "math.delta.safetensors"

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from dare.errors import OutputError
 from dare.output.journal import Record
-from dare.output.pieces import PIECES_NAME, PieceOutput
 from dare.output.targets import manifest_path, read_sealed
+from dare.output.writer import PIECES_NAME, PieceOutput
 from dare.planning.layout import lay_out
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.dtypes import STORAGE_TYPES

@@ -7,7 +7,7 @@ import pytest
 
 import dare
 from dare.lora import extract_adapter, merge_adapters
-from dare.output.places import found, short_name, told
+from dare.output.places import portable_path, resolve_path, short_name
 from dare.output.targets import manifest_path
 from helpers import save, sha256
 
@@ -43,10 +43,10 @@ def test_short_names(path: str, expected: str) -> None:
 def test_a_path_is_told_from_the_output_if_they_have_enough_in_common(
     path: str, output: str, expected: str
 ) -> None:
-    text = told(Path(path), Path(output))
+    text = portable_path(Path(path), Path(output))
     assert text == expected.replace("safeten…", "safetensors")
     if text.startswith(".."):
-        assert found(text, Path(output)) == Path(path)
+        assert resolve_path(text, Path(output)) == Path(path)
 
 
 @pytest.fixture

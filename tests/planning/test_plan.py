@@ -68,11 +68,11 @@ def test_every_fate_is_told():
         "mismatched": Fate.MISMATCHED,
     }
     assert made.left_out == ("left out",)
-    assert tuple(map(str, made.warnings)) == (
-        "base only: not in math; its change there counts as zero",
-        "mismatched: base is 2 F32, math is 3 F32; the base's is kept",
-        "left out: in math, not in the base; left out",
-    )
+    missing, mismatched, extra = made.warnings
+    assert (missing.code, missing.subjects) == ("missing_as_zero", ("base only",))
+    assert (mismatched.code, mismatched.subjects) == ("mismatch_kept", ("mismatched",))
+    assert "base is 2 F32, math is 3 F32" in mismatched.text
+    assert (extra.code, extra.subjects) == ("extra_dropped", ("left out",))
 
 
 def test_integers_need_not_agree_if_the_recipe_says_so():
@@ -389,7 +389,7 @@ def test_the_q_of_the_warning_can_be_used_as_it_is_given():
 def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
     (warning,) = plan_of(BASE, BASE, **settings).warnings
     assert "drop_rate = 0.99" in warning.text
-    assert "q = 0.0199 beside this rate" in warning.text
+    assert "q = 0.0199 beside this rate" in warning.remedy
 
 
 # ---------------------------------------------------------------- the plan told
@@ -413,9 +413,12 @@ def test_the_plan_is_json(tmp_path):
         "files_beside": [],
         "warnings": [
             {
-                "about": "extra tensors",
-                "text": "x: in model0, not in the base; left out",
-                "strength": "warning",
+                "code": "extra_dropped",
+                "severity": "warning",
+                "subjects": ["x"],
+                "text": made.warnings[0].text,
+                "remedy": made.warnings[0].remedy,
+                "figures": {},
             }
         ],
         "tensors": [

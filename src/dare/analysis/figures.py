@@ -124,15 +124,10 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
     picker = alt.binding_select(options=[ALL_KINDS, *_kinds(analysis)], name="Tensors ")
     frequent = [row for row in rows if row["share"] >= LEAST_SHARE] or rows  # tails go on far
     domain = [min(row["from"] for row in frequent), max(row["to"] for row in frequent)]
-    chart = _lines(
-        names,
-        x=alt.X("middle:Q", title="magnitude of a change, |δ|")
-        .scale(type="log", domain=domain, nice=False)
-        .axis(logarithmic("x")),
-        y=alt.Y("share:Q", title="share of all elements").axis(format="~%", tickCount=5),
-        tooltip=_tooltip("magnitudes"),
-    )
-    chart = chart.transform_filter("datum.kind === kind")
+    x = alt.X("middle:Q", title="magnitude of a change, |δ|")
+    x = x.scale(type="log", domain=domain, nice=False).axis(logarithmic("x"))
+    y = alt.Y("share:Q", title="share of all elements").axis(format="~%", tickCount=5)
+    chart = _lines("magnitudes", names, x, y).transform_filter("datum.kind === kind")
     chart = chart.add_params(alt.param(name="kind", value=ALL_KINDS, bind=picker))
     medians = [f"{model.name} {number(model.total.quantiles.p50)}" for model in analysis.models]
     shares = {
@@ -145,33 +140,24 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
         for low, high in sorted({(low, high) for low, high, _ in shares})
     ]
     unchanged = ("not changed", *(share(model.total.sparsity) for model in analysis.models))
-    table = Table(("|δ| from … to", *_of_numbers(names)), (unchanged, *cells))
+    table = Table(("|δ| from … to", *(f"{name} >" for name in names)), (unchanged, *cells))
     texts = {"names": listed(names), "medians": ", ".join(medians)}
     return _figure("magnitudes", _finish(chart, rows), table, **texts)
 
 
 def magnitude_rows(analysis: AnalysisData) -> list[Row]:
     """Return the share of elements in each octave of magnitude, in all and for each kind."""
-    return [
-        {
-            "model": model.name,
-            "kind": str(kind),
-            "from": finite(2.0**octave),
-            "to": finite(2.0 ** (octave + 1)),
-            "middle": finite(2.0 ** (octave + 0.5)),
-            "share": finite(count / found.elements),
-        }
-        for model in analysis.models
-        for kind, found in ((ALL_KINDS, model.total), *model.by_kind.items())
-        for octave, count in _octaves(found)
-    ]
-
-
-def _octaves(statistics: Statistics) -> list[tuple[int, int]]:
-    """Return octaves with their counts, from the first that is not empty to the last."""
-    counts, lowest = statistics.histogram.counts, statistics.histogram.lowest
-    filled = [place for place, count in enumerate(counts) if count] or [0]
-    return [(lowest + n, counts[n]) for n in range(filled[0], filled[-1] + 1) if any(counts)]
+    rows = []
+    for model in analysis.models:
+        for kind, found in ((ALL_KINDS, model.total), *model.by_kind.items()):
+            counts, lowest = found.histogram.counts, found.histogram.lowest
+            filled = [place for place, count in enumerate(counts) if count]
+            for place in range(filled[0], filled[-1] + 1) if filled else ():
+                ends = [finite(2.0 ** (lowest + place + part)) for part in (0, 1, 0.5)]
+                known = dict(zip(("from", "to", "middle"), ends, strict=True))
+                part = finite(counts[place] / found.elements)
+                rows.append({"model": model.name, "kind": str(kind), **known, "share": part})
+    return rows
 
 
 def changes(analysis: AnalysisData) -> Figure | None:
@@ -277,15 +263,13 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
 
 def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
     """Return the changes in each layer that any of the columns has."""
-
-    def cell(found: Statistics | None) -> str:
-        return NOTHING if found is None else share(found.relative_norm)
-
     layers = sorted({layer for by_layer in columns.values() for layer in by_layer})
-    rows = [
-        (layer_name(layer), *(cell(by.get(layer)) for by in columns.values())) for layer in layers
+    cells = [
+        [share(by[layer].relative_norm) if layer in by else NOTHING for by in columns.values()]
+        for layer in layers
     ]
-    return Table(("layer", *_of_numbers(columns)), tuple(rows))
+    rows = ((layer_name(layer), *row) for layer, row in zip(layers, cells, strict=True))
+    return Table(("layer", *(f"{name} >" for name in columns)), tuple(rows))
 
 
 def spectra(analysis: AnalysisData) -> Figure | None:
@@ -299,16 +283,10 @@ def spectra(analysis: AnalysisData) -> Figure | None:
     near = alt.selection_point(name="near", fields=["line"], on="pointerover", empty=False)
     legend = _legend(names, symbolType="stroke", symbolSize=300)
     opacity = alt.when(near).then(alt.value(1)).when(CHOSEN).then(alt.value(0.45))
-    chart = alt.Chart().encode(
-        x=alt.X("rank:Q", title="direction, the strongest first")
-        .scale(type="log", nice=False)
-        .axis(logarithmic("x")),
-        y=alt.Y("value:Q", title="singular value, relative to the largest")
-        .scale(type="log")
-        .axis(logarithmic("y")),
-        color=by_name(alt.Color, names, legend=legend),
-        detail="line:N",
-    )
+    x = alt.X("rank:Q", title="direction, the strongest first").scale(type="log", nice=False)
+    y = alt.Y("value:Q", title="singular value, relative to the largest").scale(type="log")
+    places = {"x": x.axis(logarithmic("x")), "y": y.axis(logarithmic("y")), "detail": "line:N"}
+    chart = alt.Chart().encode(color=by_name(alt.Color, names, legend=legend), **places)
     lines = chart.mark_line(strokeWidth=1.5, aria=False).encode(
         strokeDash=by_name(alt.StrokeDash, names, DASHES, legend=legend),
         opacity=opacity.otherwise(alt.value(FAINT / 2)),
@@ -500,13 +478,10 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     curves = [row for model in models for row in prediction_rows(model, RATES) if row["error"]]
     if not curves:
         return None
-    place = {
-        "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
-        "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
-        .scale(type="log", nice=False)
-        .axis(logarithmic("y", percent=True)),
-        "tooltip": _tooltip("predicted-error"),
-    }
+    x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
+    y = alt.Y("error:Q", title="error of a layer's outputs, at most")
+    y = y.scale(type="log", nice=False).axis(logarithmic("y", percent=True))
+    chart = _lines("predicted-error", everyone, x, y, shown=names)
     columns: Columns = {
         "drop rate": lambda row: f"{row['rate']:g}",
         "model": lambda row: row["model"],
@@ -516,7 +491,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     found = [row for model in models for row in prediction_rows(model, TABLE_RATES)]
     return _figure(
         "predicted-error",
-        _finish(_lines(everyone, shown=names, **place), _dashed(curves, everyone), height=320),
+        _finish(chart, _dashed(curves, everyone), height=320),
         tabulate(found, columns),
         names=listed(tuple(names)),
         out=f" Left out: {listed(out)}." if out else "",
@@ -640,11 +615,7 @@ def _kinds(analysis: AnalysisData) -> list[str]:
     return [str(kind) for kind in Kind if any(kind in model.by_kind for model in analysis.models)]
 
 
-def _of_numbers(names: Iterable[str]) -> list[str]:
-    return [f"{name} >" for name in names]
-
-
-def _lines(names: Sequence[str], *, x: Any, y: Any, tooltip: Any, shown: Sequence[str] = ()) -> Any:
+def _lines(name: str, names: Sequence[str], x: Any, y: Any, shown: Sequence[str] = ()) -> Any:
     """Return a line for each model, told apart by colour, dashes and shapes, that can be zoomed.
 
     If only some have a line, `shown` names them; each has the looks that it has among all.
@@ -657,8 +628,9 @@ def _lines(names: Sequence[str], *, x: Any, y: Any, tooltip: Any, shown: Sequenc
     curves = chart.mark_line(aria=False, clip=True, interpolate="monotone")
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
     marks = chart.mark_point(filled=True, size=55, aria=False, clip=True)
-    marks = marks.encode(shape=by_name(alt.Shape, names, SHAPES, legend=legend), tooltip=tooltip)
-    return alt.layer(curves, marks.add_params(zoom()))
+    shape = by_name(alt.Shape, names, SHAPES, legend=legend)
+    marks = marks.encode(shape=shape, tooltip=_tooltip(name)).add_params(zoom())
+    return alt.layer(curves, marks)
 
 
 def _dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:

@@ -46,7 +46,7 @@ from dare.analysis.measure.measuring import Measured
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.checks.large_deltas import Exposure
-from dare.checks.outliers import NONE
+from dare.checks.structure import NONE
 from dare.documents.notices import CATALOGUE, LIMIT, notice
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError

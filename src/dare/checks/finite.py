@@ -8,7 +8,7 @@ inputs is a notice in the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,27 +46,19 @@ def check_chunk(
         raise NotFiniteError(_refusal(plan, tensor, taking_part))
 
 
-def check_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> None:
-    """Refuse tensors that have elements which are not finite, unless the recipe allows them."""
-    if plan.recipe.allow_not_finite:
-        return
-    with hold_open((plan.base, *plan.models)):
-        for tensor in tensors:
-            for base, tuned in _stored(plan, tensor, tensor.models):
-                check_chunk(plan, tensor, base, tuned, nans=0)
+def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, int]]) -> None:
+    """Refuse chunks with elements that are not finite, unless the recipe allows them.
 
-
-def check_chunks(plan: Plan, suspects: Sequence[tuple[str, int, int]]) -> None:
-    """Refuse the same in chunks that were made before: tensor, number and how many NaN results."""
-    if plan.recipe.allow_not_finite or not suspects:
+    A chunk is given by its tensor, its number, and how many of its results are NaN.
+    """
+    if plan.recipe.allow_not_finite or not chunks:
         return
     tensors = {tensor.name: tensor for tensor in plan.merged()}
     with hold_open((plan.base, *plan.models)):
-        for name, number, nans in suspects:
-            tensor = tensors[name]
-            span = chunk_span(number, tensor.elements)
-            ((base, tuned),) = _stored(plan, tensor, tensor.models, *span)
-            check_chunk(plan, tensor, base, tuned, nans=nans)
+        for name, number, nans in chunks:
+            span = chunk_span(number, tensors[name].elements)
+            ((base, tuned),) = _stored(plan, tensors[name], tensors[name].models, *span)
+            check_chunk(plan, tensors[name], base, tuned, nans=nans)
 
 
 def _stored(

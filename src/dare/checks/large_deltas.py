@@ -12,10 +12,6 @@ squared error is with probability 0.95 no more than
 
 whatever the distribution. It is taken for the inputs of one output (a row of the matrix), relative
 to the base, without outliers.
-
-A merge warns of a model if many of its elements exceed the recipe's `delta_threshold` and, where
-matrices were sampled, the predicted error is above its bound. A threshold that the user gives warns
-of every element that exceeds it.
 """
 
 from __future__ import annotations
@@ -59,19 +55,15 @@ class Exposure:
     ) -> Exposure:
         """Return that of a tensor whose changes count as spread evenly over the rows.
 
-        `concentration` is n·Σδ⁴/(Σδ²)², at least 1; 0 if nothing is changed.
+        `concentration` is n·Σδ⁴/(Σδ²)², at least 1; 0 if nothing is changed. A row makes one
+        output: it has all dimensions but the first. A vector is one row.
+
+        >>> Exposure.of(24, (2, 3, 4), 0.1, 3.0).carriers, Exposure.of(24, (24,), 0.1, 3.0).carriers
+        (4.0, 8.0)
         """
-        carriers = row_width(elements, shape) / max(concentration, 1.0) if concentration else 0.0
+        width = elements // shape[0] if len(shape) > 1 and shape[0] else elements
+        carriers = width / max(concentration, 1.0) if concentration else 0.0
         return cls(elements, relative_norm, carriers)
-
-
-def row_width(elements: int, shape: tuple[int, ...]) -> int:
-    """Return how many elements make one output: all but the first dimension; all of a vector.
-
-    >>> row_width(24, (2, 3, 4)), row_width(24, (24,))
-    (12, 24)
-    """
-    return elements // shape[0] if len(shape) > 1 and shape[0] else elements
 
 
 def bounded_error(exposure: Exposure, drop_rate: float) -> float:
@@ -111,6 +103,7 @@ class MergedTensor:
     plan: Plan
     model: int
     tensor: TensorPlan
+    largest_delta: float
     over_threshold: int
     survivors: Sequence[int]
     """Elements left after each delta stage."""
@@ -133,17 +126,23 @@ class MergedTensor:
         return 1.0 - kept, 1.0 - asked
 
 
+def find_largest(merged: Iterable[MergedTensor]) -> tuple[float, str]:
+    """Return the largest |δ| of a model, or the first that is NaN, and the tensor that has it."""
+    largest, where = 0.0, ""
+    for each in merged:
+        peak = each.largest_delta
+        if peak > largest or (math.isnan(peak) and not math.isnan(largest)):
+            largest, where = peak, each.tensor.name
+    return largest, where
+
+
 def find_large_deltas(
-    plan: Plan,
-    model: int,
-    merged: Sequence[MergedTensor],
-    sampled: Mapping[str, Exposure],
-    largest: tuple[float, str],
+    plan: Plan, merged: Sequence[MergedTensor], sampled: Mapping[str, Exposure]
 ) -> Iterator[Notice]:
     """Yield a notice if a model's deltas are too large for random dropping.
 
-    `sampled` are the exposures of its sampled matrices, `largest` its largest |δ| and the tensor
-    that holds it.
+    That is so if many elements exceed `delta_threshold` and, where matrices were `sampled`, the
+    predicted error is above its bound. A threshold that the user gives warns of every element.
     """
     gambled = {each.tensor.name: each for each in merged if each.drop_rates[0] > 0}
     is_given = plan.recipe.has_given_threshold
@@ -161,31 +160,26 @@ def find_large_deltas(
     is_borne = not gambled or is_small
     if is_borne and not is_given:
         return
-    share, (peak, where) = over / elements, largest
+    share, (peak, where) = over / elements, find_largest(merged)
     is_too_large = bool(exposed) and not is_borne
     reason, remedy = _reason_and_remedy(list(gambled.values()), is_too_large=is_too_large)
+    large = [each for each in counted if each.over_threshold]
+    most = max(large, key=lambda each: each.over_threshold)
+    place = f"{most.over_threshold:,}, in {most.tensor.name}"
     yield notice(
         "large_deltas",
-        plan.model_names[model],
+        plan.model_names[merged[0].model],
         severity=Severity.SEVERE if share >= MOSTLY_LARGE and not is_borne else Severity.WARNING,
         threshold=plan.recipe.delta_threshold,
         over=over,
         elements=elements,
         share=share,
-        most=_where_most(counted) if is_given else "",
+        most=f" of {times(len(large), 'tensor')}, most of them, {place}" if is_given else "",
         peak=peak,
         where=where,
         reason=reason,
         remedy=remedy,
     )
-
-
-def _where_most(counted: Sequence[MergedTensor]) -> str:
-    """Say where the elements above the threshold are."""
-    found = [each for each in counted if each.over_threshold]
-    most = max(found, key=lambda each: each.over_threshold)
-    place = f"{most.over_threshold:,}, in {most.tensor.name}"
-    return f" of {times(len(found), 'tensor')}, most of them, {place}"
 
 
 def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -> tuple[str, str]:

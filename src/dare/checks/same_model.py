@@ -22,11 +22,9 @@ from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.toml import write_value
 from dare.stores.locations import StorePath
 
-Identity = tuple[int, int] | str
 EarlierInput = tuple[Path, Path]
 """An input of an earlier merge: as its manifest names it, and where that leads."""
 FindInputs = Callable[[Path], Iterable[Sequence[EarlierInput]]]
-"""A function that reads the inputs, base first, from the manifests of an output."""
 SHORT_LIST = 6
 """Up to so many models are written out in a message."""
 
@@ -112,14 +110,17 @@ def _is_meant(entry: ModelEntry) -> bool:
     return entry.weight is not None or entry.seed is not None or bool(entry.settings)
 
 
-def _identity(path: Path) -> Identity:
-    if isinstance(path, StorePath):
-        return str(path)
+def file_identity(path: Path, *, follow: bool = True) -> tuple[int, int] | None:
+    """Return what two names of one file have in common; None if there is no file."""
     try:
-        status = path.stat()
+        status = path.stat(follow_symlinks=follow)
     except (OSError, ValueError):
-        return str(path)
+        return None
     return status.st_dev, status.st_ino
+
+
+def _identity(path: Path) -> tuple[int, int] | str:
+    return (None if isinstance(path, StorePath) else file_identity(path)) or str(path)
 
 
 def _merged_before(

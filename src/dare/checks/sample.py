@@ -1,9 +1,8 @@
 """A sample of the weights before a merge.
 
 A few rows of a few matrices, spread over the model, are enough to tell a fine-tune from another
-model altogether, a LoRA's low-rank delta from a full one, and two models from one that is there
-twice. It takes milliseconds and proves nothing: what it finds becomes a notice. Only tensors with
-elements that are not finite are read again, whole.
+model, a LoRA's low-rank delta from a full one, and two models from one that is there twice. It
+takes milliseconds and proves nothing: only tensors that are not finite are read again, whole.
 """
 
 from __future__ import annotations
@@ -17,9 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.checks.large_deltas import Exposure
-from dare.checks.low_rank import SMALLEST, find_low_rank, rounding_energy, spread
-from dare.checks.outliers import Magnitudes, bin_edge, outlier_bin
 from dare.checks.same_model import find_copies
+from dare.checks.structure import (
+    SMALLEST,
+    Magnitudes,
+    bin_edge,
+    find_low_rank,
+    outlier_bin,
+    rounding_energy,
+    spread,
+)
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.inputs.reading import decoded, hold_open
 from dare.inputs.sources import Source
@@ -44,11 +50,6 @@ class SampledMatrix:
     tensor: TensorPlan
     base: Floats
     delta: Floats
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether base and delta have neither NaN nor infinities."""
-        return bool(np.isfinite(self.delta).all() and np.isfinite(self.base).all())
 
     @cached_property
     def inliers(self) -> Floats:
@@ -99,7 +100,13 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             notices += _far_from_base(name, sample)
             if rank is not None and rate > LIMIT.low_rank_rate:
                 notices.append(notice("low_rank", name, rank=rank, rate=rate))
-        notices += find_copies(plan, [_content(sample) for sample in samples])
+        contents = [  # None where nothing that was sampled is changed
+            tuple((each.tensor.name, bytes_digest((each.delta + 0).data)) for each in sample)
+            if any(each.delta.any() for each in sample)
+            else None
+            for sample in samples
+        ]
+        notices += find_copies(plan, contents)
         exposures = tuple({each.tensor.name: each.exposure for each in s} for s in samples)
     not_finite = {
         each.tensor.name: each.tensor
@@ -112,7 +119,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
 
 def is_far_from_base(mean: float, ratio: float) -> bool:
     """Tell a model that is no fine-tune of the base by its mean |δ| and ‖δ‖/‖base‖."""
-    return mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio
+    return bool(mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio)
 
 
 def _read_samples(plan: Plan) -> list[list[SampledMatrix]]:
@@ -158,13 +165,6 @@ def _sum_of_squares(values: NDArray[np.floating]) -> float:
     return float(np.square(values, dtype=np.float64).sum())
 
 
-def _content(sample: Sequence[SampledMatrix]) -> tuple[tuple[str, str], ...] | None:
-    """Return what tells a model from others; None if nothing that was sampled is changed."""
-    if not any(each.delta.any() for each in sample):
-        return None
-    return tuple((each.tensor.name, bytes_digest((each.delta + 0).data)) for each in sample)
-
-
 def _far_from_base(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notice]:
     size = sum(each.delta.size for each in sample)
     base_norm = math.sqrt(sum(_sum_of_squares(each.base) for each in sample))
@@ -187,7 +187,7 @@ def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
     largest = None
     with one_blas_thread():  # the matrices are small, and more threads take ten times as long
         for each in (each for each in sample if each.delta.any()):
-            if not each.is_finite:
+            if not (np.isfinite(each.delta).all() and np.isfinite(each.base).all()):
                 return None
             info = source.tensors[each.tensor.name]
             is_exact = source.holds_delta(info.name)

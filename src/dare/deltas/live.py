@@ -38,7 +38,7 @@ from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import DeltaFile
 from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
 from dare.inputs.sources import Raw
-from dare.planning.machine import available_cores
+from dare.planning.cost import available_cores
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.dtypes import StorageType
@@ -68,12 +68,11 @@ class LiveDelta:
         self.notes = file.notes
         self._file = file
         self._applied: dict[int, tuple[Callable[[], Any], _Written]] = {}
-        """By the id of a model: how to get at the model, and what was written into it."""
+        """By a model's id: a reference to the model, and the saved chunks."""
         file.stored.__enter__()
         weakref.finalize(self, file.stored.__exit__)
 
     def __repr__(self) -> str:
-        """What it is and where it lies."""
         return f"LiveDelta({str(self.path)!r}, {self.notes.scheme}, bits={self.notes.bits})"
 
     # ------------------------------------------------------------ what users call
@@ -90,25 +89,25 @@ class LiveDelta:
         self._forget_the_dead()
         if id(model) in self._applied:
             raise InputError(f"{self.path}: is already applied to this model; call remove_ first")
-        homes = self._find_homes(model)
-        self._check_is_base(homes)
+        targets = self._find_targets(model)
+        self._check_is_base(targets)
         touched = [
-            Place(home, chunk)
-            for home in homes
-            for chunk, piece in enumerate(self._file.pieces[home.tensor])
+            LiveChunk(target, chunk)
+            for target in targets
+            for chunk, piece in enumerate(self._file.pieces[target.tensor])
             if piece.kept != AS_IN_BASE
         ]
         written: _Written = {}
 
-        def put(place: Place) -> None:
+        def put(place: LiveChunk) -> None:
             written[place.key] = self._put(place)
 
-        def put_back(place: Place) -> None:
+        def put_back(place: LiveChunk) -> None:
             self._put_back(place, written[place.key])
 
         try:
             _on_all_cores(put, touched)
-            self._check_is_tuned(homes, written)
+            self._check_is_tuned(targets, written)
             self._applied[id(model)] = _reference(model), written
         except BaseException:
             _on_all_cores(put_back, [place for place in touched if place.key in written])
@@ -128,12 +127,12 @@ class LiveDelta:
         if id(model) not in self._applied:
             raise InputError(f"{self.path}: is not applied to this model; give the same object")
         _, written = self._applied[id(model)]
-        homes = {home.name: home for home in self._find_homes(model)}
-        self._check_is_unchanged(homes, written)
+        targets = {target.name: target for target in self._find_targets(model)}
+        self._check_is_unchanged(targets, written)
 
         def put_back(key: tuple[str, int]) -> None:
             name, chunk = key
-            self._put_back(Place(homes[name], chunk), written[key])
+            self._put_back(LiveChunk(targets[name], chunk), written[key])
             del written[key]  # should another fail, this one is done
 
         _on_all_cores(put_back, list(written))
@@ -154,12 +153,12 @@ class LiveDelta:
 
     # ------------------------------------------------------------ what it may be applied to
 
-    def _find_homes(self, model: Any) -> list[Home]:
-        """Where the tensors of the fine-tune are in a model, each piece of memory once."""
+    def _find_targets(self, model: Any) -> list[LiveTensor]:
+        """Find the tensors of the fine-tune in a model, each piece of memory once."""
         arrays = arrays_of(model)
         stored = [tensor.base_name or name for name, tensor in self.notes.tensors.items()]
         names = names_in(arrays, stored)
-        homes: dict[Any, Home] = {}
+        targets: dict[Any, LiveTensor] = {}
         seen: set[str] = set()
         lacking = []
         for name, tensor in self.notes.tensors.items():
@@ -170,8 +169,8 @@ class LiveDelta:
             if found is None or not tensor.elements:
                 continue
             seen.add(owner)
-            home = Home(found, owner, *memory_of(arrays[found], found))
-            other = homes.setdefault(place_of(arrays[found]), home)
+            target = LiveTensor(found, owner, *memory_of(arrays[found], found))
+            other = targets.setdefault(place_of(arrays[found]), target)
             if other.tensor != owner and not self._are_one(other.tensor, owner):
                 both = f"{other.tensor} and {owner} are one tensor in the model"
                 raise InputError(f"{self.path}: {both} and two in the delta file; untie them")
@@ -182,62 +181,65 @@ class LiveDelta:
         if missing := list(filter(self._is_touched, unseen)):
             remedy = f"give the base (digest {self.notes.base})"
             raise InputError(f"{self.path}: the model has no {some_of(missing)}; {remedy}")
-        changed = {home.name for home in homes.values() if self._is_touched(home.tensor)}
+        changed = {target.name for target in targets.values() if self._is_touched(target.tensor)}
         check_apart(arrays, changed)
-        return list(homes.values())
+        return list(targets.values())
 
     def _is_touched(self, name: str) -> bool:
         return any(piece.kept != AS_IN_BASE for piece in self._file.pieces[name])
 
     def _are_one(self, first: str, second: str) -> bool:
-        """Whether two stored tensors ask for the same."""
+        """Tell whether two stored tensors ask for the same."""
         if not self._is_touched(first) and not self._is_touched(second):
             return True
         one, other = (self.notes.tensors[name] for name in (first, second))
         is_same = (one.base, one.model) == (other.base, other.model)
         return is_same and self.notes.scheme == "lossless"
 
-    def _check_is_base(self, homes: list[Home]) -> None:
+    def _check_is_base(self, targets: list[LiveTensor]) -> None:
         """Refuse a model that is not the base, bit for bit."""
-        digests = _digests(homes)
+        digests = _digests(targets)
         wrong = []
-        for home in homes:
-            tensor = self.notes.tensors[home.tensor]
-            if home.shape != tensor.shape:
-                wrong.append(f"{home.name} is {home.shape}, not {tensor.shape}")
-            elif tensor_digest(digests[home.name]) != tensor.base:
-                wrong.append(_difference(home, tensor))
+        for target in targets:
+            tensor = self.notes.tensors[target.tensor]
+            if target.shape != tensor.shape:
+                wrong.append(f"{target.name} is {target.shape}, not {tensor.shape}")
+            elif tensor_digest(digests[target.name]) != tensor.base:
+                wrong.append(_difference(target, tensor))
         if wrong:
             raise InputError(
                 f"{self.path}: the model is not the base that the delta was made for (digest "
                 f"{self.notes.base}), or another delta is applied to it: {len(wrong)} of "
-                f"{len(homes)} tensors differ, such as {wrong[0]}. Nothing was changed"
+                f"{len(targets)} tensors differ, such as {wrong[0]}. Nothing was changed"
             )
 
-    def _check_is_tuned(self, homes: list[Home], written: _Written) -> None:
+    def _check_is_tuned(self, targets: list[LiveTensor], written: _Written) -> None:
         """Refuse a model that is not what was written into it, or not the fine-tune if lossless."""
-        touched = [home for home in homes if self._is_touched(home.tensor)]
+        touched = [target for target in targets if self._is_touched(target.tensor)]
         digests = _digests(touched)
         wrong = {name for (name, chunk), w in written.items() if digests[name][chunk] != w.digest}
         if self.notes.scheme == "lossless":
-            for home in touched:
-                if tensor_digest(digests[home.name]) != self.notes.tensors[home.tensor].model:
-                    wrong.add(home.name)
+            for target in touched:
+                if tensor_digest(digests[target.name]) != self.notes.tensors[target.tensor].model:
+                    wrong.add(target.name)
         if wrong:
             raise InputError(
                 f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the file "
                 "is damaged, or others write to the model at the same time. The base was put back"
             )
 
-    def _check_is_unchanged(self, homes: Mapping[str, Home], written: _Written) -> None:
+    def _check_is_unchanged(self, targets: Mapping[str, LiveTensor], written: _Written) -> None:
         """Refuse a model that is not what `apply_` made of it."""
 
         def is_unchanged(key: tuple[str, int]) -> bool:
             name, chunk = key
-            if name not in homes or _digest(Place(homes[name], chunk)) != written[key].digest:
+            if (
+                name not in targets
+                or _digest(LiveChunk(targets[name], chunk)) != written[key].digest
+            ):
                 return False
             if written[key].saved is None:
-                self._file.read_parts(homes[name].tensor, chunk)  # to see that it can be read
+                self._file.read_parts(targets[name].tensor, chunk)  # to see that it can be read
             return True
 
         kept = zip(written, _on_all_cores(is_unchanged, list(written)), strict=True)
@@ -249,14 +251,14 @@ class LiveDelta:
 
     # ------------------------------------------------------------ chunks
 
-    def _put(self, place: Place) -> Saved:
+    def _put(self, place: LiveChunk) -> Saved:
         """Write the fine-tune's elements of a chunk over the base's, and keep what removes them."""
-        parts = self._file.read_parts(place.home.tensor, place.chunk)
+        parts = self._file.read_parts(place.target.tensor, place.chunk)
         raw = place.read()
         if self.notes.scheme == "lossless":
             (blob,) = parts
             model = np.empty_like(raw)
-            self._file.uncode(place.home.tensor, blob, raw, model)
+            self._file.uncode(place.target.tensor, blob, raw, model)
             saved = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
             raw[:] = model
         else:
@@ -265,16 +267,16 @@ class LiveDelta:
         places = parts[-1] if self.notes.scheme == "magnitude" else None
         return Saved(saved, places, bytes_digest(raw.view(np.uint8).data))
 
-    def _put_kept(self, place: Place, parts: list[Raw], raw: Raw) -> Raw:
+    def _put_kept(self, place: LiveChunk, parts: list[Raw], raw: Raw) -> Raw:
         """Do what a merge of this one model does; return the base's elements that were touched."""
-        name = place.home.tensor
+        name = place.target.tensor
         tensor, kept = self.notes.tensors[name], self._file.pieces[name][place.chunk].kept
         lanes = self._file.lanes(name, place.chunk, parts)
         rate = 0.0 if self.notes.seed is None else tensor.drop_rate or 0.0
         factor = np.float32(1.0 / (1.0 - rate))
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
-        if self.notes.bits == "native" and tensor.kind == place.home.kind:
+        if self.notes.bits == "native" and tensor.kind == place.target.kind:
             run.apply_values(raw, parts[0], lanes, factor, raw, saved)
             if factor == 1:  # these are the fine-tune's own elements
                 run.expand(parts[0], lanes, raw)
@@ -283,9 +285,9 @@ class LiveDelta:
             run.apply_deltas(raw, change, lanes, factor, raw, saved)
         return saved
 
-    def _put_back(self, place: Place, saved: Saved) -> None:
+    def _put_back(self, place: LiveChunk, saved: Saved) -> None:
         """Write the base's elements of a chunk over the fine-tune's."""
-        raw, name = place.read(), place.home.tensor
+        raw, name = place.read(), place.target.tensor
         if self.notes.scheme != "lossless":
             parts = [] if saved.places is None else [saved.places]
             kernels.load("cpu").expand(saved.saved, self._file.lanes(name, place.chunk, parts), raw)
@@ -301,25 +303,22 @@ class LiveDelta:
 
 
 class Saved(NamedTuple):
-    """What was written into a chunk, and what removes it."""
+    """A chunk that was written, and the data that undo it."""
 
     saved: Raw | None
     """The base's elements: the touched ones; lossless, all, or None if a difference is coded."""
-    places: Raw | None
-    """Where the touched ones are, coded, if no mask says so."""
-    digest: str
-    """Of the whole chunk, as it is then."""
+    places: Raw | None  # the coded places of the touched ones, if no mask says so
+    digest: str  # the digest of the whole chunk after writing
 
 
-_Written = dict[tuple[str, int], Saved]
-"""By the model's name of a tensor, and chunk."""
+_Written = dict[tuple[str, int], Saved]  # by the model's name of a tensor, and chunk
 
 
-def _difference(home: Home, tensor: StoredTensor) -> str:
-    if home.kind == tensor.kind:
-        return home.name
-    types = f"{home.kind.name} in the model and {tensor.dtype} in the fine-tune"
-    return f'{home.name}, which is {types} (load the base with dtype="auto")'
+def _difference(target: LiveTensor, tensor: StoredTensor) -> str:
+    if target.kind == tensor.kind:
+        return target.name
+    types = f"{target.kind.name} in the model and {tensor.dtype} in the fine-tune"
+    return f'{target.name}, which is {types} (load the base with dtype="auto")'
 
 
 def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -336,58 +335,58 @@ def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list
 # ---------------------------------------------------------------- places in a model
 
 
-class Home(NamedTuple):
-    """Where a tensor of the fine-tune is in a model."""
+class LiveTensor(NamedTuple):
+    """A tensor of a live model, and the stored tensor that goes into it."""
 
-    name: str
-    """In the model."""
-    tensor: str
-    """In the delta file."""
+    name: str  # its name in the model
+    tensor: str  # its name in the delta file
     kind: StorageType
     shape: tuple[int, ...]
     memory: Memory
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return math.prod(self.shape)
 
 
-class Place(NamedTuple):
+class LiveChunk(NamedTuple):
     """A chunk of a tensor in a model."""
 
-    home: Home
+    target: LiveTensor
     chunk: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """What it is called, wherever the model is."""
-        return self.home.name, self.chunk
+        return self.target.name, self.chunk
 
     def read(self) -> Raw:
         """Its elements, or a copy of them."""
-        return self.home.memory.read(*chunk_span(self.chunk, self.home.elements))
+        return self.target.memory.read(*chunk_span(self.chunk, self.target.elements))
 
     def write(self, raw: Raw) -> None:
         """Put elements there, if they were copied."""
-        self.home.memory.write(chunk_span(self.chunk, self.home.elements)[0], raw)
+        self.target.memory.write(chunk_span(self.chunk, self.target.elements)[0], raw)
 
 
-def _digests(homes: Iterable[Home]) -> dict[str, list[str]]:
+def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
     """The digests of all chunks of some tensors, by the model's names."""
-    places = [Place(home, chunk) for home in homes for chunk in range(chunk_count(home.elements))]
+    places = [
+        LiveChunk(target, chunk)
+        for target in targets
+        for chunk in range(chunk_count(target.elements))
+    ]
     digests = defaultdict(list)
     for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):
-        digests[place.home.name].append(digest)
+        digests[place.target.name].append(digest)
     return digests
 
 
-def _digest(place: Place) -> str:
+def _digest(place: LiveChunk) -> str:
     return bytes_digest(place.read().view(np.uint8).data)
 
 
 def _reference(model: Any) -> Callable[[], Any]:
-    """How to get at a model without keeping it alive, if that can be."""
+    """Return a weak reference to a model, or a strong one if that cannot be."""
     try:
         return weakref.ref(model)
     except TypeError:

@@ -25,15 +25,14 @@ from dare.tensors.header import TensorInfo
 
 WRITING = threading.Lock()
 """Held while a live model is changed. One for all: two models may share memory."""
-MOST_WORK = 10_000
-"""How many steps the search for a shared element of two arrays may take."""
+MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
 
 
 class Memory(Protocol):
     """The elements of a tensor, as carriers of their type."""
 
     def read(self, start: int, count: int) -> Raw:
-        """So many elements from one on, or a copy of them."""
+        """Return `count` elements, or a copy of them."""
 
     def write(self, start: int, raw: Raw) -> None:
         """Put elements there from one on, unless they are what was read there without a copy."""
@@ -123,19 +122,18 @@ def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
 
 
 class _Extent(NamedTuple):
-    """Where an array that has elements lies."""
+    """The range of memory that an array takes."""
 
     name: str
     device: str
     first: int
     end: int
     place: tuple[Any, ...]
-    addresses: Raw
-    """An array of the same addresses, never read: they may be a device's."""
+    addresses: Raw  # an array of the same addresses, never read: they may be a device's
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether elements may share bytes; some rare interleaved views are suspected wrongly."""
+        """True if elements may share bytes; some rare interleaved views are suspected wrongly."""
         reach = self.addresses.itemsize
         steps = zip(map(abs, self.addresses.strides), self.addresses.shape, strict=True)
         for step, count in sorted(pair for pair in steps if pair[1] > 1):
@@ -145,7 +143,7 @@ class _Extent(NamedTuple):
         return False
 
     def shares_memory(self, other: _Extent) -> bool:
-        """Whether an element of both may lie in the same bytes."""
+        """Tell whether an element of both may lie in the same bytes."""
         try:
             return np.shares_memory(
                 self.addresses,
@@ -170,7 +168,7 @@ class _Addresses:
 
 
 def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
-    """Where arrays lie; those without elements, or without memory of their own, lie nowhere."""
+    """Yield the extents of arrays that have elements and memory of their own."""
     for name, array in arrays.items():
         try:
             device, start, _, shape, steps = place = place_of(array)

@@ -1,4 +1,4 @@
-"""How a fine-tune is stored, and the workers of `compress`, which code it chunk by chunk."""
+"""Schemes for storing a fine-tune, and the workers of `compress`, which code chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dare.errors import MismatchError, RecipeError
 from dare.inputs.delta_notes import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
-from dare.output.pieces import PieceOutput
+from dare.output.writer import PieceOutput
 from dare.run.backend import Bytes, Chunk
 from dare.run.worker import Results, Worker, summaries_of
 from dare.stages.blocks import INFINITY
@@ -32,15 +32,13 @@ Bits = Literal["native", 4, 2]
 KEEP: tuple[Keep, ...] = ("random", "magnitude")
 USUAL_RATES: dict[Bits, float] = {"native": 0.5, 4: 0.0, 2: 0.0}
 """The drop rate for so many bits, if none is given: rounding costs less than dropping does."""
-MAGNITUDE_RATE = 0.75
-"""The same where the largest changes are kept."""
-USUAL_BITS: Bits = 2
-"""What keeps small changes whole, and most of large ones (docs/evidence.md)."""
+MAGNITUDE_RATE = 0.75  # the same where the largest changes are kept
+USUAL_BITS: Bits = 2  # keeps small changes whole, and most of large ones (docs/evidence.md)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is kept of every change, and in how many bits."""
+    """The share of every change that is kept, and in how many bits."""
 
     drop_rate: float
     bits: Bits
@@ -167,9 +165,9 @@ class Packer(_Coder):
         return change
 
     def _share(self, change: Floats, kept: Floats) -> float:
-        """What rounded values are divided by, so that they stand for those that are not kept too.
+        """Return the divisor by which rounded values also stand for those that are not kept.
 
-        Values that were kept by chance are divided when they are used. Of the largest it is their
+        Values that were kept by chance are divided when they are used. For the largest it is their
         share of Σδ²: so δ̂ goes as far in the direction of δ as δ does.
         """
         if self._scheme.keep == "random":

@@ -1,4 +1,4 @@
-"""What compressing did, as figures."""
+"""The reports of compressing and restoring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dare.tensors.json_values import json_ready
 
 @dataclass(frozen=True)
 class DeltaReport(Shown):
-    """What a delta file holds, and what of the model it lacks."""
+    """The figures of a delta file: its size, and its error."""
 
     output: Path
     scheme: str
@@ -35,7 +35,7 @@ class DeltaReport(Shown):
     bytes_written: int
     bits_per_parameter: float
     ratio: float
-    """How many times smaller the file is than the model."""
+    """The model's size divided by the file's."""
     relative_error: float
     """√Σ(δ̂ - δ)² / √Σδ², with δ̂ as it is read from the file."""
     weight_error: float
@@ -61,7 +61,7 @@ class DeltaReport(Shown):
 
     @property
     def held(self) -> str:
-        """What of the model is stored, and what that costs."""
+        """The stored part of the model, and the error."""
         if self.scheme == "lossless":
             return "every bit of the model"
         values = "as the model has them" if self.bits == "native" else f"at {self._bits} each"
@@ -103,7 +103,7 @@ class Restoration(Shown):
 
     output: Path
     digest: str
-    """Of its tensors, as the delta file says and as was found."""
+    """The digest of its tensors, which is the one in the delta file."""
     bytes_read: int
     bytes_written: int
     resumed_chunks: int

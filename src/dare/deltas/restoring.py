@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -20,8 +19,9 @@ from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
 from dare.output.journal import Record
-from dare.output.places import told
-from dare.output.publishing import settle
+from dare.output.places import portable_path
+from dare.output.publishing import clear_leftovers
+from dare.output.report import by_tensor
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
 from dare.output.writer import PartialOutput
 from dare.planning.data import Fate, TensorPlan
@@ -87,7 +87,7 @@ def restore(
         for info in source.tensors.values()
     )
     plan = Plan(recipe, source, (), (), tensors, (), (), layout)
-    settle(layout)
+    clear_leftovers(layout)
     inputs = [*source.files, *source.base.files]
     check_target(layout, inputs, overwrite=overwrite)
     fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
@@ -112,8 +112,8 @@ def restore(
             seconds=time.perf_counter() - started,
         )
         manifest = {
-            "restored": told(file.path, output),
-            "base": told(recipe.base, output),
+            "restored": portable_path(file.path, output),
+            "base": portable_path(recipe.base, output),
             "digests": {"base": file.notes.base, "model": file.notes.model},
             "versions": {"dare": __version__, "delta": file.notes.version},
             "report": report.to_dict(),
@@ -159,11 +159,9 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
 
 def _check(file: DeltaFile, records: Sequence[Record]) -> None:
     """Refuse to finish what is not the model, bit for bit."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record.chunk):
-        found[record.tensor].append(record.output)
+    found = by_tensor(records)
     for name, tensor in file.notes.tensors.items():
-        if tensor_digest(found[name]) != tensor.model:
+        if tensor_digest(record.output for record in found[name]) != tensor.model:
             raise VerificationError(
                 f"{name}: the restored values are wrong, because {file.path} is for another base "
                 f"(digest {file.notes.base}); give that base. Nothing was written"

@@ -21,7 +21,7 @@ class Misfit(StrEnum):
     UNLIKE_BASE = "unlike base"
     """A model has it in another shape than the base's, or in a type that does not go with it."""
     NOT_IN_BASE = "not in base"
-    NOT_IN_MODEL = "not in model"
+    MISSING = "missing"
     """A model that should have all weights lacks it."""
 
 
@@ -63,7 +63,7 @@ class LeftOut:
             Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is no type of weights",
             Misfit.UNLIKE_BASE: f"base is {self.base}, {models} is {self.found}",
             Misfit.NOT_IN_BASE: f"in {models}, not in the base",
-            Misfit.NOT_IN_MODEL: f"not in {models}",
+            Misfit.MISSING: f"not in {models}",
         }[self.reason]
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def fit_tensor(base: TensorInfo, models: Mapping[str, Source]) -> Fit:
         else:
             forms = Form.of(base), Form.of(info)
             unlike.append(LeftOut(base.name, Misfit.UNLIKE_BASE, (name,), *forms))
-    lacking = [LeftOut(base.name, Misfit.NOT_IN_MODEL, tuple(missing))] if missing else []
+    lacking = [LeftOut(base.name, Misfit.MISSING, tuple(missing))] if missing else []
     return Fit(base, tuple(fitting), tuple(absent), (*lacking, *unlike))
 
 

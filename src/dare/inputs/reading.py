@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Self
@@ -26,12 +26,14 @@ SAMPLES, SAMPLE_ELEMENTS = 64, 4096
 
 
 @contextmanager
-def hold_open(sources: Iterable[Source]) -> Iterator[None]:
-    """Hold sources open."""
+def hold_open(sources: Sequence[Source], *, checks: bool = False) -> Iterator[None]:
+    """Hold sources open; `checks` refuses at the end those that have changed meanwhile."""
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source)
         yield
+        for source in sources if checks else ():
+            source.check_unchanged()
 
 
 def read_chunks(

@@ -34,13 +34,12 @@ from dare.inputs.loaded import (
     under_stored_names,
 )
 from dare.inputs.names import match_names
-from dare.inputs.reading import read_float_chunks
+from dare.inputs.reading import hold_open, read_float_chunks
 from dare.inputs.sources import Source
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
-from dare.output.places import short_name, told
-from dare.run.worker import hold_open
+from dare.output.places import portable_path, short_name
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
@@ -169,8 +168,8 @@ def extract_adapter(
             left_out=tuple(left_out),
         )
         made = {
-            "base": told(base, writing.target),
-            "model": told(model, writing.target),
+            "base": portable_path(base, writing.target),
+            "model": portable_path(model, writing.target),
             "rank": rank,
             "energy": energy,
             "modules": modules and list(modules),

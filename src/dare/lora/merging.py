@@ -26,19 +26,18 @@ from dare.documents.notices import notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError
-from dare.inputs.reading import read_float_chunks, read_floats
+from dare.inputs.reading import hold_open, read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
 from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
 from dare.output.manifest import inputs_of_output
-from dare.output.places import short_name, told
+from dare.output.places import portable_path, short_name
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
-from dare.run.worker import hold_open
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
@@ -434,7 +433,12 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
         "energy": plan.wanted and plan.wanted.energy,
         "dtype": plan.dtype.name,
         "adapters": [
-            {"path": told(file.path, output), "weight": w, "seed": s, "settings": entry.settings}
+            {
+                "path": portable_path(file.path, output),
+                "weight": w,
+                "seed": s,
+                "settings": entry.settings,
+            }
             for file, w, s, entry in given
         ],
     }

@@ -32,7 +32,7 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.output.places import without_folders
-from dare.output.publishing import claim, disclaim, settle
+from dare.output.publishing import claim, clear_leftovers, disclaim
 from dare.output.targets import check_target, partial_folder
 from dare.output.writer import PartialOutput, explaining
 from dare.planning.layout import OTHER_FORMATS, Layout
@@ -221,7 +221,7 @@ class AdapterOutput:
         if OTHER_FORMATS.fullmatch(target.suffix):
             raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
         layout = Layout(target, {WEIGHTS_NAME: ()})
-        settle(layout)
+        clear_leftovers(layout)
         check_target(layout, inputs, overwrite=overwrite)
         self.target = target
         self._folder = partial_folder(target)

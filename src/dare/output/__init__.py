@@ -1,1 +1,1 @@
-"""What is written, and what is said of it."""
+"""Outputs: writing, publishing, describing and verifying them."""

@@ -1,4 +1,4 @@
-"""Where an output goes: to this machine, or by way of a scratch folder to a store.
+"""The destination of an output: this machine, or by way of a scratch folder a store.
 
 An output in a store is made in a folder of this machine as any other, with the same journal and
 lock. When all chunks of a file are there, it is uploaded in the background, seen to be in the store
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
 from dare.output import publishing, targets
-from dare.output.journal import Found, Journal, Record
+from dare.output.journal import Journal, JournalContent, Record
 from dare.output.manifest import METADATA_KEY, checked_metadata
 from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, seal, work_folder
 from dare.output.writer import PartialOutput
@@ -43,12 +43,9 @@ from dare.stores.uploading import Stored
 from dare.tensors.chunks import chunk_count
 from dare.tensors.digest import bytes_digest
 
-FILES_HERE = 2
-"""Files in the scratch folder: one that is merged, and one that is uploaded."""
-NEWS_SECONDS = 10.0
-"""Between two announcements of how far an upload is."""
-LEAVING_SECONDS = 5.0
-"""How long a part that is being sent may take when everything is to end."""
+FILES_HERE = 2  # files in the scratch folder: one that is merged, and one that is uploaded
+NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
+LEAVING_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
 Key = tuple[str, int]
 
@@ -78,8 +75,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
     _replaceable(layout, _noted(layout).ours, overwrite=overwrite)
 
 
-def finished_before(layout: Layout) -> Found | None:
-    """What the journal says of an output whose process died after the last step."""
+def finished_before(layout: Layout) -> JournalContent | None:
+    """Return the journal of an output whose process died after the last step, else None."""
     if not layout.is_sent:
         return publishing.finished_before(layout)
     try:
@@ -91,10 +88,10 @@ def finished_before(layout: Layout) -> Found | None:
     return found if is_finished else None
 
 
-def settle(layout: Layout) -> None:
-    """Clear away what such a process left, or one that died while clearing away."""
+def clear_leftovers(layout: Layout) -> None:
+    """Remove what such a process left, or one that died while removing it."""
     if not layout.is_sent:
-        publishing.settle(layout)
+        publishing.clear_leftovers(layout)
     elif finished_before(layout) is not None:
         shutil.rmtree(work_folder(layout), ignore_errors=True)
 
@@ -163,7 +160,7 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
 
 
 def _written_names(layout: Layout) -> list[str]:
-    """What the manifest there says was written, and the manifest itself."""
+    """Return the files that the manifest in the store lists, and the manifest itself."""
     name = manifest_path(layout.target).name
     try:
         document = json.loads(uploading.read_object(_place(layout, name)) or b"")
@@ -172,15 +169,15 @@ def _written_names(layout: Layout) -> list[str]:
         return []
 
 
-def _noted(layout: Layout) -> Found:
-    """What the journal here says; Busy if another process has it."""
+def _noted(layout: Layout) -> JournalContent:
+    """Return the content of the journal here."""
     folder = work_folder(layout)
     if not has_mark(folder):
-        return Found()
+        return JournalContent()
     try:
         journal = Journal(folder / JOURNAL_NAME, "", create=False)
     except OSError:
-        return Found()
+        return JournalContent()
     found = journal.read()
     journal.close()
     return found
@@ -202,12 +199,9 @@ class StoreOutput(PartialOutput):
             self._files.built = {file: layout.build(checked[file])[file] for file in layout.files}
         self._ours: set[str] = set()
         """Names in the store that this merge or one before it may have written or replaced."""
-        self._sent: dict[str, Stored] = {}
-        """Files that the store has."""
-        self._missing: dict[str, set[Key]] = {}
-        """The chunks that files lack."""
-        self._begun: set[str] = set()
-        """Files that take room in the folder, or have taken it."""
+        self._sent: dict[str, Stored] = {}  # files that the store has
+        self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
+        self._begun: set[str] = set()  # files that take room in the folder, or have taken it
         self._uploads: dict[str, Future[None]] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -236,7 +230,7 @@ class StoreOutput(PartialOutput):
     def _place(self, name: str) -> StorePath:
         return _place(self.layout, name)
 
-    def _take_over(self, found: Found) -> None:
+    def _take_over(self, found: JournalContent) -> None:
         self._ours = set(found.ours)
         for file, (size, version) in found.sent.items():
             seen = (
@@ -246,7 +240,7 @@ class StoreOutput(PartialOutput):
                 self._sent[file] = seen
         super()._take_over(found)
 
-    def _start_over(self, journal: Journal, found: Found) -> None:
+    def _start_over(self, journal: Journal, found: JournalContent) -> None:
         super()._start_over(journal, found)
         self._ours = set(found.ours)
         journal.note_ours(self._ours)
@@ -313,7 +307,6 @@ class StoreOutput(PartialOutput):
         return len(here) >= FILES_HERE and self._count_uploads() > 0
 
     def _count_uploads(self) -> int:
-        """How many files are being uploaded, or wait for it."""
         return sum(not upload.done() for upload in self._uploads.values())
 
     def record(self, records: Sequence[Record]) -> None:

@@ -41,43 +41,36 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of a finished chunk."""
+    """A finished chunk, as the journal has it."""
 
     tensor: str
     chunk: Count
-    inputs: tuple[Digest, ...]
-    """Of the bytes that were read, base first."""
+    inputs: tuple[Digest, ...]  # digests of the bytes that were read, base first
     output: Digest
     models: tuple[tuple[Count, ...], ...]
-    """For each model: bits of the largest |δ|, elements over the threshold, survivors."""
-    exceptions: tuple[Count, Count]
-    """Elements that overflow, and that are NaN."""
-    piece: tuple[int, ...] = ()
-    """Of a coded chunk: where it lies among the pieces, its size, and how many values it has."""
-    sums: tuple[float, ...] = ()
-    """Of a coded chunk: what is added up over all of them."""
+    """By model: bits of the largest |δ|, elements over the threshold, survivors."""
+    exceptions: tuple[Count, Count]  # elements that overflow, and that are NaN
+    piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
+    sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
 
 
-Key = tuple[str, int]
-"""A chunk: its tensor, and its number."""
+Key = tuple[str, int]  # a chunk: its tensor, and its number
 
 
 @dataclass(frozen=True)
-class Synced:
-    """What a slice says of itself when its chunks are on the disk."""
+class SliceFigures:
+    """The figures of a slice whose chunks are all on the disk."""
 
     bytes_read: Count
     resumed_chunks: Count
 
 
 @dataclass
-class Part:
-    """What a journal says of one slice."""
+class SliceState:
+    """A slice, as a journal has it."""
 
-    started: float
-    """When it was first started, in seconds since 1970."""
-    synced: Synced | None = None
-    """None while it is under way."""
+    started: float  # the first start, in seconds since 1970
+    synced: SliceFigures | None = None  # None while it is under way
 
 
 @cache
@@ -86,19 +79,15 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 @dataclass
-class Found:
-    """What a journal says."""
+class JournalContent:
+    """The content of a journal."""
 
-    fingerprint: str | None = None
-    """The merge it is of; None if its first line cannot be believed."""
+    fingerprint: str | None = None  # the merge it is of; None if its first line cannot be believed
     records: dict[Key, tuple[str, Record]] = field(default_factory=dict)
     """The last record of each chunk, and the stamps of the inputs that it was made from."""
-    finished: str | None = None
-    """The digest of the manifest, if only the name was missing."""
-    stamps: str = ""
-    """By what the inputs were known last."""
-    parts: dict[str, Part] = field(default_factory=dict)
-    """Slices, as they are written."""
+    finished: str | None = None  # the digest of the manifest, if only the name was missing
+    stamps: str = ""  # the last stamps of the inputs
+    parts: dict[str, SliceState] = field(default_factory=dict)  # slices, as they are written
     makers: dict[Key, str] = field(default_factory=dict)
     """The slice that made a chunk, for those that one made."""
     sent: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -107,11 +96,11 @@ class Found:
     """Names in a store that this merge may write, or may delete."""
 
     def is_synced(self, key: Key) -> bool:
-        """Whether a chunk was made by a slice that has seen all it made to the disk."""
+        """Tell whether a chunk was made by a slice that has synced all its chunks."""
         part = self.parts.get(self.makers.get(key, ""))
         return part is not None and part.synced is not None
 
-    def add(self, other: Found) -> None:
+    def add(self, other: JournalContent) -> None:
         """Take over what another journal says, if it is of the same merge."""
         if other.fingerprint == self.fingerprint:
             self.records |= other.records
@@ -121,10 +110,10 @@ class Found:
             self.makers |= other.makers
 
 
-def read_journal(text: bytes) -> Found:
+def read_journal(text: bytes) -> JournalContent:
     """Believe what can be believed of a journal."""
     lines = checked_lines(text)
-    found = Found(next(lines, {}).get("fingerprint"))
+    found = JournalContent(next(lines, {}).get("fingerprint"))
     maker = ""
     for line in lines:
         try:
@@ -138,10 +127,12 @@ def read_journal(text: bytes) -> Found:
                 found.ours += map(str, line["ours"])
             elif "slice" in line:
                 maker = str(line["slice"])
-                found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
+                found.parts.setdefault(maker, SliceState(float(line["started"]))).synced = None
             elif "synced" in line:
                 account = json.dumps(line["synced"])
-                found.parts[maker].synced = _adapter(Synced).validate_json(account, strict=True)
+                found.parts[maker].synced = _adapter(SliceFigures).validate_json(
+                    account, strict=True
+                )
             else:
                 record = _adapter(Record).validate_json(json.dumps(line), strict=True)
                 key = record.tensor, record.chunk
@@ -155,7 +146,7 @@ def read_journal(text: bytes) -> Found:
 
 
 def is_complete(path: Path, fingerprint: str) -> bool:
-    """Whether the last line of a slice's journal says that all is on the disk."""
+    """Tell whether the last line of a slice's journal says that all is on the disk."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LAST_LINE))
@@ -205,7 +196,7 @@ def with_checks(lines: Iterable[dict[str, Any]], fingerprint: str) -> bytes:
     return bytes(text)
 
 
-class Busy(OutputError):  # noqa: N818
+class BusyError(OutputError):
     """Another process has the journal."""
 
 
@@ -224,7 +215,7 @@ class Journal:
         end = time.monotonic() + wait
         while not self._open(flags):
             if time.monotonic() >= end:
-                raise Busy(f"{path.parent}: another process is writing this output")
+                raise BusyError(f"{path.parent}: another process is writing this output")
             time.sleep(LOCK_POLL_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 (not all at once)
 
     def _open(self, flags: int) -> bool:
@@ -240,8 +231,8 @@ class Journal:
             self.close()
         return is_ours
 
-    def read(self) -> Found:
-        """What it says; what is written next begins a line of its own."""
+    def read(self) -> JournalContent:
+        """Return its content; the next line that is written begins a new line."""
         text = read_whole(self._file)
         if text and not text.endswith(b"\n"):
             os.write(self._file, b"\n")
@@ -260,7 +251,7 @@ class Journal:
         """Say who does what follows; that it is not complete is on the disk then."""
         self._append_synced({"slice": name, "started": time.time()})
 
-    def end_slice(self, synced: Synced) -> None:
+    def end_slice(self, synced: SliceFigures) -> None:
         """Say that all chunks of the slice are on the disk."""
         self._append_synced({"synced": asdict(synced)})
 
@@ -322,10 +313,10 @@ def read_whole(file_descriptor: int) -> bytes:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has a journal open."""
+    """Tell whether a process has a journal open."""
     try:
         Journal(path, "", create=False).close()
-    except Busy:
+    except BusyError:
         return True
     except FileNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""What was done, written into the output and beside it, and checked again by `verify`.
+"""The manifest of a merge, in the output's header and beside it, which `verify` checks again.
 
 The header of every output file holds a short manifest: recipe, mask version, digests of inputs
 and output. It names no path, no time, no version of the program and no number of threads, because
@@ -24,7 +24,7 @@ from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
-from dare.output.places import found, told, without_folders
+from dare.output.places import portable_path, resolve_path, without_folders
 from dare.output.report import Report
 from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, read_sealed
 from dare.planning.layout import Layout
@@ -106,10 +106,7 @@ def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """For each file the metadata with the check filled in: a digest of that file's header.
-
-    The check is taken over the header as it is while the check is all zeros.
-    """
+    """Return each file's metadata with the check: the digest of the header while that is zeros."""
     unchecked = layout.build(metadata_of(manifest))
     return {
         file: metadata_of({**manifest, SEAL: bytes_digest(header)})
@@ -128,7 +125,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     ]
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},
-        "recipe": _told_recipe(plan).to_document(),
+        "recipe": _portable_recipe(plan).to_document(),
         "versions": {
             "dare": __version__,
             "python": platform.python_version(),
@@ -145,13 +142,16 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     }
 
 
-def _told_recipe(plan: Plan) -> Recipe:
+def _portable_recipe(plan: Plan) -> Recipe:
     """The recipe as others may read it: where files lie is told from the output's place."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
-    told_recipe = recipe.with_files(
-        to_path(told(recipe.base, output)),
-        [to_path(name) for name in distinct([told(e.file, output) for e in recipe.models])],
+    portable = recipe.with_files(
+        to_path(portable_path(recipe.base, output)),
+        [
+            to_path(name)
+            for name in distinct([portable_path(e.file, output) for e in recipe.models])
+        ],
         None,
     )
     template = recipe.chat_template
@@ -159,8 +159,8 @@ def _told_recipe(plan: Plan) -> Recipe:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    untold = ("input_digests", "output_digest", "search", "cluster", "scratch")
-    return told_recipe.model_copy(update={"chat_template": template, **dict.fromkeys(untold)})
+    left_out = ("input_digests", "output_digest", "search", "cluster", "scratch")
+    return portable.model_copy(update={"chat_template": template, **dict.fromkeys(left_out)})
 
 
 def find_manifest(path: Path) -> Path | None:
@@ -198,8 +198,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         recipe = recipe_from_document(manifest["recipe"], str(manifest_file))
         output = output_of(manifest_file)
         repeated = recipe.with_files(
-            found(str(recipe.base), output),
-            [found(str(entry.file), output) for entry in recipe.models],
+            resolve_path(str(recipe.base), output),
+            [resolve_path(str(entry.file), output) for entry in recipe.models],
             output,
         )
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
@@ -213,10 +213,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
 
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
-    """Yield the inputs of an output, or of its weights, base first, by each manifest beside it.
-
-    An input is given as the manifest names it, and where that leads.
-    """
+    """Yield an output's inputs, base first: as a manifest names them, and where that leads."""
     if isinstance(path, StorePath):
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
@@ -225,7 +222,7 @@ def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
         except (DareError, TypeError, ValueError, AttributeError, RecursionError):
             continue  # it is no manifest
         files = (recipe.base, *(entry.file for entry in recipe.models))
-        yield [(file, found(str(file), output_of(manifest))) for file in files]
+        yield [(file, resolve_path(str(file), output_of(manifest))) for file in files]
 
 
 def output_of(manifest_file: Path) -> Path:

@@ -1,7 +1,7 @@
-"""How files are told to others: nothing that is published speaks of the machine it was made on.
+"""Paths as others may read them: nothing that is published speaks of the machine it was made on.
 
-A manifest tells a path relative to the output, so that both can be moved together, and if they have
-nothing in common only its name. Cards, pages and tables tell the name alone.
+In a manifest a path is relative to the output, so that both can be moved together, or only a name
+if they have nothing in common. Cards, pages and tables have the name alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from dare.inputs.sources import SINGLE_NAME
 from dare.recipe.hub_names import parse_name
 from dare.stores.locations import StorePath, home_folder, to_path
 
-ENOUGH_IN_COMMON = 2
-"""Folders that two paths must share: in `/home/ann` and `/home/bob` a way from one to the other
-tells who works there."""
+MIN_SHARED_FOLDERS = 2
+"""A way from `/home/ann` to `/home/bob`, which share fewer, would tell who works there."""
 
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
 
 
-def told(path: Path, output: Path) -> str:
-    """How a manifest tells where an input lies; a name on the hub or an address is told as it is.
+def portable_path(path: Path, output: Path) -> str:
+    """Return an input's path as a manifest names it; hub names and addresses stay as they are.
 
-    >>> told(Path("/data/me/models/base"), Path("/data/me/merged"))
+    >>> portable_path(Path("/data/me/models/base"), Path("/data/me/merged"))
     '../models/base'
-    >>> told(Path("/data/me/models/base"), Path("/scratch/merged"))
+    >>> portable_path(Path("/data/me/models/base"), Path("/scratch/merged"))
     'base'
     """
     if is_hub_name(path) or isinstance(path, StorePath):
@@ -38,13 +37,13 @@ def told(path: Path, output: Path) -> str:
         return real.name
     start = Path(os.path.realpath(output.parent), output.name)
     common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
-    if len(Path(common).parts) <= ENOUGH_IN_COMMON:  # the root is a part too
+    if len(Path(common).parts) <= MIN_SHARED_FOLDERS:  # the root is a part too
         return real.name
     return Path(os.path.relpath(real, start)).as_posix()
 
 
-def found(text: str, output: Path) -> Path:
-    """Where an input lies by what a manifest tells of it."""
+def resolve_path(text: str, output: Path) -> Path:
+    """Return the path of an input that a manifest names."""
     path = to_path(text)
     if is_hub_name(path) or isinstance(path, StorePath):
         return path
@@ -54,7 +53,7 @@ def found(text: str, output: Path) -> Path:
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path is the name of a model on the hub, with the commit it had."""
+    """Tell whether a path is the name of a model on the hub, with its commit."""
     name = parse_name(path.as_posix())
     return name is not None and name.revision is not None
 

@@ -2,8 +2,8 @@
 
 A directory gets its name in one step: by a rename, or by exchanging names with the one that it
 replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
-a process dies in between is known by the journal, and cleared away by the next run (`settle`). Of a
-replaced directory only the files are deleted that its manifest names.
+a process dies in between is known by the journal, and the next run removes it. Of a replaced
+directory only the files are deleted that its manifest names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import BinaryIO
 import xxhash
 
 from dare.errors import OutputError
-from dare.output.journal import Found, Journal
+from dare.output.journal import Journal, JournalContent
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -42,7 +42,6 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.files import NO_LINKS, as_stream, open_input
 
 COPIED_BYTES = 1 << 20
-"""How much is copied at a time."""
 
 _NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -121,11 +120,8 @@ def _rename(old: Path, new: Path, how: str) -> bool:
 # ---------------------------------------------------------------- clearing away
 
 
-def finished_before(layout: Layout) -> Found | None:
-    """What the journal says of an output whose process died after giving the name.
-
-    None where nothing of the kind happened.
-    """
+def finished_before(layout: Layout) -> JournalContent | None:
+    """Return the journal of an output whose process died after giving the name, else None."""
     target = layout.target
     home = target if layout.is_directory else partial_folder(target)
     try:
@@ -140,15 +136,15 @@ def finished_before(layout: Layout) -> Found | None:
     return found if found.finished == manifest and target.exists() else None
 
 
-def settle(layout: Layout) -> None:
-    """Clear away what such a process left, or one that died while clearing away."""
+def clear_leftovers(layout: Layout) -> None:
+    """Remove what such a process left, or one that died while removing it."""
     check_is_here(layout)
     if finished_before(layout) is not None or _has_mark_only(layout):
         _clear_away(layout, [])
 
 
 def _has_mark_only(layout: Layout) -> bool:
-    """Whether nothing but a mark, or an empty folder, is left of the making of an output."""
+    """Tell whether only a mark or an empty folder is left of the making of an output."""
     target = layout.target
     if layout.is_directory:
         return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
@@ -176,7 +172,7 @@ def _clear_away(layout: Layout, problems: list[str]) -> None:
 
 
 def _replaced(target: Path) -> Iterator[Path]:
-    """Where the output lies that another has taken the name of."""
+    """Yield the folders of outputs that have been replaced."""
     names = f"{glob.escape(target.name)}{REPLACED}*"
     for path in (partial_folder(target), *target.parent.glob(names)):
         is_under_way = os.path.lexists(path / JOURNAL_NAME)

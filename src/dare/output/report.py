@@ -1,12 +1,11 @@
-"""What a merge did, as figures: the object that `merge` returns."""
+"""The report of a merge, which `merge` returns."""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dare.checks.large_deltas import MergedTensor, find_large_deltas
+from dare.checks.large_deltas import MergedTensor, find_large_deltas, find_largest
 from dare.checks.same_model import find_copies
 from dare.checks.sample import SampledModels
 from dare.documents.document import Columns, Document, Section, Tone, tabulate
@@ -40,7 +39,7 @@ class ModelReport:
     weight: float | Gradient
     elements: int
     drop_rate_asked: float | None
-    """Of all dropping stages together, 1 - Π(1 - p), each p the mean over the elements that reach
+    """The rate of all dropping stages, 1 - Π(1 - p), with p the mean over the elements that reach
     the stage; None without a dropping stage."""
     drop_rate_realised: float | None
     """The share that was dropped of the elements that reached the dropping stages."""
@@ -61,10 +60,6 @@ class TensorReport:
     """Elements left after each delta stage."""
 
 
-ModelTensor = tuple[TensorPlan, int, TensorReport]
-"""A tensor, the place of a model among those that take part in it, and the tensor's figures."""
-
-
 @dataclass(frozen=True, repr=False)
 class Digests:
     """Digests of everything that was read and written."""
@@ -83,7 +78,7 @@ class Digests:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What a merge did."""
+    """The figures and warnings of a merge."""
 
     method: str
     output: Path | None
@@ -161,20 +156,29 @@ def make_report(
     resumed_chunks: int = 0,
 ) -> Report:
     """Add up the figures of all chunks; `noticed` are further notices since the plan."""
-    by_tensor = _by_tensor(records)
-    tensors = tuple(_tensor_report(plan, t, by_tensor[t.name]) for t in plan.merged())
-    models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
+    chunks = by_tensor(records)
+    tensors = tuple(_tensor_report(plan, t, chunks[t.name]) for t in plan.merged())
+    merged = [_merged_tensors(plan, model, tensors) for model in range(len(plan.models))]
+    models = tuple(_model_report(plan, model, each) for model, each in enumerate(merged))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
-    digests = _digests(plan, by_tensor)
+    digests = digests_of(plan, records)
     sample = sample or SampledModels()
+    contents = [  # empty for a model that is the base, None if there is nothing of it
+        digest if model.largest_delta else "" if model.elements else None
+        for model, digest in zip(models, digests.models, strict=True)
+    ]
     warnings = [
         *plan.warnings,
         *sample.notices,
         *noticed,
-        *find_copies(plan, _contents(models, digests)),
-        *_number_warnings(overflowed, nans),
-        *_large_deltas(plan, tensors, models, sample),
+        *find_copies(plan, contents),
     ]
+    for code, count in (("overflow", overflowed), ("not_a_number", nans)):
+        if count:
+            values = times(count, "merged value is", "merged values are")
+            warnings.append(notice(code, values=values))
+    for each, exposures in zip(merged, sample.exposures, strict=False):
+        warnings += find_large_deltas(plan, each, exposures)
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -192,19 +196,12 @@ def make_report(
     )
 
 
-def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
-    """Only the digests of a report."""
-    return _digests(plan, _by_tensor(records))
-
-
-def _by_tensor(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each tensor's chunks, in order."""
-    by_tensor: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_tensor[record.tensor].append(record)
-    for chunks in by_tensor.values():
-        chunks.sort(key=lambda record: record.chunk)
-    return by_tensor
+def by_tensor(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records of each tensor's chunks, in order."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record.chunk):
+        found[record.tensor].append(record)
+    return found
 
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
@@ -220,38 +217,35 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
     )
 
 
-def _parts(plan: Plan, index: int, reports: Sequence[TensorReport]) -> list[ModelTensor]:
+def _merged_tensors(plan: Plan, model: int, reports: Sequence[TensorReport]) -> list[MergedTensor]:
     """Return the merged tensors that a model takes part in."""
-    return [
-        (tensor, tensor.models.index(index), report)
-        for tensor, report in zip(plan.merged(), reports, strict=True)
-        if index in tensor.models
-    ]
+    found = []
+    for tensor, report in zip(plan.merged(), reports, strict=True):
+        if model in tensor.models:
+            place = tensor.models.index(model)
+            peak, over = report.largest_delta[place], report.over_threshold[place]
+            found.append(MergedTensor(plan, model, tensor, peak, over, report.survivors[place]))
+    return found
 
 
-def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    parts = _parts(plan, index, reports)
-    largest, largest_in = 0.0, ""
-    for tensor, place, report in parts:
-        peak = report.largest_delta[place]
-        if peak > largest or (math.isnan(peak) and not math.isnan(largest)):  # the first NaN stays
-            largest, largest_in = peak, tensor.name
-    asked, realised = _drop_rates(plan, parts)
+def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> ModelReport:
+    largest, largest_in = find_largest(merged)
+    asked, realised = _drop_rates(plan, merged)
     return ModelReport(
         name=plan.model_names[index],
         seed=plan.recipe.seeds()[index],
         weight=plan.recipe.weights()[index],
-        elements=sum(tensor.elements for tensor, _, _ in parts),
+        elements=sum(each.tensor.elements for each in merged),
         drop_rate_asked=asked,
         drop_rate_realised=realised,
         largest_delta=largest,
         largest_delta_in=largest_in,
-        over_threshold=sum(report.over_threshold[place] for _, place, report in parts),
+        over_threshold=sum(each.over_threshold for each in merged),
     )
 
 
-def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None, float | None]:
-    """What all dropping stages together were asked to drop of one model, and what they did."""
+def _drop_rates(plan: Plan, merged: Sequence[MergedTensor]) -> tuple[float | None, float | None]:
+    """Return what all dropping stages were asked to drop of one model, and what they dropped."""
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
     for position, stage in enumerate(plan.stages):
@@ -259,9 +253,9 @@ def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None,
             continue
         reached = kept = 0
         expected = Fraction(0)
-        for tensor, place, report in parts:
-            survivors = (tensor.elements, *report.survivors[place])
-            rate = Fraction(tensor.settings[place][position]["drop_rate"])
+        for each in merged:
+            survivors = (each.tensor.elements, *each.survivors)
+            rate = Fraction(each.tensor.settings_of(each.model)[position]["drop_rate"])
             reached += survivors[position]
             kept += survivors[position + 1]
             expected += survivors[position] * (1 - rate)
@@ -272,41 +266,14 @@ def _drop_rates(plan: Plan, parts: Sequence[ModelTensor]) -> tuple[float | None,
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
-def _contents(models: Sequence[ModelReport], digests: Digests) -> list[str | None]:
-    """Return what tells models apart: empty for those that are the base, None if nothing does."""
-    return [
-        digest if model.largest_delta else "" if model.elements else None
-        for model, digest in zip(models, digests.models, strict=True)
-    ]
-
-
-def _large_deltas(
-    plan: Plan,
-    tensors: Sequence[TensorReport],
-    models: Sequence[ModelReport],
-    sample: SampledModels,
-) -> Iterator[Notice]:
-    for index, exposures in enumerate(sample.exposures):
-        merged = [
-            MergedTensor(plan, index, tensor, report.over_threshold[place], report.survivors[place])
-            for tensor, place, report in _parts(plan, index, tensors)
-        ]
-        largest = models[index].largest_delta, models[index].largest_delta_in
-        yield from find_large_deltas(plan, index, merged, exposures, largest)
-
-
-def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:
-    for code, count in (("overflow", overflowed), ("not_a_number", nans)):
-        if count:
-            yield notice(code, values=times(count, "merged value is", "merged values are"))
-
-
-def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
+def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
+    """Return the digests of all inputs and of the output."""
+    chunks_of = by_tensor(records)
     base: dict[str, str] = {}
     models: list[dict[str, str]] = [{} for _ in plan.models]
     output: dict[str, str] = {}
     for tensor in plan.tensors:
-        name, chunks = tensor.name, by_tensor[tensor.name]
+        name, chunks = tensor.name, chunks_of[tensor.name]
         base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
         output[name] = tensor_digest(chunk.output for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):

@@ -42,7 +42,7 @@ from dare.tensors.mask import MASK_VERSION
 CARD_NAME = "README.md"
 TAGS = ("merge", "dare-merge")
 INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
-"""What the base's card says of itself and that holds for the output too."""
+"""Fields of the base's card that hold for the output too."""
 MACHINE_KEYS = ("input_digests", "output_digest", "threads", "max_memory", "verbose")
 """Keys of a recipe that do not decide what the output is."""
 MAX_FRONT_MATTER = 1 << 19
@@ -126,7 +126,7 @@ def _lost(inputs: Inputs, giver: int) -> str:
 
 
 def _stop_tokens(inputs: Inputs, giver: int) -> tuple[StopTokens | None, list[Notice]]:
-    """What ends a text in the output, by its ids there, and which models end it otherwise."""
+    """Return the stop tokens by their ids in the output, and a notice if models differ in them."""
     aligned = inputs.aligned
     tokens = aligned.tokens[1:] or [None] * len(inputs.folders)
     read = [
@@ -182,7 +182,7 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
 
 
 def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
-    """What goes beside the weights, and a card that says how they were made."""
+    """Return the files that go beside the weights, the card among them."""
     if planned.sidecars is None:
         return {}
     card = model_card(planned, report, planned.base_card)
@@ -245,7 +245,7 @@ def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
 
 
 def inherited(directory: Path) -> dict[str, str]:
-    """What is taken over from the card in the base's directory, if it has one that can be read."""
+    """Return the fields that the output's card takes from the base's card, if that can be read."""
     import yaml
 
     card = (read_text(directory, CARD_NAME) or b"").decode(errors="replace")

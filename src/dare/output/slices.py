@@ -30,12 +30,12 @@ from dare.documents.shown import Shown
 from dare.documents.words import pace_text, times
 from dare.errors import InputError, MismatchError, OutputError, VerificationError
 from dare.output.journal import (
-    Busy,
-    Found,
+    BusyError,
     Journal,
-    Part,
+    JournalContent,
     Record,
-    Synced,
+    SliceFigures,
+    SliceState,
     is_complete,
     is_held,
     read_journal,
@@ -49,33 +49,28 @@ from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
 
-JOIN_SECONDS = 60.0
-"""How long a slice waits for others that join."""
+JOIN_SECONDS = 60.0  # the wait for other slices that join
 PROBE_SECONDS = 2.0
-"""How long it waits for its own journal, which others hold for a moment to see if it runs."""
-LARGEST_PAGE = 1 << 16
-"""Bytes that a file system may write at once, though fewer were given to it."""
+"""The wait for a slice's own journal, which others hold for a moment to see if it runs."""
+LARGEST_PAGE = 1 << 16  # bytes that a file system may write at once, though fewer were given to it
 
 
-MOST_NUMBERS = 8
-"""Slices that are named; more are counted."""
+MOST_NUMBERS = 8  # slices that are named; more are counted
 
 
 @dataclass(frozen=True)
 class SliceReport(Shown):
-    """What one slice of a merge did."""
+    """The report of one slice of a merge."""
 
     slice: str
-    """As in `3/16`."""
     chunks: int
-    """How many it has."""
     resumed_chunks: int
     bytes_read: int
     seconds: float
     unfinished: tuple[int, ...]
     """The numbers of the slices that were not complete when this one was."""
     report: Report | None
-    """Of the whole merge, if this slice was the last and published the output."""
+    """The whole merge's report, if this slice was the last and published the output."""
 
     def document(self) -> Document:
         """Return what the slice did, and which are not done yet; the report, if it has one."""
@@ -111,8 +106,7 @@ class SliceOutput(PartialOutput):
         self.part = part
         self._share = share
         self._overwrite = overwrite
-        self._known: set[tuple[str, int]] = set()
-        """The chunks that its own journal speaks of."""
+        self._known: set[tuple[str, int]] = set()  # the chunks that its own journal speaks of
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -133,7 +127,7 @@ class SliceOutput(PartialOutput):
         if own.fingerprint != self._fingerprint:
             self._journal.start()
         self._known = set(own.records)
-        self._take_over(Found(records=found.records | own.records))
+        self._take_over(JournalContent(records=found.records | own.records))
         self._journal.note_stamps(self._stamps)
         self._journal.begin_slice(str(self.part))
         sync_folder(self.folder)
@@ -143,7 +137,7 @@ class SliceOutput(PartialOutput):
         """Hold the main journal for a moment, so that slices join one after the other."""
         try:
             main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
-        except Busy:
+        except BusyError:
             what = "another process is writing this output without slices; wait, or stop it"
             raise OutputError(f"{self.folder}: {what}") from None
         try:
@@ -151,12 +145,12 @@ class SliceOutput(PartialOutput):
         finally:
             main.close()
 
-    def _join(self, main: Journal) -> Found:
+    def _join(self, main: Journal) -> JournalContent:
         """Find out what is under way there, and whether this slice fits in."""
         found = main.read()
         if found.fingerprint != self._fingerprint:
             self._begin(main, found)
-            return Found()
+            return JournalContent()
         if found.stamps != self._stamps:
             if running := self._running():
                 raise InputError(
@@ -177,7 +171,7 @@ class SliceOutput(PartialOutput):
                 path.unlink()
         return found
 
-    def _begin(self, main: Journal, found: Found) -> None:
+    def _begin(self, main: Journal, found: JournalContent) -> None:
         """Be the first slice of this merge."""
         if running := self._running():
             raise OutputError(
@@ -198,7 +192,7 @@ class SliceOutput(PartialOutput):
     def _lock_own(self) -> Journal:
         try:
             return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
-        except Busy:
+        except BusyError:
             what = f"slice {self.part} is already running; give each process a different slice"
             raise OutputError(f"{self.folder}: {what}") from None
 
@@ -220,7 +214,7 @@ class SliceOutput(PartialOutput):
         assert self._journal is not None
         with self._explaining(self.folder):
             self._files.sync()
-            self._journal.end_slice(Synced(bytes_read, len(self.resumed)))
+            self._journal.end_slice(SliceFigures(bytes_read, len(self.resumed)))
 
     def unfinished(self) -> tuple[int, ...]:
         """The slices that have not said that they are complete; none if all is published."""
@@ -230,7 +224,7 @@ class SliceOutput(PartialOutput):
     def _find_unfinished(self) -> tuple[int, ...]:
         left = []
         main = self.folder / JOURNAL_NAME
-        adopted: Mapping[str, Part] | None = None
+        adopted: Mapping[str, SliceState] | None = None
         for number in range(1, self.part.of + 1):
             part = Slice(number, self.part.of)
             path = slice_journal(self.folder, part)
@@ -247,7 +241,7 @@ class SliceOutput(PartialOutput):
         return tuple(left)
 
 
-class Gone(OutputError):  # noqa: N818
+class GoneError(OutputError):
     """Nothing is under way there, or no more."""
 
 
@@ -259,11 +253,9 @@ class FinishingOutput(PartialOutput):
     def __init__(self, *given: Any, wait: float = 0) -> None:
         super().__init__(*given)
         self._wait = wait
-        self._found = Found()
+        self._found = JournalContent()
         self.bytes_read = self.resumed_chunks = 0
-        """What the slices say of themselves, together."""
-        self.seconds = 0.0
-        """Since the first of them started."""
+        self.seconds = 0.0  # since the first of them started
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         self._is_void = False  # slices have begun
@@ -271,7 +263,7 @@ class FinishingOutput(PartialOutput):
 
     def _claim(self) -> list[Path]:
         if not has_mark(self.folder):
-            raise Gone(f"{self.folder}: does not exist, so there is nothing to finish")
+            raise GoneError(f"{self.folder}: does not exist, so there is nothing to finish")
         return []
 
     def _open_journal(self) -> None:
@@ -279,7 +271,9 @@ class FinishingOutput(PartialOutput):
         try:
             journal = Journal(path, self._fingerprint, create=False, wait=self._wait)
         except FileNotFoundError:
-            raise Gone(f"{self.folder}: has no journal, so there is nothing to finish") from None
+            raise GoneError(
+                f"{self.folder}: has no journal, so there is nothing to finish"
+            ) from None
         self._journal = journal
         self._refuse_beside_slices()
         self._found = journal.read()

@@ -1,4 +1,4 @@
-"""Where an output may go, and what of that place is ours.
+"""The names that belong to an output, and the checks before anything is written there.
 
 Three names belong to an output: its own, that of its manifest, and `OUT.partial`, where it is made.
 Before anything is written these are held against every input by device and inode, so that a second
@@ -25,6 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from dare.checks.same_model import file_identity
 from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
@@ -40,8 +41,7 @@ MARK = b"dare makes an output here, and may delete everything in this folder.\n"
 JOURNAL_NAME = "journal.jsonl"
 REPLACED = ".replaced-"
 """Comes after the name of an output that is being replaced, where names cannot be exchanged."""
-LONGEST_NAME = 255
-"""Bytes, on every file system that people use."""
+LONGEST_NAME = 255  # bytes, on every file system that people use
 
 KINDS = {
     "page": rb'\A<!doctype html>[\s\S]*<p class="brand">dare <span>',
@@ -50,26 +50,24 @@ KINDS = {
     "table": rb"\A\w+(,\w+)*\r\n",
     "demonstration": rb"\A\x89PNG\r\n[\s\S]{,200}dare demo",
 }
-"""How the small files begin that dare writes."""
+"""Patterns for the beginnings of the small files that dare writes."""
 BEGINNING_BYTES = 1 << 20
-"""How much of them is read to see that."""
 
 UNKNOWN = "0" * DIGEST_LENGTH
 """Stands where a digest will be, so that a text has its final length from the start."""
 SEAL = "check"
-MAX_MANIFEST_BYTES = 1 << 30
-"""A model of a million tensors and ten models takes less."""
+MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
 
 Identity = tuple[int, int]
 
 
 def partial_folder(target: Path) -> Path:
-    """Where an output is made before it has its name."""
+    """Return the folder beside an output in which it is made."""
     return target.with_name(target.name + ".partial")
 
 
 def work_folder(layout: Layout) -> Path:
-    """Where an output is made: beside its name, or in the scratch folder for one in a store."""
+    """Return the folder in which an output is made: beside it, or for a store in the scratch."""
     if not layout.is_sent:
         return partial_folder(layout.target)
     address = str(layout.target)
@@ -86,14 +84,14 @@ def default_scratch() -> Path:
 
 
 def manifest_path(target: Path) -> Path:
-    """Where the manifest of an output lies."""
+    """Return the path of an output's manifest."""
     if target.suffix == ".safetensors":
         return target.with_name(target.name + ".manifest.json")
     return target / MANIFEST_NAME
 
 
 def slice_journal(folder: Path, part: Slice) -> Path:
-    """Where a slice of a merge keeps its journal."""
+    """Return the path of a slice's journal."""
     return folder / f"slice-{part.number}-of-{part.of}.jsonl"
 
 
@@ -107,7 +105,7 @@ def slice_journals(folder: Path) -> dict[Slice, Path]:
 
 
 def has_mark(folder: Path) -> bool:
-    """Whether a folder is one in which an output is being made, or was."""
+    """Tell whether an output is being made in a folder, or was."""
     mark = folder / MARK_NAME
     if folder.is_symlink() or mark.is_symlink() or not mark.is_file():
         return False
@@ -117,7 +115,7 @@ def has_mark(folder: Path) -> bool:
 
 
 def is_only_name(path: Path) -> bool:
-    """Whether a file has this one name: what is written to it changes nothing else."""
+    """Tell whether a file has no second name through which writing would change another file."""
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
@@ -213,7 +211,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
             at_risk |= _identities(_entries(folder))
     for file in inputs:
         for place in () if isinstance(file, StorePath) else _places(file):
-            if (danger := at_risk.get(_identity(place, follow=True))) is None:
+            if (danger := at_risk.get(file_identity(place))) is None:
                 continue
             if danger == partial or partial in danger.parents:
                 what = f"would be made in {partial}, where the input {file} is"
@@ -237,19 +235,11 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _identities(paths: Iterable[Path]) -> Iterator[tuple[Identity | None, Path]]:
-    """What stands at each path, and what it leads to if it is a link."""
+    """Yield the identity of each path, and of the target where it is a link."""
     for path in paths:
         for follow in (False, True):
-            if (identity := _identity(path, follow=follow)) is not None:
+            if (identity := file_identity(path, follow=follow)) is not None:
                 yield identity, path
-
-
-def _identity(path: Path, *, follow: bool) -> Identity | None:
-    try:
-        status = path.stat(follow_symlinks=follow)
-    except (OSError, ValueError):
-        return None
-    return status.st_dev, status.st_ino
 
 
 # ---------------------------------------------------------------- what may be replaced
@@ -299,10 +289,7 @@ def _check_folder(target: Path) -> None:
 
 
 def _is_as_written(file: Path, digests: Collection[str]) -> bool:
-    """Whether a file is what dare wrote: by its header, or by the digest of all of it.
-
-    Of merged weights a manifest has the digest of the header; those are not read.
-    """
+    """Tell whether a file is as dare wrote it: by its header, or else by the digest of it all."""
     try:
         if file.suffix == ".safetensors":
             with closing(open_input(file)) as opened:
@@ -343,7 +330,7 @@ def _with_seal(text: bytes, digest: str) -> bytes:
 
 
 def has_fitting_check(header: bytes) -> bool:
-    """Whether a file begins as dare wrote it: merges and delta files have a check in the header."""
+    """Tell whether the check in a header, which merges and delta files have, fits the header."""
     found = re.search(rb'\\"%b\\":\s?\\"([0-9a-f]{%d})\\"' % (SEAL.encode(), DIGEST_LENGTH), header)
     if found is None:
         return False

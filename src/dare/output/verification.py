@@ -34,7 +34,7 @@ from dare.output.targets import (
     manifest_path,
     read_sealed,
 )
-from dare.planning.machine import available_cores
+from dare.planning.cost import available_cores
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
@@ -57,13 +57,13 @@ class Verification(Shown):
     tensors: int
     bytes_checked: int
     changed: tuple[str, ...] = ()
-    """What has changed, probably on purpose: the card, pictures next to it."""
+    """Changes that were probably made on purpose: to the card, or pictures next to it."""
     sha256: str | None = None
-    """Of the bytes of all tensors in order of name; of merged models, if it was asked for."""
+    """The SHA-256 of all tensors' bytes in order of name; merged models only, if asked for."""
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as the manifest says."""
+        """True if everything is as the manifest says."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def verify(
 
 
 def _is_restored(path: Path) -> bool:
-    """Whether a model was made again from a lossless delta file: its headers are its own."""
+    """Tell whether a model was restored from a lossless delta file: its headers are its own."""
     try:
         return "restored" in read_sealed(manifest_path(path))
     except InputError:
@@ -244,7 +244,7 @@ def _digest_tensors(
 def _in_threads(
     function: Callable[..., Outcome], calls: Iterable[tuple[Any, ...]]
 ) -> Iterator[Outcome]:
-    """What the calls return, in their order; only a few are ahead of whoever takes them."""
+    """Yield the results of calls in order; only a few run ahead of the consumer."""
     cores = available_cores()
     waiting: deque[Future[Outcome]] = deque()
     with ThreadPoolExecutor(cores) as pool:

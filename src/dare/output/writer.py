@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
-from dare.output.journal import Found, Journal, Record, is_held
+from dare.output.journal import Journal, JournalContent, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.targets import (
     JOURNAL_NAME,
@@ -45,13 +46,10 @@ class Sink(Protocol):
     """Somewhere to put merged tensors."""
 
     def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory where some of a tensor's bytes are to be in the end, to be made there.
-
-        None if there is none: they are made elsewhere and written.
-        """
+        """Return the memory in which a tensor's bytes can be made; None if they must be written."""
 
     def position(self, name: str, offset: int) -> int:
-        """Where in its file a tensor's byte lies; data aligned alike in memory is written best."""
+        """Return the position of a tensor's byte in its file, for data to be aligned alike."""
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         """Store a tensor's bytes from `offset` on; may be called from any thread."""
@@ -87,8 +85,7 @@ class OutputFiles:
     ) -> None:
         self.folder = folder
         self._resumable = resumable
-        self.built = layout.build(metadata)
-        """For each file its header, and where each tensor lies."""
+        self.built = layout.build(metadata)  # by file: its header, and each tensor's place
         self.places = {
             name: (file, info)
             for file, (_, placed) in self.built.items()
@@ -170,16 +167,14 @@ class PartialOutput:
         """Chunks that are on the disk as the journal says, made from inputs with these stamps."""
         self.doubtful: list[Record] = []
         """The same, made from inputs with other stamps: whether they are the same must be seen."""
-        self.started_over = ""
-        """Why what was found there is not used, if that is so."""
+        self.started_over = ""  # the reason why an earlier try is not used
         self.announce: Callable[[str], None] = lambda _text: None
         """Shows what is being done, where that takes long."""
         self._fingerprint = fingerprint
         self._stamps = stamps
         self._resume = resume
         self._files = OutputFiles(self.folder, layout, metadata, resumable=resume)
-        self._others: dict[str, str] = {}
-        """Digests of the files beside the weights."""
+        self._others: dict[str, str] = {}  # digests of the files beside the weights
         self._journal: Journal | None = None
         self._made: list[Path] = []
         self._is_void = False
@@ -252,7 +247,7 @@ class PartialOutput:
                 "wait until they are done, or stop them"
             )
 
-    def _start_over(self, journal: Journal, found: Found) -> None:
+    def _start_over(self, journal: Journal, found: JournalContent) -> None:
         """Forget what was left there, and say why, if that was not asked for."""
         journal.start()
         if self._clear({MARK_NAME, JOURNAL_NAME}) and self._resume:
@@ -279,14 +274,13 @@ class PartialOutput:
         """The files that chunks are written into."""
         return self._files.built
 
-    def _take_over(self, found: Found) -> None:
+    def _take_over(self, found: JournalContent) -> None:
         """Sort the chunks that the output has by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
             if self._is_expected(record):
                 (self.resumed if stamps == self._stamps else self.doubtful).append(record)
 
     def _is_expected(self, record: Record) -> bool:
-        """Whether the output has such a chunk."""
         place = self._files.places.get(record.tensor)
         return place is not None and record.chunk in range(chunk_count(place[1].elements))
 
@@ -407,3 +401,85 @@ def explaining(place: Path, *, resumable: bool = False) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and resumable:
             what = "the disk is full; make room and run the same merge again; it resumes"
         raise OutputError(f"{place}: {what}") from error
+
+
+PIECES_NAME = "dare-pieces.bin"
+
+Bytes = NDArray[np.uint8]
+
+
+class PieceOutput(PartialOutput):
+    """A file under way of which only the chunks are known; `assemble` it, then `finish`."""
+
+    def __init__(
+        self, target: Path, chunks: Mapping[str, int], *identity: str, resume: bool
+    ) -> None:
+        super().__init__(Layout(target, {}), {}, *identity, resume=resume)
+        self._chunks = chunks
+        self._appending = threading.Lock()
+        self._pieces: OutputFile
+        self._end = 0
+
+    def _made_files(self) -> Collection[str]:
+        return {PIECES_NAME}
+
+    def _open_files(self) -> None:
+        path = self.folder / PIECES_NAME
+        self._end = path.stat().st_size if path.exists() else 0
+        self._pieces = self._files.opened[PIECES_NAME] = OutputFile(path, self._end)
+
+    def _is_expected(self, record: Record) -> bool:
+        return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
+
+    def _read_chunk(self, record: Record) -> bytes:
+        start, nbytes, _ = record.piece
+        return self._pieces.read(start, nbytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, once it is put together."""
+        ((header, placed),) = self._files.built.values()
+        return len(header) + sum(info.nbytes for info in placed.values())
+
+    def append(self, data: Bytes) -> int:
+        """Store the parts of a chunk, one after the other; return where."""
+        with self._appending:
+            start = self._end
+            self._end += data.size
+        with self._explaining(self.folder / PIECES_NAME):
+            self._pieces.write(data, start)
+        return start
+
+    def assemble(
+        self,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        tensors: Mapping[str, Iterable[tuple[int, int] | bytes]],
+    ) -> None:
+        """Put each tensor together from pieces, told by place and size, or from bytes.
+
+        `metadata` must be as long as what `finish` gets.
+        """
+        self.layout = layout
+        self._files = OutputFiles(self.folder, layout, metadata, resumable=self._resume)
+        ((name, (_, placed)),) = self._files.built.items()
+        with self._explaining(self.folder / name):
+            super()._open_files()
+            self._check_free_space()
+            for tensor, pieces in tensors.items():
+                position = placed[tensor].start
+                for piece in pieces:
+                    data = piece if isinstance(piece, bytes) else self._pieces.read(*piece)
+                    self._files.opened[name].write(data, position)
+                    position += len(data)
+                if position != placed[tensor].start + placed[tensor].nbytes:
+                    raise AssertionError(f"{tensor}: its pieces do not add up to the planned size")
+
+    def _clear_up(self) -> None:
+        (self.folder / PIECES_NAME).unlink()
+        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        if hasattr(self, "_pieces"):
+            self._pieces.close()
+        super().__exit__(kind, *error)

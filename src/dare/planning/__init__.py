@@ -1,1 +1,1 @@
-"""What will be done, from headers alone: every tensor, byte and cost."""
+"""Plans, made from headers alone: every tensor, byte and cost."""

@@ -1,13 +1,17 @@
-"""What a plan costs: passes over the inputs, bytes read and written, memory, threads."""
+"""The cost of a plan: passes over the inputs, bytes read and written, memory, threads."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from dare.documents.words import show_size
+from dare.errors import RecipeError
 from dare.planning.data import PlanData, TensorPlan
-from dare.planning.machine import available_cores, memory_limit
 from dare.recipe.schema import DEFAULT_MEMORY
 from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
@@ -16,11 +20,9 @@ from dare.tensors.files import ALIGNMENT
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
 
-CHUNKS_AT_ONCE = 4
-"""So many a thread reads and writes together, where memory allows it."""
+CHUNKS_AT_ONCE = 4  # chunks that a thread reads and writes together, if memory allows
 CHUNKS_HELD = 20
-"""So many a thread has in memory of base, models and output; of more models it reads fewer
-together, so that memory does not grow with their number until there is one of each."""
+"""Chunks of all inputs and the output that a thread holds; with more models, fewer of each."""
 TENSOR_BYTES = 6000
 """About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
 
@@ -33,11 +35,11 @@ class Cost:
 
     @cached_property
     def passes(self) -> int:
-        """How often a tensor is read at the most, if surveys can remember what they see."""
+        """The most times that a tensor is read, if surveys can remember what they see."""
         return 1 + max((sum(self._surveys(t)) for t in self.plan.merged()), default=0)
 
     def _surveys(self, tensor: TensorPlan) -> tuple[int, int]:
-        """How often its delta stages survey a tensor at the most, and the combine stage."""
+        """Return the most surveys of a tensor by delta stages, and those by the combine stage."""
         stages = self.plan.stages
         deltas = (tensor.survey_reads(stages, model) for model in tensor.models)
         return max(deltas, default=0), int(stages[-1].surveys(tensor.combine))
@@ -72,20 +74,15 @@ class Cost:
 
     @cached_property
     def max_memory(self) -> int:
-        """What buffers may take: what the recipe allows, or what there is by default."""
         return memory_limit(self.plan.recipe.max_memory, self.least_memory)
 
     @property
     def takes_more(self) -> bool:
-        """Whether buffers take more than by default, though the recipe does not say so."""
         return self.plan.recipe.max_memory is None and self.max_memory > DEFAULT_MEMORY
 
     @cached_property
     def chunks_at_once(self) -> int:
-        """How many chunks a thread reads and writes together, where memory allows it.
-
-        All threads have half of the memory for it, and it is divided among the models.
-        """
+        """Chunks that a thread reads and writes together, in half the memory of all threads."""
         half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
         chunks = CHUNKS_AT_ONCE
         while chunks > 1 and (
@@ -119,7 +116,7 @@ class Cost:
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
+        """True if one kernel can combine every chunk, so that no model's values are kept."""
         if self.passes > 1 or self.plan.has_deltas:
             return False
         if self.plan.has_later_draws:  # a kernel draws one mask for each model
@@ -195,19 +192,18 @@ class Cost:
 
     @cached_property
     def census_bytes(self) -> int:
-        """What the looks at the tensors of one census take; there is one at a time."""
+        """The most that the observations of one census take; there is one at a time."""
         stages = self.plan.stages
         looks = (len(c.tensors) * stages[c.position].observation_bytes for c in self.plan.censuses)
         return max(looks, default=0)
 
     @property
     def ahead_bytes(self) -> int:
-        """What is read ahead of stores, by all threads together."""
         return sum(source.ahead_bytes for source in (self.plan.base, *self.plan.models))
 
     @cached_property
     def sent_bytes(self) -> int:
-        """What is held of a file while it is sent to a store."""
+        """Buffers for the upload of a file to a store."""
         layout = self.plan.layout
         if layout is None or not layout.is_sent:
             return 0
@@ -215,12 +211,12 @@ class Cost:
 
     @property
     def shared_bytes(self) -> int:
-        """What all threads have together: a census, reading ahead, and what is to be sent."""
+        """Memory that the threads share: a census, reading ahead and uploading."""
         return self.census_bytes + self.ahead_bytes + self.sent_bytes
 
     @property
     def least_memory(self) -> int:
-        """What one thread needs, which `max_memory` must allow."""
+        """The memory that one thread needs, which `max_memory` must allow."""
         return self._workspace_for(1) + self._matrices_for(1) + self.shared_bytes
 
     @property
@@ -231,23 +227,22 @@ class Cost:
         return max(1, min(self._wanted_threads, left // one))
 
     def _matrices_for(self, threads: int) -> int:
-        """What whole matrices take: each thread's work, and of a tensor more what is left of it."""
+        """Return the memory of matrices: each thread's work, and the results of one tensor more."""
         return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What whole matrices take, of all threads, and what these share."""
         return self._matrices_for(self.threads) + self.shared_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """What one thread's survey may remember: half of what the buffers leave."""
+        """The memory that one thread's survey may use: half of what the buffers leave."""
         left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
         return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
     def buffer_bytes(self) -> int:
-        """What buffers take at the most, which is what `max_memory` bounds."""
+        """The most that buffers take, which `max_memory` bounds."""
         return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
 
     @property
@@ -263,3 +258,81 @@ class Cost:
             f"({'what one thread needs' if self.takes_more else 'max_memory'}); "
             f"the process about {show_size(self.peak_memory)}"
         )
+
+
+# ---------------------------------------------------------------- this machine
+
+
+CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""By cgroup version: its folder, the files of the limit and of its use, the prefix of counts."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process can still take, within the limits of its container.
+
+    What only holds copies of files counts as free. macOS says what there is in all, and Windows
+    nothing (None).
+    """
+    found = list(_cgroup_memory(root))
+    with suppress(OSError, ValueError, LookupError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]))
+    if not found and hasattr(os, "sysconf"):
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(found)) if found else None
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield the rest of each limit that holds for this process."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top, most, taken, prefix = CGROUPS[bool(controllers)]
+            inside = root / top / path.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if folder.is_relative_to(root / top):
+                    with suppress(
+                        OSError, ValueError
+                    ):  # where there is no limit, that is no number
+                        limit = int((folder / most).read_text())
+                        lines = (folder / "memory.stat").read_text().splitlines()
+                        counts = {name: int(count) for name, count in map(str.split, lines)}
+                        kinds = (f"{prefix}active_file", f"{prefix}inactive_file")
+                        files = sum(counts.get(kind, 0) for kind in kinds)
+                        yield limit - int((folder / taken).read_text()) + files
+
+
+def memory_limit(given: int | None, needed: int) -> int:
+    """Return what buffers may take: as given; else 1 GiB, or more if one thread needs more."""
+    return max(DEFAULT_MEMORY, needed) if given is None else given
+
+
+def check_memory(given: int | None, needed: int, reason: str = "") -> None:
+    """Refuse a need that is beyond what the user gives, or by default beyond what is free."""
+    if given is not None and needed > given:
+        raise RecipeError(
+            f"max_memory = {given}: one thread needs {needed} bytes; "
+            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        )
+    if given is None and needed > DEFAULT_MEMORY:
+        free = available_memory()
+        if free is not None and needed > free:
+            raise RecipeError(
+                f"memory: one thread needs {show_size(needed)}{reason and f' ({reason})'}, and "
+                f"this machine has {show_size(free)} free; end other programs, use a machine with "
+                "more, or a method that works on single elements, such as dare+linear; "
+                f"max_memory = {needed} tries it all the same"
+            )

@@ -1,4 +1,4 @@
-"""What a plan says: the fate of every tensor, and what the stages need to know of it."""
+"""The data of a plan: every tensor's fate and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dare.tensors.header import TensorInfo
 
 
 class Fate(StrEnum):
-    """What becomes of a tensor."""
+    """The fate of a tensor."""
 
     MERGED = "merged"
     COPIED = "copied from base (not a weight type)"
@@ -40,19 +40,17 @@ class TensorPlan:
     fate: Fate
     shape: tuple[int, ...]
     base: TensorInfo
-    dtype: StorageType
-    """Storage type in the output."""
+    dtype: StorageType  # storage type in the output
     models: tuple[int, ...]
     """The models that take part: whose delta is merged, or whose copy is compared."""
     settings: tuple[tuple[Settings, ...], ...]
-    """For each of those models, the settings of each delta stage."""
+    """By model that takes part: the settings of each delta stage."""
     weights: tuple[float, ...]
-    """For each of those models, its weight."""
     combine: Settings
     tied_to: str | None = None
     """The tensor that this one is under a second name; it is treated as that one is."""
     drops: tuple[Drop | None, ...] = ()
-    """For each of those models, what was dropped of it before, and no stage makes up for."""
+    """By model that takes part: an earlier drop that no stage makes up for."""
 
     @property
     def key(self) -> str:
@@ -61,21 +59,18 @@ class TensorPlan:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return self.base.elements
 
     @property
     def chunks(self) -> int:
-        """How many pieces of work it is cut into."""
         return chunk_count(self.elements)
 
     @property
     def is_merged(self) -> bool:
-        """Whether it is more than a copy."""
         return self.fate is Fate.MERGED
 
     def is_lazy(self, chain: Sequence[Stage]) -> bool:
-        """Whether every stage leaves the models' values to the backend."""
+        """Tell whether every stage leaves the models' values to the backend."""
         return chain[-1].is_lazy(self.combine) and all(
             stage.is_lazy(settings)
             for settings_of_stages in self.settings
@@ -87,11 +82,11 @@ class TensorPlan:
         return self.settings[self.models.index(model)]
 
     def drop_of(self, model: int) -> Drop | None:
-        """What was dropped of one model before its first stage, and must be made up for."""
+        """Return a model's earlier drop, which must be made up for."""
         return self.drops[self.models.index(model)] if self.drops else None
 
     def draws_of(self, chain: Sequence[Stage], model: int) -> list[int | None]:
-        """Which draw each delta stage makes for one model, from 0; None for those that do not."""
+        """Return the number of each delta stage's draw for one model; None if it is not random."""
         draws = itertools.count(0 if self.drop_of(model) is None else 1)
         return [
             next(draws) if stage.is_random(settings) else None
@@ -107,7 +102,7 @@ class TensorPlan:
         ]
 
     def survey_reads(self, chain: Sequence[Stage], model: int) -> int:
-        """How often those stages read this tensor of this model, if surveys can remember."""
+        """Return how often those stages read this tensor of this model, if surveys can remember."""
         settings = self.settings_of(model)
         return sum(
             max(1, len(chain[position].rounds(settings[position])))
@@ -120,16 +115,14 @@ class CensusPlan:
     """The tensors of one model that a delta stage surveys together."""
 
     model: int
-    position: int
-    """Of the stage in the chain."""
+    position: int  # the stage's position in the chain
     settings: Settings
-    tensors: tuple[TensorPlan, ...]
-    """In the order of their names, whatever the order in the files is."""
+    tensors: tuple[TensorPlan, ...]  # ordered by name, not as in the files
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """What a merge will do, and nothing that follows from it."""
+    """The decisions of a plan, from which all else follows."""
 
     recipe: Recipe
     base: Source
@@ -139,16 +132,12 @@ class PlanData:
     left_out: tuple[str, ...]
     """Tensors that only models have, and that the recipe allows to be dropped."""
     warnings: tuple[Notice, ...]
-    layout: Layout | None
-    """None when the result stays in memory."""
-    notes: tuple[str, ...] = ()
-    """What was done so that the inputs fit together."""
-    sidecars: Sidecars | None = None
-    """What goes beside the weights in an output directory."""
+    layout: Layout | None  # None when the result stays in memory
+    notes: tuple[str, ...] = ()  # changes that were made so that the inputs fit together
+    sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
     base_card: Mapping[str, str] | None = None
-    """What an output directory's card takes over from the base's."""
+    """Fields that an output directory's card takes from the base's card."""
     backend: str = "cpu"
-    """What computes; see `kernels`."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -162,25 +151,23 @@ class PlanData:
 
     @cached_property
     def has_later_draws(self) -> bool:
-        """Whether more than one stage of some model's chain is random."""
         return any(1 in t.draws_of(self.stages, m) for t in self.merged() for m in t.models)
 
     @property
     def stamps(self) -> str:
-        """By what the inputs are known here and now."""
+        """A digest of the inputs' inodes and times, by which they are known here and now."""
         stamps = [source.stamps() for source in (self.base, *self.models)]
         return bytes_digest(json.dumps(stamps).encode())
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
-        """Where a model's copy of a tensor is read: the base, if the model lacks it."""
+        """Return the source of a model's copy of a tensor: the base, if the model lacks it."""
         source = self.models[model]
         return source if tensor.name in source.tensors else self.base
 
     def is_model(self, tensor: TensorPlan) -> bool:
-        """Whether a tensor is, by the method's definition, that of the one model that takes part.
+        """Tell whether a merged tensor is by definition the one model's, which is then copied.
 
-        Nothing is dropped, weight, factor and scale are 1, and it is stored in the base's type. It
-        is copied then: base + (tuned - base) in float32 would be rounded twice.
+        Otherwise base + (tuned - base) in float32 would be rounded twice.
         """
         if not tensor.is_merged or tensor.weights != (1.0,) or self.recipe.scale != 1:
             return False
@@ -199,10 +186,7 @@ class PlanData:
         return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
 
     def original_digest(self, tensor: TensorPlan, model: int) -> str | None:
-        """The digest of a model's tensor, where a part of it does what the whole would have done.
-
-        That is so for a delta file if the chain drops what the file lacks.
-        """
+        """Return a whole tensor's digest, where a delta file lacks only what the chain drops."""
         source = self.source_of(tensor, model)
         if source.drop_of(tensor.name) is None or tensor.drop_of(model) is not None:
             return None
@@ -210,7 +194,7 @@ class PlanData:
 
     @cached_property
     def dropped_before(self) -> list[list[tuple[float, int]]]:
-        """For each model the rates and seeds of what is made up for before its first stage."""
+        """By model: rates and seeds of drops that are made up for before its first stage."""
         drops: list[set[tuple[float, int]]] = [set() for _ in self.models]
         for tensor in self.merged():
             for model in tensor.models:
@@ -223,7 +207,7 @@ class PlanData:
         return (tensor for tensor in self.tensors if tensor.is_merged)
 
     def is_surveyed(self, tensor: TensorPlan) -> bool:
-        """Whether a chunk of a tensor depends on more than its own elements."""
+        """Tell whether a chunk of a tensor depends on more than its own elements."""
         return tensor.is_merged and (
             self.combine.surveys(tensor.combine)
             or any(tensor.surveyed_stages(self.stages, model) for model in tensor.models)
@@ -231,7 +215,7 @@ class PlanData:
 
     @cached_property
     def has_deltas(self) -> bool:
-        """Whether models are given by deltas, not only by weights."""
+        """True if a model is given by deltas, not only by weights."""
         return any(model.holds_delta(name) for model in self.models for name in model.tensors)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Where every tensor of the output will lie, decided before anything is written."""
+"""The place of every tensor in the output, decided before anything is written."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ OTHER_FORMATS = re.compile(
     r"|zip|tar|t?gz|json|toml|ya?ml|html|txt|md|csv)",
     re.IGNORECASE,
 )
-"""How names of files end, so that nobody expects a directory of that name."""
+"""Endings of files, so that nobody expects a directory of that name."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The files of an output and the tensors in each, in order."""
 
-    target: Path
-    """The name the finished output gets: a `.safetensors` file, or a directory."""
+    target: Path  # the name the finished output gets: a `.safetensors` file, or a directory
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)
-    """Where an output in a store is made, if that was said."""
+    """The folder in which an output for a store is made, if given."""
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
@@ -45,12 +44,11 @@ class Layout:
 
     @property
     def is_directory(self) -> bool:
-        """Whether the output is a directory with one or more files in it."""
         return is_directory_target(self.target)
 
     @property
     def is_sent(self) -> bool:
-        """Whether it goes to a store, file by file in their order."""
+        """True if it goes to a store, file by file in their order."""
         return isinstance(self.target, StorePath)
 
     @property
@@ -65,7 +63,7 @@ class Layout:
         return [sum(map(_nbytes, tensors)) for tensors in self.files.values()]
 
     def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
-        """For each file its first bytes and the place of its tensors."""
+        """Return each file's header bytes and the places of its tensors."""
         return {name: build_header(tensors, metadata) for name, tensors in self.files.items()}
 
     def index(self) -> bytes | None:
@@ -79,7 +77,6 @@ class Layout:
 
     @property
     def index_name(self) -> str:
-        """What the shard index is called."""
         return INDEX_NAME
 
 

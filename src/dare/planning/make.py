@@ -15,9 +15,9 @@ from dare.errors import MismatchError, RecipeError
 from dare.inputs.fit import Fit, LeftOut, Misfit, find_extras, fit_tensor
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
+from dare.planning.cost import check_memory
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import lay_out
-from dare.planning.machine import check_memory
 from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import DEFAULT_MEMORY, Recipe, TensorRule
@@ -29,16 +29,11 @@ from dare.tensors.names import is_layer_matrix, some_of
 
 FINDINGS_SHOWN = 20
 POLICIES = {
-    Misfit.NOT_IN_MODEL: (
-        "on_missing",
-        "base",
-        "count its change there as zero",
-        "missing_as_zero",
-    ),
-    Misfit.UNLIKE_BASE: ("on_mismatch", "base", "keep the base's", "mismatch_kept"),
-    Misfit.NOT_IN_BASE: ("on_extra", "drop", "leave it out", "extra_dropped"),
+    Misfit.MISSING: ("on_missing", "missing_as_zero", '"base" to count its change there as zero'),
+    Misfit.UNLIKE_BASE: ("on_mismatch", "mismatch_kept", '"base" to keep the base\'s'),
+    Misfit.NOT_IN_BASE: ("on_extra", "extra_dropped", '"drop" to leave it out'),
 }
-"""For each misfit: the setting that decides, the value that allows it, its effect, the notice."""
+"""For each misfit the setting that decides, the notice if it is allowed, and the value for that."""
 
 T = TypeVar("T")
 
@@ -52,7 +47,7 @@ def make_plan(
     backend: str = "cpu",
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
-    recipe = _take_over(recipe, models)
+    recipe = _with_delta_settings(recipe, models)
     named = dict(zip(names, models, strict=True))
     fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
     extras = find_extras(base, named)
@@ -155,12 +150,11 @@ def _plan_tensor(
     )
 
 
-def _take_over(recipe: Recipe, models: Sequence[Source]) -> Recipe:
-    """The recipe with the rates and seeds of delta files that elements were dropped from.
+def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
+    """Give the recipe the rates and seeds of its delta files.
 
-    A first stage that drops finds done what it would do, if rate and seed are
-    those of the file: it then only rescales. A chain that does not drop takes what is left divided
-    by 1 - p, as if `dare` came first.
+    A first stage that drops by the same rate and seed only rescales then. A chain that does not
+    drop takes the rest divided by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
     drops_itself = recipe.chain[0][0].may_redrop
@@ -194,7 +188,7 @@ def _take_over(recipe: Recipe, models: Sequence[Source]) -> Recipe:
 def _left_to_make_up(
     recipe: Recipe, drop: Drop, tensor: str, model: int, settings: Sequence[Settings]
 ) -> Drop | str | None:
-    """What is to be made up for before the first stage; text, if another mask would drop too."""
+    """Return the drop to make up for before the first stage; a text if two masks would drop."""
     stages = [stage for stage, _ in recipe.chain[:-1]]
     droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
     if not droppers:
@@ -212,7 +206,7 @@ def _left_to_make_up(
 
 
 def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
-    """As what a tensor is stored; float8 is for the matrices of layers alone."""
+    """Return a tensor's storage type; float8 is for the matrices of layers alone."""
     if recipe.dtype is None or not base.dtype.is_weight:
         return base.dtype
     asked = STORAGE_TYPES[recipe.dtype]
@@ -253,9 +247,9 @@ def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[
     """Return a line for each misfit that the recipe refuses, and a notice for each other."""
     problems, notices = [], []
     for misfit in misfits:
-        setting, value, effect, code = POLICIES[misfit.reason]
+        setting, code, remedy = POLICIES[misfit.reason]
         if getattr(recipe, setting) == "error":
-            problems.append(f'{misfit}; set {setting} = "{value}" to {effect}')
+            problems.append(f"{misfit}; set {setting} = {remedy}")
         else:
             models, shapes = ", ".join(misfit.models), misfit.reason_text
             notices.append(notice(code, misfit.tensor, models=models, shapes=shapes))
@@ -279,13 +273,14 @@ def _find_idle(base: Source, models: Mapping[str, Source], fits: Iterable[Fit]) 
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
-    """What is allowed, and usually a mistake."""
+    """Warn of settings that are allowed but usually a mistake."""
     seeds = recipe.seeds()
     drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
     if drops and len(set(seeds)) < len(seeds):
         yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
-    for rate in sorted(drop_rates(recipe)):
+    rates = _values(recipe, "drop_rate") | {recipe.embedding_drop_rate or 0.0}
+    for rate in sorted(rates):
         if rate > LIMIT.highest_rate and not balanced:
             is_default = any(settings.get("drop_rate") == rate for _, settings in recipe.chain)
             stages = [stage.name for stage, _ in recipe.chain]
@@ -313,14 +308,6 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
         count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
     if count:
         yield notice("float64", tensors=times(count, "tensor"))
-
-
-def drop_rates(recipe: Recipe) -> set[float]:
-    """Every drop rate that the recipe names."""
-    rates = _values(recipe, "drop_rate")
-    if recipe.embedding_drop_rate is not None:
-        rates.add(recipe.embedding_drop_rate)
-    return rates
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:

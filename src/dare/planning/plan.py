@@ -25,11 +25,11 @@ from dare.tensors.header import TensorInfo
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData, Shown):
-    """What a merge will do, and what it will cost."""
+    """A merge that can be run: every tensor's fate, and the cost."""
 
     @cached_property
     def cost(self) -> Cost:
-        """What it reads, writes, holds in memory and runs on."""
+        """The bytes, memory and threads that the merge takes."""
         return Cost(self)
 
     def to_dict(self) -> dict[str, Any]:

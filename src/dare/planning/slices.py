@@ -40,7 +40,6 @@ class Slice:
         return cls(number, of)
 
     def __str__(self) -> str:
-        """As it is written."""
         return f"{self.number}/{self.of}"
 
 
@@ -49,14 +48,13 @@ Share = Mapping[str, Sequence[int]]
 
 
 class Division:
-    """Who of so many slices does what."""
+    """The division of a plan's chunks among so many slices."""
 
     def __init__(self, plan: Plan, of: int) -> None:
         self.of = of
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._whole = {tensor.name for tensor in plan.tensors if plan.is_surveyed(tensor)}
-        self._start: dict[str, int] = {}
-        """Bytes that are read and written before a tensor."""
+        self._start: dict[str, int] = {}  # bytes that are read and written before a tensor
         self._nbytes: dict[str, int] = {}
         done = 0
         for tensor in plan.tensors:
@@ -64,8 +62,7 @@ class Division:
             self._start[tensor.name] = done
             self._nbytes[tensor.name] = plan.cost.bytes_read_of(tensor) + written
             done += self._nbytes[tensor.name]
-        self.total = max(done, 1)
-        """Bytes that are read and written in all."""
+        self.total = max(done, 1)  # bytes that are read and written in all
 
     def owner(self, name: str, chunk: int = 0) -> int:
         """The number of the slice that has a chunk: the one that has its middle byte."""
@@ -76,11 +73,11 @@ class Division:
         return min(twice_middle * self.of // (2 * self.total * elements), self.of - 1) + 1
 
     def share(self, number: int) -> Share:
-        """What one slice has to do."""
+        """Return the chunks of one slice."""
         return self.shares()[number - 1]
 
     def shares(self) -> list[Share]:
-        """What each slice has to do."""
+        """Return the chunks of each slice."""
         shares: list[dict[str, range]] = [{} for _ in range(self.of)]
         for name, tensor in self._tensors.items():
             chunks, first = range(tensor.chunks), 0

@@ -34,7 +34,7 @@ import numpy as np
 from dare import __version__
 from dare.errors import ClusterError, DareError, InputError, OutputError, RecipeError
 from dare.inputs.formats import open_inputs
-from dare.inputs.reading import read_stored
+from dare.inputs.reading import hold_open, read_stored
 from dare.inputs.sources import Source
 from dare.output.journal import Record
 from dare.output.manifest import fingerprint
@@ -46,7 +46,7 @@ from dare.recipe.schema import Recipe
 from dare.run.execute import do_census_steps, execute
 from dare.run.graph import Conclude, Observe, list_census_steps
 from dare.run.threads import Id, Step
-from dare.run.worker import Progress, hold_open
+from dare.run.worker import Progress
 from dare.stages.methods import load_installed_stages, load_stages
 from dare.stores.locations import StorePath
 from dare.tensors.chunks import chunk_count, chunk_span

@@ -12,7 +12,7 @@ from typing import Any
 
 from dare import kernels
 from dare.errors import RecipeError
-from dare.inputs.reading import read_chunks
+from dare.inputs.reading import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
 from dare.output.writer import ArraySink, Sink
@@ -21,7 +21,7 @@ from dare.planning.slices import Share
 from dare.run.backend import Backend
 from dare.run.graph import Conclude, Copy, Merge, list_census_steps, list_steps
 from dare.run.threads import Id, Step, run_steps
-from dare.run.worker import Progress, Worker, hold_open, sources_of
+from dare.run.worker import Progress, Worker, sources_of
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
@@ -50,17 +49,6 @@ BASE = -1
 
 class Stopped(Exception):  # noqa: N818
     """Another thread has failed, or the user has interrupted: leave without a word."""
-
-
-@contextmanager
-def hold_open(sources: Sequence[Source], *, checks: bool = False) -> Iterator[None]:
-    """Hold sources open; `checks` refuses at the end those that have changed meanwhile."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        yield
-        for source in sources if checks else ():
-            source.check_unchanged()
 
 
 def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[Source]:

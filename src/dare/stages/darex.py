@@ -112,10 +112,7 @@ def balanced_q(drop_rate: float, models: int = 1) -> float:
 
 
 def suggest_q(rate: float, stages: Sequence[str], models: int, *, is_default: bool) -> str:
-    """Return the q to use at a drop rate, and how to set it.
-
-    The rate is the chain's default, or one beside it.
-    """
+    """Return the q to use at a drop rate, the chain's default or another, and how to set it."""
     if not {"dare", "darex"} & set(stages):
         return "the stage darex divides by a larger q, or bounds the variance"
     method = "+".join("darex" if name == "dare" else name for name in stages)

@@ -34,8 +34,8 @@ from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
 from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
+from dare.planning.cost import available_cores
 from dare.planning.data import TensorPlan
-from dare.planning.machine import available_cores
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import with_settings

@@ -29,7 +29,7 @@ from dare.api import AnyRecipe, make_recipe
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
-from dare.planning.machine import available_cores
+from dare.planning.cost import available_cores
 from dare.recipe.document import INCLUDE, recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe

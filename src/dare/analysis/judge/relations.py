@@ -36,29 +36,27 @@ class Link:
     @property
     def is_one_direction(self) -> bool:
         """Far from the base two models may have come a long way together."""
-        near = min(self.distances) < LIMIT.large_ratio
-        return abs(self.cosine) >= (LIMIT.same_cosine if near else LIMIT.far_cosine)
+        return abs(self.cosine) >= (LIMIT.far_cosine if self.is_far else LIMIT.same_cosine)
 
     @property
     def is_same(self) -> bool:
         return self.is_one_direction and abs(self.pair.ratio - 1) <= LIMIT.same_size
 
     @property
-    def has_left_together(self) -> bool:
-        """Whether both have gone far from the base, and much the same way."""
-        return self.is_alike and min(self.distances) >= LIMIT.large_ratio
-
-    @property
     def is_alike(self) -> bool:
         return self.cosine >= LIMIT.alike_cosine and not self.is_one_direction
 
     @property
+    def is_far(self) -> bool:
+        """Whether both have gone far from the base."""
+        return min(self.distances) >= LIMIT.large_ratio
+
+    @property
     def is_opposed(self) -> bool:
         """Whether they undo more of each other's changes than chance would have it."""
-        is_against = self.cosine <= -LIMIT.apart_cosine or (
-            self.pair.total.conflict >= LIMIT.conflict
-        )
-        return is_against and not self.is_one_direction
+        conflict = self.pair.total.conflict
+        against = self.cosine <= -LIMIT.apart_cosine or conflict >= LIMIT.conflict
+        return against and not self.is_one_direction
 
     def share_in_other(self, name: str) -> float:
         """Return the multiple of one model's delta that is nearest to that of the other."""
@@ -70,8 +68,8 @@ class Link:
 RELATIONS: dict[str, Callable[[Link], bool]] = {
     "same_model": lambda link: link.is_same,
     "multiple": lambda link: link.is_one_direction,
-    "other_base": lambda link: link.has_left_together,
-    "alike": lambda link: link.is_alike and not link.has_left_together,
+    "other_base": lambda link: link.is_alike and link.is_far,
+    "alike": lambda link: link.is_alike and not link.is_far,
     "opposed": lambda link: link.is_opposed,
 }
 """The relation that each rule looks for."""

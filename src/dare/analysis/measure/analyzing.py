@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
-from dare.analysis.measure import spectra as costs
+from dare.analysis.measure import tallies
 from dare.analysis.measure.measuring import (
     AddUp,
     Measured,
@@ -43,8 +43,7 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
-from dare.checks.low_rank import SMALLEST, spread
-from dare.checks.outliers import NONE, Magnitudes
+from dare.checks.structure import NONE, SMALLEST, Magnitudes, spread
 from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
@@ -54,7 +53,7 @@ from dare.inputs.formats import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing
-from dare.planning.machine import available_cores, check_memory, memory_limit
+from dare.planning.cost import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
 from dare.run.threads import Step, run_steps
@@ -255,7 +254,7 @@ def _measure_there(
 ) -> None:
     shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
     least = workspace_bytes(study.base, study.sources[1:])
-    least += max((costs.bytes_of(shape) for shape in shapes), default=0)
+    least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
     limit = memory_limit(recipe.max_memory, least)
     display.announce(f"analyzing on the cluster {address}")
     with connect(address, verbose=recipe.verbose) as cluster:
@@ -330,19 +329,19 @@ def choose_matrices(
         for subject in subjects
         if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= SMALLEST
     ]
-    fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
+    fits = {s.name: tallies.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
         return fits
     # LoRAs rarely change embeddings and heads, and many of their rows may be unused.
     inner = [subject for subject in matrices if subject.kind not in OUTER] or matrices
 
     def cost(*, whole: bool) -> float:
-        return sum(len(s.models) * costs.cost_of(s.base.shape, whole=whole) for s in inner)
+        return sum(len(s.models) * tallies.cost_of(s.base.shape, whole=whole) for s in inner)
 
-    if cost(whole=True) <= costs.WHOLE_COST and all(fits[subject.name] for subject in inner):
+    if cost(whole=True) <= tallies.WHOLE_COST and all(fits[subject.name] for subject in inner):
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
-    most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
+    most = max(1, int(tallies.WINDOWS_COST / (cost(whole=False) / len(inner))))
     return {inner[place].name: False for place in spread(len(inner), most)}
 
 

@@ -1,14 +1,13 @@
 """The pass of an analysis over the weights: steps that any thread can do.
 
-For a chunk the base and all models are read, and one kernel looks at all of them. What it finds is
-added up in the order of the chunks. So the figures do not depend on threads.
+For a chunk the base and all models are read, and one kernel measures all of them. The results are
+added up in the order of the chunks, so that the figures do not depend on threads.
 
 Which elements are in the top 1 % of a tensor is only known when all of it has been seen. Their
-overlap is counted in a sample: all of a tensor of up to 524,288 elements; of a larger one so
-many runs of 64 elements, one in every 2, 4, 8, …, that about as many are taken. Where the runs lie
-depends on their position alone. A share s that is counted on k elements of a sample is right to
-√(s(1-s)/k): at an overlap of 0.01 and a layer of 7 large tensors to 0.0007. Where a tensor has
-outliers, the cosines of its deltas and how far they cancel each other are those of the sample too.
+overlap is counted in a sample: all of a tensor of up to 524,288 elements; of a larger one so many
+runs of 64 elements, one in every 2, 4, 8, …, that about as many are taken. Where the runs lie
+depends on their position alone. A share s that is counted on k elements is right to √(s(1-s)/k).
+Where a tensor has outliers, cosines and cancellation are those of the sample too.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.measure import spectra, tallies
+from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
-from dare.checks import low_rank
-from dare.checks.outliers import BIN_SHIFT, BINS, NONE, Magnitudes, top_bin
+from dare.checks.structure import BIN_SHIFT, BINS, NONE, Magnitudes, rounding_energy, top_bin
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
 from dare.kernels.native import SOURCES, Kernels
@@ -63,7 +61,7 @@ def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -
 
 KERNELS = Kernels(
     "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/outliers.py"),
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/structure.py"),
     {"measure": _room},
 )
 
@@ -86,11 +84,6 @@ class Subject:
     @property
     def elements(self) -> int:
         return self.base.elements
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Every two of its models."""
-        return list(combinations(self.models, 2))
 
     @property
     def period(self) -> int:
@@ -130,56 +123,48 @@ class Measured(Additive):
 
 # ---------------------------------------------------------------- what a name tells
 
-PATTERNS = (
-    (
-        Kind.NORM,
-        r"norm(?!\w*\.linear\.)|(^|[._])ln(\d|_|\.|$)|"
-        r"(in|out)_layers\.0\.|diffusion_model\.out\.0\.",
-    ),
-    (Kind.HEAD, ANY_HEAD),
-    (Kind.EMBEDDING, ANY_EMBEDDING),
-    (Kind.MLP, r"experts?(\.|_|$)|moe"),
-    (
-        Kind.ATTENTION,
-        r"att(ention|n)|(^|[._])(q|k|v|o|qkv|kv|query|key|value)(_proj|_lin)?\.|crossattn|Wqkv",
-    ),
-    (
-        Kind.MLP,
-        r"mlp|ffn|feed_?forward|densereludense|intermediate|(^|\.)(fc\d?|c_fc|c_proj|ff(_context)?|w[123])\.|"
-        r"(up|down|gate)_proj|dense_h_to_4h|dense_4h_to_h|(^|\.)lin[12]\.|\.output\.dense",
-    ),
+PATTERNS = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (Kind.NORM, r"norm(?!\w*\.linear\.)|(^|[._])ln(\d|_|\.|$)"),
+        (Kind.NORM, r"(in|out)_layers\.0\.|diffusion_model\.out\.0\."),
+        (Kind.HEAD, ANY_HEAD),
+        (Kind.EMBEDDING, ANY_EMBEDDING),
+        (Kind.MLP, r"experts?(\.|_|$)|moe"),
+        (Kind.ATTENTION, r"att(ention|n)|crossattn|Wqkv"),
+        (Kind.ATTENTION, r"(^|[._])(q|k|v|o|qkv|kv|query|key|value)(_proj|_lin)?\."),
+        (Kind.MLP, r"mlp|ffn|feed_?forward|densereludense|intermediate|(up|down|gate)_proj"),
+        (Kind.MLP, r"(^|\.)(fc\d?|c_fc|c_proj|ff(_context)?|w[123]|lin[12])\."),
+        (Kind.MLP, r"dense_h_to_4h|dense_4h_to_h|\.output\.dense"),
+    )
 )
 """The first pattern that is found in a name, whatever its case, says the kind.
 
 Norms come first, since every part of a model may have one; the linear layer inside some norms of
-diffusion models, which shifts and scales by the time step, is no norm. Experts come before
-attention and the other layers of perceptrons after it, because BERT's attention has an
-`output.dense` too.
+diffusion models is no norm. Experts come before attention and the other layers of perceptrons after
+it, because BERT's attention has an `output.dense` too.
 """
-
-_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in PATTERNS)
 
 
 @cache
 def kind_of(name: str) -> Kind:
-    """What a tensor is for; `other` where its name does not say.
+    """Return what a tensor is for; `other` where its name does not say.
 
     >>> kind_of("model.layers.3.self_attn.q_proj.weight").value, kind_of("lm_head.weight").value
     ('attention', 'head')
     """
     plain = without_projections(name)
-    for kind, pattern in _COMPILED:
+    for kind, pattern in PATTERNS:
         if pattern.search(plain):
             return kind
     return Kind.OTHER
 
 
 def number_layers(tensors: Iterable[str]) -> dict[str, int]:
-    """The number of the layer that each tensor stands in; -1 outside.
+    """Return the number of the layer that each tensor stands in; -1 outside.
 
-    The layers of a model with one stack have the numbers in their names. Several stacks are
-    numbered one after the other, so that no two layers share a number: a network of several stacks
-    first, then the longest; encoders before decoders.
+    Several stacks are numbered one after the other: a network of several stacks first, then the
+    longest; encoders before decoders.
 
     >>> number_layers(["encoder.block.0.w", "decoder.block.0.w", "encoder.block.1.w", "norm.w"])
     {'encoder.block.0.w': 0, 'decoder.block.0.w': 2, 'encoder.block.1.w': 1, 'norm.w': -1}
@@ -234,7 +219,7 @@ class MeasureSpectrum(MeasureStep):
     """Look at one model's delta of a matrix as a whole, or at a window of it."""
 
     model: int
-    window: spectra.Window
+    window: tallies.Window
 
 
 def list_steps(
@@ -259,7 +244,7 @@ def list_steps(
             yield AddUp(before[0], needs, 0, 0, subject, 0, last == chunks)
         if name in matrices:
             rows, columns = subject.base.shape
-            window = spectra.window_of((rows, columns), whole=matrices[name])
+            window = tallies.window_of((rows, columns), whole=matrices[name])
             for model, size in sizes.items():
                 both = size + base_size * (not models[model].holds_delta(name))
                 seen = window.height * columns
@@ -312,7 +297,8 @@ class Worker:
     # ------------------------------------------------------------ a chunk
 
     def _measure(self, subject: Subject, chunk: int) -> Measured:
-        name, models, pairs = subject.name, subject.models, subject.pairs
+        name, models = subject.name, subject.models
+        pairs = list(combinations(models, 2))
         sources = self._sources(subject)
         start, count = chunk_span(chunk, subject.elements)
         base, *tuned = (
@@ -435,9 +421,9 @@ class Worker:
         if not source.holds_delta(name):
             base = self._read_window(self._base, step)
             delta -= base
-            rounding = low_rank.rounding_energy(base, source.tensors[name].dtype.name)
+            rounding = rounding_energy(base, source.tensors[name].dtype.name)
         delta[~np.isfinite(delta)] = 0
-        return spectra.spectrum_of(delta, rounding)
+        return tallies.spectrum_of(delta, rounding)
 
     def _read_window(self, source: Source, step: MeasureSpectrum) -> Floats:
         name, window, width = step.subject.name, step.window, step.subject.base.shape[1]

@@ -1,24 +1,40 @@
-"""Sums over sets of elements that can be added up, and the statistics that follow from them.
+"""Statistics: what sums over elements say of a delta, and what its singular values say.
 
-A tally holds everything that `Statistics` need: counts, power sums in float64, extremes, and how
-many elements have which magnitude, in bins (`dare.checks.outliers`). A quantile is given as the
-middle of the bin that it falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where
-float32 itself is coarse).
+`Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
+extremes; beside them stands how many elements have which magnitude, in bins
+(`dare.checks.structure`). A quantile is the middle of the bin that it falls in, so it is off by
+0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
+is counted in the bins, to 0.4 %; where there are none it is the sum itself.
 
-What outliers leave of a sum is counted in the bins, to 0.4 %; where there are none it is the sum
-itself.
+Singular values are right to about 1e-8 of the largest. A matrix that is too large to be taken whole
+is looked at through a window of evenly spread rows and columns. A low rank is the same there, and
+so is the share of the directions that any other figure speaks of, on average.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics
-from dare.checks.outliers import BIN_SHIFT, BINS, OCTAVE, Magnitudes, bin_edge, outlier_bin
+from dare.analysis.results import Histogram, Inliers, Quantiles, Spectrum, Statistics
+from dare.checks.structure import (
+    BIN_SHIFT,
+    BINS,
+    OCTAVE,
+    Magnitudes,
+    bin_edge,
+    find_outliers,
+    low_rank_of,
+    outlier_bin,
+    singular_values,
+    spread,
+    without_spikes,
+)
 
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
@@ -42,6 +58,20 @@ CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
 is that of a magnitude that is not zero, less 1."""
 COUNTS = 4
 LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
+
+WINDOW = (256, 1024)
+"""The shorter and the longer side of a window, at the most."""
+RUN = 16
+"""Rows of a window that are read together."""
+KEPT = 64
+"""Singular values that are kept for a look at them."""
+WHOLE_COST = 1e11
+"""What taking all matrices whole may cost (see `cost_of`); else windows are used. About 5 s."""
+WINDOWS_COST = 2e10
+"""What all windows together may cost: about 1 s of one core."""
+
+
+# ---------------------------------------------------------------- sums
 
 
 class Additive:
@@ -120,8 +150,6 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
-    from dare.analysis.results import Statistics
-
     mean, deviation, kurtosis = _moments(sums)
     inside, left = sums.inside, sums.finite - sums.inside.outliers
     return Statistics(
@@ -203,3 +231,90 @@ def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
     lowest = int(octaves[0])
     counts = np.bincount(octaves - lowest, magnitudes.counts).astype(np.int64)
     return lowest - 127, tuple(counts.tolist())
+
+
+# ---------------------------------------------------------------- matrices
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a matrix that is looked at."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Its rows: the first of a run and how many."""
+    columns: NDArray[np.intp]
+    is_whole: bool
+
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return sum(count for _, count in self.runs)
+
+
+def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
+    """All of a matrix, or evenly spread runs of rows and evenly spread columns.
+
+    >>> window = window_of((64, 4096), whole=False)
+    >>> window.runs, window.columns.size, window.columns[:3].tolist()
+    (((0, 64),), 1024, [2, 6, 10])
+    >>> window_of((4096, 64), whole=False).runs[:2]
+    ((24, 16), (88, 16))
+    """
+    rows, columns = shape
+    if whole:
+        return Window(((0, rows),), np.arange(columns), is_whole=True)
+    height, width = WINDOW if rows <= columns else WINDOW[::-1]
+    runs = tuple((place - RUN // 2, RUN) for place in spread(rows, height // RUN))
+    if rows <= height:
+        runs = ((0, rows),)
+    return Window(runs, np.array(spread(columns, width), np.intp), is_whole=False)
+
+
+def cost_of(shape: Sequence[int], *, whole: bool) -> float:
+    """About what a spectrum takes, in units of 50 ps of one core of 2020."""
+    short, long = sorted(shape)
+    if not whole:
+        short, long = min(short, WINDOW[0]), min(long, WINDOW[1])
+    return float(short * short * long + 8 * short**3)
+
+
+def bytes_of(shape: Sequence[int]) -> int:
+    """About what it takes in memory to look at a whole matrix."""
+    short, long = sorted(shape)
+    return 20 * short * long + 4 * 8 * short * short
+
+
+def spectrum_of(delta: NDArray[np.float32], rounding: float = 0.0) -> Spectrum | None:
+    """The singular values of a finite matrix; None for one that is zero.
+
+    `rounding` is the energy that may have come into it when it was stored.
+
+    >>> example = spectrum_of(np.diag(np.array([4, 2, 2, 0], np.float32)))
+    >>> example.values, round(example.stable_rank, 6), example.rank_99
+    ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
+    """
+    delta, missed = without_spikes(delta)
+    values = singular_values(delta)
+    energies = np.square(values)
+    total = float(energies.sum())
+    if total == 0:
+        return None
+    short = values.size
+    edge, outliers = find_outliers(values, max(delta.shape), missed)
+    shares = values[values > 0] / values.sum()
+    held = np.cumsum(energies) / total
+    ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
+    return Spectrum(
+        rows=delta.shape[0],
+        columns=delta.shape[1],
+        values=tuple(values[ranks].tolist()),
+        ranks=tuple((ranks + 1).tolist()),
+        effective_rank=float(np.exp(-(shares * np.log(shares)).sum())),
+        stable_rank=total / float(energies[0]),
+        rank_99=min(int(np.searchsorted(held, 0.99)) + 1, short),
+        tail_share=float(energies[(short + 1) // 2 :].sum()) / total,
+        bulk_edge=edge,
+        outliers=outliers,
+        outlier_share=float(energies[:outliers].sum()) / total,
+        low_rank=low_rank_of(values, outliers, rounding),
+    )

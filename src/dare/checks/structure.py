@@ -1,28 +1,27 @@
-"""The rank of a matrix's delta, if it is low, as a LoRA's is.
+"""The structure of a delta: magnitudes counted in bins, outliers, and a low rank as a LoRA's.
 
-Singular values are the roots of the eigenvalues of the Gram matrix of the shorter side, in float64:
-right to about 1e-8 of the largest.
+A bin is the upper 16 bits of a float32's 31 bits without the sign: it is 2⁻⁸ of its magnitude wide.
+One element of a million can hold half of a delta's squares, and says nothing about the others. So
+deltas are judged without outliers: the thousandth or so of elements that are far above all others
+and hold much of the fourth powers. Gaussian, Laplace and sparse deltas have none.
 
 Noise of standard deviation s in a matrix of m rows and n columns has singular values up to about
-s·(√m + √n), distributed by the law of Marchenko and Pastur. How strong the noise is follows from
-the median of the singular values, which a few strong directions hardly move; they are taken out and
-the noise is estimated again, until their number stays the same. The edge includes two standard
-units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred
-exceeds.
-
-A single element that is large enough makes a direction of its own. It says nothing about how the
-others were made, so it is left out (`without_spikes`).
+s·(√m + √n), distributed by the law of Marchenko and Pastur. The median of the singular values tells
+how strong the noise is: a few strong directions hardly move it. They are taken out and the noise is
+estimated again, until their number stays the same. The edge includes two standard units of the
+largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred exceeds. A single
+large element makes a direction of its own, and is left out (`without_spikes`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.checks.outliers import Magnitudes, bin_edge, outlier_bin
 from dare.kernels.linalg import NOISE, squared_values
 from dare.tensors.dtypes import STORAGE_TYPES
 
@@ -41,6 +40,123 @@ SPIKE = 5.0
 """How many times what its row and column let expect a single element is that is left out."""
 NEGLIGIBLE_TAIL = 0.01
 """Share of the energy outside a low rank that needs no explanation by rounding."""
+
+BIN_SHIFT = 15
+"""Bits of a magnitude that its bin does not tell."""
+BINS = 1 << 16
+OCTAVE = 1 << (23 - BIN_SHIFT)
+"""Bins in an octave."""
+PANEL = 1 << 18
+"""Elements of an array that are counted at once."""
+OUTLIERS = 0.002
+"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
+OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
+"""… and where few are changed this share of all elements, but no more than that of the changed."""
+BEYOND = 1.75
+"""How many times the largest magnitude that cannot be one an outlier exceeds …"""
+BEYOND_FEW = 16.0
+"""… where the share comes to less than one element, and chance plays a larger part."""
+FEW_CHANGED = 32
+"""Fewer changed elements are not compared with each other but with the base's weights."""
+OUTLIER_FOURTHS = 0.05
+"""Share of Σδ⁴ from which outliers matter."""
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How many elements that are neither zero nor infinite have a magnitude in which bin."""
+
+    first: int
+    """The bin of the first count."""
+    counts: NDArray[np.int64]
+    """Neither the first nor the last is zero."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.float32]) -> Magnitudes:
+        """Count an array; what is below 2⁻¹³⁴ counts as zero."""
+        counts = np.zeros(BINS, np.int64)
+        bits = np.abs(values).reshape(-1).view(np.uint32)
+        for start in range(0, bits.size, PANEL):
+            bins = bits[start : start + PANEL] >> np.uint32(BIN_SHIFT)
+            counts += np.bincount(bins, minlength=BINS)
+        counts[0] = counts[255 * OCTAVE :] = 0
+        (used,) = np.nonzero(counts)
+        return cls(int(used[0]), counts[used[0] : used[-1] + 1]) if used.size else NONE
+
+    @property
+    def middles(self) -> NDArray[np.float64]:
+        """The magnitude in the middle of each bin."""
+        edges = bin_edge(self.first + np.arange(self.counts.size + 1))
+        return (edges[:-1] + edges[1:]) / 2
+
+    def __add__(self, other: Magnitudes) -> Magnitudes:
+        """Of both sets together."""
+        if not self.counts.size or not other.counts.size:
+            return self if self.counts.size else other
+        first = min(self.first, other.first)
+        last = max(self.first + self.counts.size, other.first + other.counts.size)
+        counts = np.zeros(last - first, np.int64)
+        for part in (self, other):
+            start = part.first - first
+            counts[start : start + part.counts.size] += part.counts
+        return Magnitudes(first, counts)
+
+
+NONE = Magnitudes(0, np.zeros(0, np.int64))
+
+
+def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
+    """The first bin whose elements are outliers; the bin after the last if there are none.
+
+    Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
+
+    >>> even = np.full(1000, 10)
+    >>> outlier_bin(Magnitudes(32000, even), 10_000) - 32000
+    1000
+    >>> outlier_bin(Magnitudes(32000, np.append(even, [0] * 1000 + [1])), 10_001) - 32000
+    1195
+    """
+    counts = magnitudes.counts
+    end, changed = magnitudes.first + counts.size, int(counts.sum())
+    if changed >= FEW_CHANGED:
+        of_all = min(OUTLIERS_OF_ALL * elements, MOST_OUTLIERS * changed)
+        allowed = int(max(OUTLIERS * changed, of_all))
+        usual = float(bin_edge(top_bin(magnitudes, max(allowed, 1) + 1) + 1))
+        usual *= BEYOND if allowed else BEYOND_FEW
+    elif changed > OUTLIERS * elements:
+        return end
+    with np.errstate(over="ignore"):
+        first = (int(np.float32(usual).view(np.uint32)) >> BIN_SHIFT) + 1
+    place = max(first - magnitudes.first, 0)
+    fourths = counts * magnitudes.middles**4
+    if place >= counts.size or fourths[place:].sum() < OUTLIER_FOURTHS * fourths.sum():
+        return end
+    return magnitudes.first + place
+
+
+def top_bin(magnitudes: Magnitudes, count: int) -> int:
+    """The lowest bin of the fewest upper bins that hold `count` elements, or all that there are.
+
+    >>> top_bin(Magnitudes(7, np.array([5, 1, 2])), 3), top_bin(Magnitudes(7, np.array([2])), 3)
+    (8, 7)
+    """
+    reached = np.cumsum(magnitudes.counts[::-1])
+    place = min(int(np.searchsorted(reached, count)), reached.size - 1)
+    return magnitudes.first + reached.size - 1 - place
+
+
+def bin_edge(place: int | NDArray[np.integer]) -> NDArray[np.float64]:
+    """The least magnitude of a bin.
+
+    >>> float(bin_edge(127 * OCTAVE)), float(bin_edge(127 * OCTAVE + 1))
+    (1.0, 1.00390625)
+    """
+    bits = np.asarray(place).astype(np.uint32) << np.uint32(BIN_SHIFT)
+    edge: NDArray[np.float64] = bits.view(np.float32).astype(np.float64)
+    return edge
+
+
+# ---------------------------------------------------------------- rank
 
 
 def spread(length: int, most: int) -> list[int]:
@@ -81,7 +197,7 @@ def find_low_rank(delta: Floats, rounding: float = 0.0) -> int | None:
 
 
 def singular_values(matrix: Floats) -> Doubles:
-    """All singular values, falling."""
+    """Return all singular values, falling, right to about 1e-8 of the largest."""
     scale = float(np.abs(matrix).max(initial=0)) or 1.0
     values: Doubles = scale * np.sqrt(squared_values(matrix / np.float32(scale)))
     return values
