@@ -306,9 +306,9 @@ def test_no_method_changes_what_is_held(tmp_path):
     methods = [f"{name}+linear" for name in deltas] + [f"trim+{name}" for name in combines]
     for method in methods:
         candidates.make({"method": method})
-    for kept in candidates._kept.values():
-        for name, raw in kept.held.elements.items():
-            assert kept.held.digests[name] == ([bytes_digest(raw.data)] if raw.size else [])
+    for _, held in candidates._kept.values():
+        for name, raw in held.elements.items():
+            assert held.digests[name] == ([bytes_digest(raw.data)] if raw.size else [])
 
 
 def test_files_are_needed_no_more(tmp_path):
@@ -341,7 +341,8 @@ def test_a_recipe_can_be_a_file(three, tmp_path):
     candidates = dare.Candidates(file, threads=2)
     assert candidates.recipe == three
     assert candidates.make().recipe == three
-    assert candidates._plan(three).cost.threads == 2
+    _, plan = candidates._plan(three)
+    assert plan.cost.threads == 2
 
 
 # ---------------------------------------------------------------- arrays that are there
