@@ -143,17 +143,20 @@ def make_document(
 def _facts(
     analysis: AnalysisData, readiness: Readiness, advice: Advice
 ) -> Iterator[tuple[str, str]]:
+    yield "Advice", _advised(advice)
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
         lost, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
         yield "Added up", f"{lost} of all change cancels; by chance about {chance}"
+
+
+def _advised(advice: Advice) -> str:
     if not advice.recipe:
-        yield "Advice", "none of the models should be merged"
-        return
+        return "none of the models should be merged"
     scale = advice.recipe.get("scale")
     said = [advice.recipe["method"], f"scale {setting(scale)}" if scale else ""]
     said.append(f"without {_some(advice.left_out)}" if advice.left_out else "")
-    yield "Advice", ", ".join(filter(None, said))
+    return ", ".join(filter(None, said))
 
 
 def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
@@ -211,7 +214,7 @@ def _recipe(advice: Advice) -> Code | None:
     if not advice.recipe:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
-    hint = f"{without}Save it as recipe.toml and run `dare recipe.toml`."
+    hint = f"{without}Save it as recipe.toml, and run: dare recipe.toml"
     return Code("The recipe", "recipe", write_toml(advice.recipe), hint)
 
 

@@ -162,7 +162,7 @@ class Advice(_Judgement):
         if not self.recipe:
             return Document("Do not merge these models", tone=Tone.POOR, **known)
         recipe = in_our_form(self.recipe)
-        hint = "Save it as recipe.toml and run `dare recipe.toml`; in Python, `dare.merge(advice)`"
+        hint = "Save it as recipe.toml, and run: dare recipe.toml. In Python: dare.merge(advice)"
         return Document(
             title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),
