@@ -82,7 +82,7 @@ def test_cards_have_the_numbers_that_count(results):
     analysis, report, plan = results["Analysis"], results["Report"], results["Plan"]
     for wanted in ("dare+linear", "0.5 43", f"to {plan.layout.target}"):
         assert wanted in words["Plan"]
-    assert f"{report.models[1].drop_rate_realised:.2%}" in words["Report"]
+    assert f"{report.models[1].drop_rate_realised:.3%}" in words["Report"]
     assert f"{analysis.pairs[0].total.cosine:+.3f}" in words["Analysis"]
     for kind in ("Analysis", "Readiness", "Advice"):
         assert results["Advice"].recipe["method"] in words[kind]
