@@ -206,5 +206,5 @@ def test_a_base_without_a_configuration_says_whom_to_copy_it_from(tmp_path):
     assert codes(merged(tmp_path, alone, [chat], copy_from="my chat")) == []
     assert stops(tmp_path / "out") == stops(chat)
     plan = dare.plan(base=alone, models=[chat / "model.safetensors"], output=tmp_path / "none")
-    assert plan.warnings == ()
-    assert any("transformers cannot load the output" in note for note in plan.notes)
+    (found,) = plan.warnings
+    assert (found.code, found.severity) == ("no_configuration", Severity.NOTE)

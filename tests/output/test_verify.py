@@ -62,7 +62,7 @@ def test_the_sha256_is_of_the_bytes_in_order_of_name(merged, sharded):
     ordered = [safetensors.numpy.load_file(merged)[name].tobytes() for name in ("h", "n", "s", "w")]
     expected = hashlib.sha256(b"".join(ordered)).hexdigest()
     assert verify(merged).sha256 == verify(sharded).sha256 == expected
-    assert f"SHA-256 of the weights: {expected}" in str(verify(merged))
+    assert expected in str(verify(merged))
     assert verify(merged, sha256=False).sha256 is None
 
 
@@ -79,7 +79,7 @@ def test_a_merge_is_intact(output):
     assert found.ok
     assert found.problems == ()
     assert (found.tensors, found.bytes_checked) == (4, DATA_BYTES)
-    assert str(found).splitlines()[0] == f"{output}: 4 tensors, 34 bytes, intact"
+    assert str(found).startswith("Intact  4 tensors, 34 bytes")
 
 
 def test_a_merge_is_intact_without_the_manifest_beside_it(output):
@@ -127,7 +127,8 @@ def test_one_flipped_bit_names_the_tensor(output, name):
     assert [problem for problem in found.problems if "has changed since" in problem] == [
         f"{name}: has changed since it was written"
     ]
-    assert str(found).startswith(f"{output}: CHANGED since it was written\n  ")
+    codes = {notice.code for notice in found.document().notices}
+    assert codes == {"not_as_written"}
 
 
 def test_a_changed_header_is_told_from_changed_weights(output):

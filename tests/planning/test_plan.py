@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -68,11 +69,11 @@ def test_every_fate_is_told():
         "mismatched": Fate.MISMATCHED,
     }
     assert made.left_out == ("left out",)
-    assert tuple(map(str, made.warnings)) == (
-        "base only: not in math; its change there counts as zero",
-        "mismatched: base is 2 F32, math is 3 F32; the base's is kept",
-        "left out: in math, not in the base; left out",
-    )
+    assert [(notice.code, notice.subjects) for notice in made.warnings] == [
+        ("missing_as_zero", ("base only",)),
+        ("mismatch_kept", ("mismatched",)),
+        ("extra_dropped", ("left out",)),
+    ]
 
 
 def test_integers_need_not_agree_if_the_recipe_says_so():
@@ -389,7 +390,7 @@ def test_the_q_of_the_warning_can_be_used_as_it_is_given():
 def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
     (warning,) = plan_of(BASE, BASE, **settings).warnings
     assert "drop_rate = 0.99" in warning.text
-    assert "q = 0.0199 beside this rate" in warning.text
+    assert "q = 0.0199 beside this rate" in warning.remedy
 
 
 # ---------------------------------------------------------------- the plan told
@@ -411,13 +412,7 @@ def test_the_plan_is_json(tmp_path):
         "bytes_written": 32,
         "notes": [],
         "files_beside": [],
-        "warnings": [
-            {
-                "about": "extra tensors",
-                "text": "x: in model0, not in the base; left out",
-                "strength": "warning",
-            }
-        ],
+        "warnings": [{**asdict(made.warnings[0]), "subjects": ["x"]}],
         "tensors": [
             {
                 "name": "n",

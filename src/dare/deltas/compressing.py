@@ -59,7 +59,7 @@ from dare.inputs.sources import (
     SourceView,
     open_source,
 )
-from dare.output.journal import JOURNAL_VERSION, Record
+from dare.output.journal import JOURNAL_VERSION, Record, group_by_tensor
 from dare.output.places import portable_path, without_folders
 from dare.output.publishing import clear_leftovers
 from dare.output.targets import check_target
@@ -69,7 +69,7 @@ from dare.planning.layout import Layout, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe, TensorRule
-from dare.run.execute import MakeWorker, execute, with_same_inputs
+from dare.run.execute import MakeWorker, confirm_inputs, execute
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
@@ -122,8 +122,7 @@ def compress(
     plan = work.plan
     layout = Layout(target, {target.name: ()})
     clear_leftovers(layout)
-    inputs = [file for source in (plan.base, *plan.models) for file in source.files]
-    check_target(layout, inputs, overwrite=overwrite)
+    check_target(layout, plan.input_files, overwrite=overwrite)
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
@@ -131,9 +130,7 @@ def compress(
         PieceOutput(target, chunks, _fingerprint(work), plan.stamps, resume=resume) as partial,
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
-        if partial.doubtful:
-            display.announce("comparing the inputs with those of the earlier run")
-            partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
+        confirm_inputs(plan, partial, display)
         records = execute(
             plan,
             partial,
@@ -142,7 +139,7 @@ def compress(
             announce=lambda: display.announce(COMPILING),
             make_worker=work.make_worker,
         )
-        header = _assemble(work, partial, _by_tensor(records))
+        header = _assemble(work, partial, group_by_tensor(records))
         report = make_report(
             header,
             records,
@@ -153,9 +150,9 @@ def compress(
             resumed_chunks=len(partial.resumed),
             seconds=time.perf_counter() - started,
             notes=plan.notes,
-            warnings=(*plan.warnings, *_too_large(partial.size, model_bytes)),
+            warnings=plan.warnings,
         )
-        report = replace(report, warnings=(*report.warnings, *_lossy(report)))
+        report = replace(report, warnings=(*plan.warnings, *_size_and_error(report)))
         _finish(work, header, report, partial, overwrite=overwrite)
     if verbose:
         for warning in report.warnings:
@@ -163,14 +160,12 @@ def compress(
     return report
 
 
-def _lossy(report: DeltaReport) -> Iterator[Notice]:
+def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
+    if report.bytes_written > report.model_bytes:
+        size, model_size = map(show_size, (report.bytes_written, report.model_bytes))
+        yield notice("not_smaller", size=size, model_size=model_size)
     if report.weight_error > LIMIT.delta_file_error:
         yield notice("lossy", error=report.weight_error)
-
-
-def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
-    if nbytes > model_bytes:
-        yield notice("not_smaller", size=show_size(nbytes), model_size=show_size(model_bytes))
 
 
 def _fingerprint(work: Compression) -> str:
@@ -178,17 +173,10 @@ def _fingerprint(work: Compression) -> str:
     plan = work.plan
     described = [
         [__version__, VERSION, JOURNAL_VERSION, dict(work.settings)],
-        [source.fingerprint() for source in (plan.base, *plan.models)],
+        [source.fingerprint() for source in plan.sources],
         [[t.name, t.fate, t.models, list(itertools.chain(*t.settings))] for t in plan.tensors],
     ]
     return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
-
-
-def _by_tensor(records: Sequence[Record]) -> Records:
-    found: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: (record.tensor, record.chunk)):
-        found[record.tensor].append(record)
-    return found
 
 
 def _assemble(work: Compression, output: PieceOutput, records: Records) -> DeltaNotes:
@@ -282,6 +270,27 @@ class Compression:
     """The other files of the model's folder, and their coded bytes."""
 
 
+def _make_notes(
+    base: Source,
+    model: Source,
+    stored: dict[str, StoredTensor],
+    files: Mapping[str, tuple[StoredFile, bytes]],
+    **kind: Any,
+) -> DeltaNotes:
+    named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
+    return DeltaNotes(
+        version=VERSION,
+        base=model_digest((base.tensors[n], digest) for n, digest in named.items() if digest),
+        model=model_digest((model.tensors[n], tensor.model) for n, tensor in stored.items()),
+        sample=sample(base),
+        tensors=stored,
+        files={name: file for name, (file, _) in files.items()},
+        index=UNKNOWN,
+        check=UNKNOWN,
+        **kind,
+    )
+
+
 # ---------------------------------------------------------------- what is kept of a change
 
 
@@ -316,22 +325,10 @@ def plan_lossy(
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
-        infos = {name: (inputs.base.tensors[name], model.tensors[name]) for name in stored}
-        return DeltaNotes(
-            version=VERSION,
-            mask=MASK_VERSION if scheme.keep == "random" else None,
-            scheme=scheme.keep,
-            bits=scheme.bits,
-            seed=seed if scheme.keep == "random" else None,
-            drop_rate=scheme.drop_rate,
-            base=model_digest((infos[n][0], str(tensor.base)) for n, tensor in stored.items()),
-            model=model_digest((infos[n][1], tensor.model) for n, tensor in stored.items()),
-            sample=sample(inputs.base),
-            tensors=stored,
-            files={name: file for name, (file, _) in files.items()},
-            index=UNKNOWN,
-            check=UNKNOWN,
-        )
+        kind = {"scheme": scheme.keep, "bits": scheme.bits, "drop_rate": scheme.drop_rate}
+        if scheme.keep == "random":
+            kind |= {"mask": MASK_VERSION, "seed": seed}
+        return _make_notes(inputs.base, model, stored, files, **kind)
 
     settings = {
         "keep": scheme.keep,
@@ -410,18 +407,7 @@ def plan_lossless(given: Mapping[str, Any]) -> Compression:
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _coded_tensor(t, matched.source, records[t.name]) for t in tensors}
-        named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
-        return DeltaNotes(
-            version=VERSION,
-            scheme="lossless",
-            base=model_digest((base.tensors[n], digest) for n, digest in named.items() if digest),
-            model=model_digest((model.tensors[n], tensor.model) for n, tensor in stored.items()),
-            sample=sample(base),
-            tensors=stored,
-            files={name: file for name, (file, _) in files.items()},
-            index=UNKNOWN,
-            check=UNKNOWN,
-        )
+        return _make_notes(base, model, stored, files, scheme="lossless")
 
     return Compression(plan, LosslessCoder, describe, {"lossless": True}, files)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -19,7 +18,7 @@ from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
-from dare.output.journal import Record
+from dare.output.journal import Record, group_by_tensor
 from dare.output.places import portable_path
 from dare.output.publishing import clear_leftovers
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
@@ -28,7 +27,7 @@ from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import Layout, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
-from dare.run.execute import execute, with_same_inputs
+from dare.run.execute import confirm_inputs, execute
 from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest, tensor_digest
@@ -88,14 +87,13 @@ def restore(
     )
     plan = Plan(recipe, source, (), (), tensors, (), (), layout)
     clear_leftovers(layout)
-    inputs = [*source.files, *source.base.files]
-    check_target(layout, inputs, overwrite=overwrite)
+    check_target(layout, [*source.files, *source.base.files], overwrite=overwrite)
     fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
     with (
         PartialOutput(layout, {}, fingerprint, plan.stamps, resume=resume) as partial,
         show_progress(plan.cost.bytes_read, "restoring", visible=verbose) as display,
     ):
-        partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
+        confirm_inputs(plan, partial, display)
         records = execute(plan, partial, done=partial.resumed, progress=display.advance)
         _check(file, records)
         if layout.is_directory:
@@ -159,11 +157,9 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
 
 def _check(file: DeltaFile, records: Sequence[Record]) -> None:
     """Refuse to finish what is not the model, bit for bit."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record.chunk):
-        found[record.tensor].append(record.output)
+    found = group_by_tensor(records)
     for name, tensor in file.notes.tensors.items():
-        if tensor_digest(found[name]) != tensor.model:
+        if tensor_digest(record.output for record in found[name]) != tensor.model:
             raise VerificationError(
                 f"{name}: the restored values are wrong, because {file.path} is for another base "
                 f"(digest {file.notes.base}); give that base. Nothing was written"

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
+from dare.inputs.sources import INDEX_NAME
 from dare.output import publishing, targets
 from dare.output.journal import Journal, JournalContent, Record
 from dare.output.manifest import METADATA_KEY, checked_metadata
@@ -243,7 +244,7 @@ class StoreOutput(PartialOutput):
     def _start_over(self, journal: Journal, found: JournalContent) -> None:
         super()._start_over(journal, found)
         self._ours = set(found.ours)
-        journal.note_ours(self._ours)
+        journal.note_synced(ours=sorted(self._ours))
 
     def _open_files(self) -> None:
         self._files.make(file for file in self._files.built if file not in self._sent)
@@ -360,7 +361,7 @@ class StoreOutput(PartialOutput):
         with self._explaining(path):
             opened.sync()
             stored = self._upload(file, path)
-            self._journal.note_sent(file, stored.size, stored.version)
+            self._journal.note_synced(sent=file, size=stored.size, version=stored.version)
             self._sent[file] = stored
             opened.close()
             path.unlink()
@@ -388,7 +389,7 @@ class StoreOutput(PartialOutput):
             return
         known = {*self._ours, *self._sent}
         found = _replaceable(self.layout, known, overwrite=self._overwrite)
-        self._journal.note_ours([*found, *self._files.built])
+        self._journal.note_synced(ours=sorted([*found, *self._files.built]))
         uploading.delete(self._place(name) for name in found if name not in self._sent)
         self._is_free = True
 
@@ -435,14 +436,14 @@ class StoreOutput(PartialOutput):
     def _publish(self, manifest: Mapping[str, Any]) -> None:
         assert self._journal is not None
         if (index := self.layout.index()) is not None:
-            self.add_files({self.layout.index_name: index})
+            self.add_files({INDEX_NAME: index})
         headers = {file: bytes_digest(header) for file, (header, _) in self._files.built.items()}
         text = seal(manifest, {**headers, **self._others})
         name = manifest_path(self.layout.target).name
         self._free_place()
         with self._explaining(self.folder):
-            self._journal.note_ours([*self._others, name])
-            self._journal.finish(bytes_digest(text))
+            self._journal.note_synced(ours=sorted([*self._others, name]))
+            self._journal.note_synced(finished=bytes_digest(text))
         for other in self._others:  # of which the index is the last
             self._upload(other, self.folder / other)
         uploading.upload(self._place(name), text)

@@ -18,9 +18,11 @@ import json
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +57,14 @@ class Record:
 
 
 Key = tuple[str, int]  # a chunk: its tensor, and its number
+
+
+def group_by_tensor(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Return the records of each tensor's chunks, in order."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=attrgetter("chunk")):
+        groups[record.tensor].append(record)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -241,19 +251,16 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append_synced({"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint})
+        self.note_synced(journal=JOURNAL_VERSION, fingerprint=self.fingerprint)
 
     def note_stamps(self, stamps: str) -> None:
-        """Say by what the inputs are known from here on."""
+        """Write the stamps of the inputs from here on."""
         self._append([{"stamps": stamps}])
 
-    def begin_slice(self, name: str) -> None:
-        """Say who does what follows; that it is not complete is on the disk then."""
-        self._append_synced({"slice": name, "started": time.time()})
-
-    def end_slice(self, synced: SliceFigures) -> None:
-        """Say that all chunks of the slice are on the disk."""
-        self._append_synced({"synced": asdict(synced)})
+    def note_synced(self, **line: Any) -> None:
+        """Write a line other than a chunk, and wait until it is on the disk."""
+        self._append([line])
+        os.fsync(self._file)
 
     def absorb(self, paths: Iterable[Path]) -> None:
         """Take the lines of other journals of this merge over, which are on the disk then."""
@@ -271,22 +278,6 @@ class Journal:
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
         self._append(map(line_of, records))
-
-    def note_ours(self, names: Iterable[str]) -> None:
-        """Say which names in a store are about to be written, or deleted."""
-        self._append_synced({"ours": sorted(names)})
-
-    def note_sent(self, file: str, size: int, version: str) -> None:
-        """Say that a store has a file."""
-        self._append_synced({"sent": file, "size": size, "version": version})
-
-    def finish(self, manifest: str) -> None:
-        """Say that only the name is missing."""
-        self._append_synced({"finished": manifest})
-
-    def _append_synced(self, line: dict[str, Any]) -> None:
-        self._append([line])
-        os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
         self._write(with_checks(lines, self.fingerprint))

@@ -25,7 +25,7 @@ from dare.inputs.directory import CHAT_TEMPLATE
 from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import portable_path, resolve_path, without_folders
-from dare.output.report import Report
+from dare.output.report import Digests, Report
 from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
@@ -49,13 +49,11 @@ They stand in a header only if they are set, so that old recipes go on giving th
 """
 
 
-def embedded_manifest(
-    plan: Plan, base: str = UNKNOWN, models: tuple[str, ...] | None = None, output: str = UNKNOWN
-) -> dict[str, Any]:
-    """The manifest that goes into the output's own header, before its check is filled in."""
+def embedded_manifest(plan: Plan, digests: Digests | None = None) -> dict[str, Any]:
+    """Return the manifest for the output's own header, before its check is filled in."""
     recipe = plan.recipe
-    digests = models or [UNKNOWN] * len(plan.models)
-    given = zip(digests, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
+    models = digests.models if digests else [UNKNOWN] * len(plan.models)
+    given = zip(models, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
     later = {  # what came after the first manifests, and stands there only if it is used
         "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
         "pad_to_multiple_of": recipe.pad_to_multiple_of,
@@ -66,7 +64,7 @@ def embedded_manifest(
     return {
         "format": FORMAT,
         "mask": MASK_VERSION,
-        "method": "+".join(stage.name for stage in plan.stages),
+        "method": plan.method,
         "stages": [
             {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
             for stage, values in recipe.chain
@@ -75,12 +73,12 @@ def embedded_manifest(
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
         "dtype": recipe.dtype,
-        "base": base,
+        "base": digests.base if digests else UNKNOWN,
         "models": [
             {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
             for digest, weight, seed, entry in given
         ],
-        "output": output,
+        "output": digests.output if digests else UNKNOWN,
         SEAL: UNKNOWN,
         **{name: value for name, value in later.items() if value is not None},
     }
@@ -91,7 +89,7 @@ def fingerprint(planned: Plan) -> str:
     described = [
         [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
         embedded_manifest(planned),
-        [source.fingerprint() for source in (planned.base, *planned.models)],
+        [source.fingerprint() for source in planned.sources],
         [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
         list(planned.layout.files) if planned.layout else [],
         planned.recipe.delta_threshold,

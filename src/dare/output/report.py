@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -22,7 +21,7 @@ from dare.documents.notices import Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import printable
-from dare.output.journal import Record
+from dare.output.journal import Record, group_by_tensor
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
@@ -161,7 +160,7 @@ def make_report(
     resumed_chunks: int = 0,
 ) -> Report:
     """Add up the figures of all chunks; `noticed` are further notices since the plan."""
-    by_tensor = _by_tensor(records)
+    by_tensor = group_by_tensor(records)
     tensors = tuple(_tensor_report(plan, t, by_tensor[t.name]) for t in plan.merged())
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
@@ -176,7 +175,7 @@ def make_report(
         *_large_deltas(plan, tensors, models, sample),
     ]
     return Report(
-        method="+".join(stage.name for stage in plan.stages),
+        method=plan.method,
         output=plan.recipe.output,
         models=models,
         tensors=tensors,
@@ -193,18 +192,8 @@ def make_report(
 
 
 def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
-    """Only the digests of a report."""
-    return _digests(plan, _by_tensor(records))
-
-
-def _by_tensor(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each tensor's chunks, in order."""
-    by_tensor: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_tensor[record.tensor].append(record)
-    for chunks in by_tensor.values():
-        chunks.sort(key=lambda record: record.chunk)
-    return by_tensor
+    """Return only the digests of a report."""
+    return _digests(plan, group_by_tensor(records))
 
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
+from dare.inputs.sources import INDEX_NAME
 from dare.output.journal import Journal, JournalContent, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.targets import (
@@ -369,12 +370,12 @@ class PartialOutput:
                 path = self.folder / name
                 headers[name] = file_digest(path) if digests_of_all else bytes_digest(header)
             if (index := self.layout.index()) is not None:
-                self.add_files({self.layout.index_name: index})
+                self.add_files({INDEX_NAME: index})
             text = seal(manifest, {**headers, **self._others})
             write_synced(self.folder / manifest_path(self.layout.target).name, text)
             for folder in {(self.folder / name).parent for name in ("x", *self._others)}:
                 sync_folder(folder)
-            self._journal.finish(bytes_digest(text))
+            self._journal.note_synced(finished=bytes_digest(text))
             self._clear_up()
             return publish(self.layout, self._made, overwrite=overwrite)
 

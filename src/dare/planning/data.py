@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dare.documents.notices import Notice
@@ -149,6 +150,21 @@ class PlanData:
         """The combine stage."""
         return self.stages[-1]
 
+    @property
+    def method(self) -> str:
+        """The names of the stages."""
+        return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The base and the models."""
+        return self.base, *self.models
+
+    @property
+    def input_files(self) -> list[Path]:
+        """The files of the base and of all models."""
+        return [file for source in self.sources for file in source.files]
+
     @cached_property
     def has_later_draws(self) -> bool:
         return any(1 in t.draws_of(self.stages, m) for t in self.merged() for m in t.models)
@@ -156,8 +172,7 @@ class PlanData:
     @property
     def stamps(self) -> str:
         """A digest of the inputs' inodes and times, by which they are known here and now."""
-        stamps = [source.stamps() for source in (self.base, *self.models)]
-        return bytes_digest(json.dumps(stamps).encode())
+        return bytes_digest(json.dumps([source.stamps() for source in self.sources]).encode())
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Return the source of a model's copy of a tensor: the base, if the model lacks it."""
