@@ -65,10 +65,7 @@ YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:
-    """Read a recipe from a TOML file, or from the manifest of a finished merge.
-
-    A finished output stands for its manifest; its recipe demands the very same inputs.
-    """
+    """Read a recipe from a TOML file, or from a finished output, whose very inputs it demands."""
     return make_recipe(path)
 
 
@@ -101,7 +98,7 @@ AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 
 
 def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
-    """The recipe in any form, with settings by name laid over it; None is no setting."""
+    """Return a recipe from any form, with settings by name laid over it; None is no setting."""
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
         raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
@@ -393,7 +390,7 @@ def _publish(
 
 
 def _finished_before(planned: Plan) -> Report | None:
-    """The report of this very merge, if it was complete when its process died."""
+    """Return the report of this very merge, if it was complete when its process died."""
     found = None if planned.layout is None else finished_before(planned.layout)
     if found is None or found.fingerprint != fingerprint(planned):
         return None
@@ -420,10 +417,7 @@ def _final_documents(
 
 
 def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> Layout:
-    """Refuse an output that is missing from the recipe, an input, or there already.
-
-    One that this very merge has completed before may be there, if the merge is to be resumed.
-    """
+    """Refuse an output that is not named, is an input, or exists and is not this merge's own."""
     if planned.layout is None:
         raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
     if not resume or _finished_before(planned) is None:

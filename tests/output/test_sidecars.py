@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dare
+from dare.documents.notices import Severity
 from helpers import save
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

@@ -4,17 +4,13 @@
     math.apply_(model)     # now it is the fine-tune
     math.remove_(model)    # now it is the base again, bit for bit
 
-Where values were chosen (random, magnitude), the base's values of the touched elements are kept in
-memory while the delta is applied, and put back: at a drop rate of 0.9 a tenth of the base. A
-lossless delta keeps nothing where the model was coded as a difference: elements are whole numbers
-there, and the difference is read from the file again and subtracted, modulo 2 to the number of
-bits, which is exact. A delta that is not applied has its weights in its file only, so that many
-take the memory of one.
+A random or magnitude delta keeps the base's values of the touched elements in memory while it is
+applied: at a drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model
+was coded as a difference, which is read again and subtracted as whole numbers, exactly.
 
-Digests say whether a model is the base before anything is changed, and whether it is still what
+Digests tell whether a model is the base before anything is changed, and whether it is still what
 `apply_` made of it before anything is put back. So no change that others made is lost in silence.
-Nothing is begun that could not be undone: names that share memory are refused, unless they are one
-and the same tensor; and what was written is read again and held against what it should be.
+Names that share memory are refused, unless they are one tensor; written values are read again.
 """
 
 from __future__ import annotations
@@ -299,8 +295,7 @@ class LiveDelta:
 class Saved(NamedTuple):
     """A chunk that was written, and the data that undo it."""
 
-    saved: Raw | None
-    """The base's elements: the touched ones; lossless, all, or None if a difference is coded."""
+    saved: Raw | None  # the base's elements that were touched; None if a difference is coded
     places: Raw | None  # the coded places of the touched ones, if no mask says so
     digest: str  # the digest of the whole chunk after writing
 

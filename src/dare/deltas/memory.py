@@ -23,8 +23,7 @@ from dare.inputs.sources import Raw, RenamedSource, Source
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
-WRITING = threading.Lock()
-"""Held while a live model is changed. One for all: two models may share memory."""
+WRITING = threading.Lock()  # held while a model is changed; one, as two may share memory
 MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
 
 

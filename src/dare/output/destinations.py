@@ -1,9 +1,8 @@
 """The destination of an output: this machine, or by way of a scratch folder a store.
 
 An output in a store is made in a folder of this machine as any other, with the same journal and
-lock. When all chunks of a file are there, it is uploaded in the background, seen to be in the store
-as it was sent, noted in the journal and deleted here; meanwhile the next one is merged. A merge
-that is run again goes on with what is not noted, or not there as it was noted.
+lock. A complete file is uploaded in the background, compared with the store's, noted in the journal
+and deleted here, while the next one is merged. A merge that is run again resumes from these notes.
 
 The index and the manifest come last, so whoever finds a manifest finds all that it names. An output
 that is replaced loses its manifest before anything else. Nothing is replaced or deleted in a store
@@ -139,10 +138,7 @@ def _existing(layout: Layout) -> list[str]:
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
-    """The names in the way of an output, its manifest first; raise if one may not be replaced.
-
-    Those that are `known` were left by a merge that did not come to its end.
-    """
+    """Return the names in the way, manifest first; `known` ones are of an unfinished merge."""
     found = _existing(layout)
     manifest = manifest_path(layout.target).name
     if manifest not in found and not set(found) - set(known):
@@ -198,8 +194,7 @@ class StoreOutput(PartialOutput):
         if not self._is_one and METADATA_KEY in metadata:
             checked = checked_metadata(layout, json.loads(metadata[METADATA_KEY]))
             self._files.built = {file: layout.build(checked[file])[file] for file in layout.files}
-        self._ours: set[str] = set()
-        """Names in the store that this merge or one before it may have written or replaced."""
+        self._ours: set[str] = set()  # names in the store that this merge may have written
         self._sent: dict[str, Stored] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
         self._begun: set[str] = set()  # files that take room in the folder, or have taken it

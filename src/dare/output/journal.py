@@ -49,8 +49,7 @@ class Record:
     chunk: Count
     inputs: tuple[Digest, ...]  # digests of the bytes that were read, base first
     output: Digest
-    models: tuple[tuple[Count, ...], ...]
-    """By model: bits of the largest |δ|, elements over the threshold, survivors."""
+    models: tuple[tuple[Count, ...], ...]  # peak's bits, count over the threshold, survivors
     exceptions: tuple[Count, Count]  # elements that overflow, and that are NaN
     piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
     sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
@@ -98,12 +97,9 @@ class JournalContent:
     finished: str | None = None  # the digest of the manifest, if only the name was missing
     stamps: str = ""  # the last stamps of the inputs
     parts: dict[str, SliceState] = field(default_factory=dict)  # slices, as they are written
-    makers: dict[Key, str] = field(default_factory=dict)
-    """The slice that made a chunk, for those that one made."""
-    sent: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Files that a store has: their sizes, and by what it knows their content."""
-    ours: list[str] = field(default_factory=list)
-    """Names in a store that this merge may write, or may delete."""
+    makers: dict[Key, str] = field(default_factory=dict)  # the slice that made a chunk
+    sent: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and version by file
+    ours: list[str] = field(default_factory=list)  # names in a store that this merge may change
 
     def is_synced(self, key: Key) -> bool:
         """Tell whether a chunk was made by a slice that has synced all its chunks."""

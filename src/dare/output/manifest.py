@@ -43,10 +43,7 @@ LATER_PARAMETERS = (
     ("ties", "weighted", True),
     ("trim", "scope", "tensor"),
 )
-"""Parameters that stages got after outputs had been written, and the defaults that change nothing.
-
-They stand in a header only if they are set, so that old recipes go on giving the same bytes.
-"""
+"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
 def embedded_manifest(plan: Plan, digests: Digests | None = None) -> dict[str, Any]:
@@ -141,7 +138,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
 
 
 def _portable_recipe(plan: Plan) -> Recipe:
-    """The recipe as others may read it: where files lie is told from the output's place."""
+    """Return the recipe as others may read it, with paths relative to the output."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     portable = recipe.with_files(
@@ -171,10 +168,7 @@ def find_manifest(path: Path) -> Path | None:
 
 
 def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
-    """The recipe that a manifest holds, which demands the very same inputs and output.
-
-    `path` is what the user named: the manifest, or the output that it lies beside.
-    """
+    """Return a manifest's recipe, which demands the same inputs and output."""
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
             raise InputError(f"{path}: no such file")
@@ -211,10 +205,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
 
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
-    """Yield the inputs of an output, or of its weights, base first, by each manifest beside it.
-
-    An input is given as the manifest names it, and where that leads.
-    """
+    """Yield the inputs by each manifest beside an output: names and resolved paths, base first."""
     if isinstance(path, StorePath):
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
@@ -227,7 +218,7 @@ def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def output_of(manifest_file: Path) -> Path:
-    """The output that a manifest is of, by its own place."""
+    """Return the output that a manifest lies in or beside."""
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent
     return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))

@@ -60,8 +60,7 @@ class TensorReport:
     """Elements left after each delta stage."""
 
 
-ModelTensor = tuple[TensorPlan, int, TensorReport]
-"""A tensor, the place of a model among those that take part in it, and the tensor's figures."""
+ModelTensor = tuple[TensorPlan, int, TensorReport]  # a tensor, a model's place in it, its figures
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,7 +170,11 @@ def make_report(
         *sample.notices,
         *noticed,
         *find_copies(plan, _contents(models, digests)),
-        *_number_warnings(overflowed, nans),
+        *(
+            notice(code, values=times(count, "merged value is", "merged values are"))
+            for code, count in (("overflow", overflowed), ("not_a_number", nans))
+            if count
+        ),
         *_large_deltas(plan, tensors, models, sample),
     ]
     return Report(
@@ -282,12 +285,6 @@ def _large_deltas(
         ]
         largest = models[index].largest_delta, models[index].largest_delta_in
         yield from find_large_deltas(plan, index, merged, exposures, largest)
-
-
-def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:
-    for code, count in (("overflow", overflowed), ("not_a_number", nans)):
-        if count:
-            yield notice(code, values=times(count, "merged value is", "merged values are"))
 
 
 def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:

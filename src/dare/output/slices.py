@@ -50,8 +50,7 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
-PROBE_SECONDS = 2.0
-"""The wait for a slice's own journal, which others hold for a moment to see if it runs."""
+PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
 LARGEST_PAGE = 1 << 16  # bytes that a file system may write at once, though fewer were given to it
 SLICES_SHOWN = 8
 

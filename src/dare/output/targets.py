@@ -38,8 +38,7 @@ MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"
 MARK = b"dare makes an output here, and may delete everything in this folder.\n"
 JOURNAL_NAME = "journal.jsonl"
-REPLACED = ".replaced-"
-"""Comes after the name of an output that is being replaced, where names cannot be exchanged."""
+REPLACED = ".replaced-"  # suffix of an output that is replaced, if names cannot be exchanged
 LONGEST_NAME = 255  # bytes, on every file system that people use
 
 KINDS = {
@@ -52,8 +51,7 @@ KINDS = {
 """Patterns for the beginnings of the small files that dare writes."""
 BEGINNING_BYTES = 1 << 20
 
-UNKNOWN = "0" * DIGEST_LENGTH
-"""Stands where a digest will be, so that a text has its final length from the start."""
+UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
 SEAL = "check"
 MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
 

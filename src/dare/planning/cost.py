@@ -17,14 +17,11 @@ from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 
-INTERPRETER_BYTES = 200 << 20
-"""About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
+INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
 
 CHUNKS_AT_ONCE = 4  # chunks that a thread reads and writes together, if memory allows
-CHUNKS_HELD = 20
-"""Chunks of all inputs and the output that a thread holds; with more models, fewer of each."""
-TENSOR_BYTES = 6000
-"""About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
+CHUNKS_HELD = 20  # chunks that a thread holds; with more models, fewer of each
+TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,12 @@ class TensorPlan:
     shape: tuple[int, ...]
     base: TensorInfo
     dtype: StorageType  # storage type in the output
-    models: tuple[int, ...]
-    """The models that take part: whose delta is merged, or whose copy is compared."""
-    settings: tuple[tuple[Settings, ...], ...]
-    """By model that takes part: the settings of each delta stage."""
+    models: tuple[int, ...]  # those whose delta is merged, or whose copy is compared
+    settings: tuple[tuple[Settings, ...], ...]  # by model: each delta stage's settings
     weights: tuple[float, ...]
     combine: Settings
-    tied_to: str | None = None
-    """The tensor that this one is under a second name; it is treated as that one is."""
-    drops: tuple[Drop | None, ...] = ()
-    """By model that takes part: an earlier drop that no stage makes up for."""
+    tied_to: str | None = None  # the tensor that this one is under a second name
+    drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
 
     @property
     def key(self) -> str:
@@ -130,14 +126,12 @@ class PlanData:
     models: tuple[Source, ...]
     model_names: tuple[str, ...]
     tensors: tuple[TensorPlan, ...]
-    left_out: tuple[str, ...]
-    """Tensors that only models have, and that the recipe allows to be dropped."""
+    left_out: tuple[str, ...]  # tensors that only models have
     warnings: tuple[Notice, ...]
     layout: Layout | None  # None when the result stays in memory
     notes: tuple[str, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
-    base_card: Mapping[str, str] | None = None
-    """Fields that an output directory's card takes from the base's card."""
+    base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
     backend: str = "cpu"
 
     @cached_property

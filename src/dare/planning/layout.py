@@ -29,8 +29,7 @@ class Layout:
 
     target: Path  # the name the finished output gets: a `.safetensors` file, or a directory
     files: Mapping[str, tuple[Described, ...]]
-    scratch: Path | None = field(default=None, kw_only=True)
-    """The folder in which an output for a store is made, if given."""
+    scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
