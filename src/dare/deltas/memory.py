@@ -154,7 +154,7 @@ class _Extent(NamedTuple):
 
 
 class _Addresses:
-    """An array as NumPy is told of one: where it begins, and its steps in bytes."""
+    """An array's start and steps in bytes, in the form that NumPy reads."""
 
     def __init__(self, start: int, shape: Any, steps: Any, itemsize: int) -> None:
         self.__array_interface__ = {

@@ -31,7 +31,7 @@ from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
 from dare.inputs.sources import INDEX_NAME
 from dare.output import publishing, targets
-from dare.output.journal import Journal, JournalContent, Record
+from dare.output.journal import Journal, JournalContent, Record, read_locked
 from dare.output.manifest import METADATA_KEY, checked_metadata
 from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, seal, work_folder
 from dare.output.writer import PartialOutput
@@ -43,9 +43,9 @@ from dare.stores.uploading import Stored
 from dare.tensors.chunks import chunk_count
 from dare.tensors.digest import bytes_digest
 
-FILES_HERE = 2  # files in the scratch folder: one that is merged, and one that is uploaded
-NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
-LEAVING_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
+SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
+UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
+EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
 Key = tuple[str, int]
 
@@ -67,7 +67,7 @@ def open_output(
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output unless told to."""
+    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
     if not layout.is_sent:
         targets.check_target(layout, inputs, overwrite=overwrite)
         return
@@ -172,12 +172,9 @@ def _noted(layout: Layout) -> JournalContent:
     if not has_mark(folder):
         return JournalContent()
     try:
-        journal = Journal(folder / JOURNAL_NAME, "", create=False)
+        return read_locked(folder / JOURNAL_NAME)
     except OSError:
         return JournalContent()
-    found = journal.read()
-    journal.close()
-    return found
 
 
 # ---------------------------------------------------------------- an output under way
@@ -216,7 +213,7 @@ class StoreOutput(PartialOutput):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        if self._sending.acquire(timeout=LEAVING_SECONDS):
+        if self._sending.acquire(timeout=EXIT_SECONDS):
             self._sending.release()
         if kind is not None and issubclass(kind, self._HOPELESS):
             with suppress(OutputError):
@@ -250,7 +247,9 @@ class StoreOutput(PartialOutput):
         pass  # each file when it is begun
 
     def _missing_bytes(self) -> int:
-        return sum(sorted(f.unwritten_bytes() for f in self._files.opened.values())[-FILES_HERE:])
+        return sum(
+            sorted(f.unwritten_bytes() for f in self._files.opened.values())[-SCRATCH_FILES:]
+        )
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records of chunks that are in the store, or here as the journal says."""
@@ -300,7 +299,7 @@ class StoreOutput(PartialOutput):
 
     def _is_full(self, file: str) -> bool:
         here = self._begun - self._sent.keys() - {file}
-        return len(here) >= FILES_HERE and self._count_uploads() > 0
+        return len(here) >= SCRATCH_FILES and self._count_uploads() > 0
 
     def _count_uploads(self) -> int:
         return sum(not upload.done() for upload in self._uploads.values())
@@ -312,7 +311,7 @@ class StoreOutput(PartialOutput):
                 if (missing := self._missing.get(self._file_of(record))) is not None:
                     missing.discard((record.tensor, record.chunk))
             self._submit_complete()
-            while not self._is_over and self._count_uploads() > FILES_HERE:
+            while not self._is_over and self._count_uploads() > SCRATCH_FILES:
                 self._changed.wait(0.2)  # nodes of a cluster do not wait before they begin a file
             self._raise()
 
@@ -362,17 +361,17 @@ class StoreOutput(PartialOutput):
             path.unlink()
 
     def _upload(self, name: str, path: Path) -> Stored:
-        size, sent, told = path.stat().st_size, 0, time.monotonic()
+        size, sent, announced = path.stat().st_size, 0, time.monotonic()
         if name in self._files.built:
             self.announce(f"uploading {name} ({show_size(size)})")
 
         def progress(nbytes: int) -> None:
-            nonlocal sent, told
+            nonlocal sent, announced
             if self._is_over:
                 raise InterruptedError
             sent += nbytes
-            if time.monotonic() > told + NEWS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() > announced + UPLOAD_NEWS_SECONDS:
+                announced = time.monotonic()
                 self.announce(f"uploaded {show_size(sent)} of {show_size(size)} of {name}")
 
         return uploading.upload(self._place(name), path, progress)

@@ -20,6 +20,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
@@ -297,6 +298,12 @@ def read_whole(file_descriptor: int) -> bytes:
     while len(text) < size and (more := os.pread(file_descriptor, size - len(text), len(text))):
         text += more
     return text
+
+
+def read_locked(path: Path) -> JournalContent:
+    """Return the content of a journal; BusyError if another process has it open."""
+    with closing(Journal(path, "", create=False)) as journal:
+        return journal.read()
 
 
 def is_held(path: Path) -> bool:

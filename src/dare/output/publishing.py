@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from dare.errors import OutputError
-from dare.output.journal import Journal, JournalContent
+from dare.output.journal import JournalContent, read_locked
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -124,11 +124,9 @@ def finished_before(layout: Layout) -> JournalContent | None:
         if not has_mark(home) or (not layout.is_directory and (home / target.name).exists()):
             return None
         manifest = bytes_digest(manifest_path(target).read_bytes())
-        journal = Journal(home / JOURNAL_NAME, "", create=False)
+        found = read_locked(home / JOURNAL_NAME)
     except (OSError, OutputError):
         return None
-    found = journal.read()
-    journal.close()
     return found if found.finished == manifest and target.exists() else None
 
 

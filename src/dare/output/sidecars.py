@@ -1,8 +1,7 @@
 """The files that a model needs besides its weights, in an output directory, and its card.
 
 The card says what the model is, what it was made from and how. Its text depends on the recipe, the
-inputs and what the merge found, not on the time, the machine or the folder: of a path only the name
-is told.
+inputs and what the merge found, not on the time, the machine or the folder.
 """
 
 from __future__ import annotations

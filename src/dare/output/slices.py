@@ -114,9 +114,11 @@ class SliceOutput(PartialOutput):
         super().__exit__(None if kind is None else Exception, *error)
 
     def _open_journal(self) -> None:
+        own_name = slice_journal(self.folder, self.part).name
+        running = f"slice {self.part} is already running; give each process a different slice"
         with self._joining() as main:
             found = self._join(main)
-            self._journal = self._lock_own()
+            self._journal = self._lock_free(own_name, PROBE_SECONDS, running)
         for made in self._made:  # whoever publishes does not know that they are new
             sync_folder(made.parent)
         own = self._journal.read()
@@ -130,11 +132,14 @@ class SliceOutput(PartialOutput):
 
     def _joining(self) -> closing[Journal]:
         """Hold the main journal for a moment, so that slices join one after the other."""
+        what = "another process is writing this output without slices; wait, or stop it"
+        return closing(self._lock_free(JOURNAL_NAME, JOIN_SECONDS, what))
+
+    def _lock_free(self, name: str, wait: float, problem: str) -> Journal:
         try:
-            return closing(self._lock(JOURNAL_NAME, wait=JOIN_SECONDS))
+            return self._lock(name, wait=wait)
         except BusyError:
-            what = "another process is writing this output without slices; wait, or stop it"
-            raise OutputError(f"{self.folder}: {what}") from None
+            raise OutputError(f"{self.folder}: {problem}") from None
 
     def _join(self, main: Journal) -> JournalContent:
         """Find out what is under way there, and whether this slice fits in."""
@@ -179,13 +184,6 @@ class SliceOutput(PartialOutput):
         """The other slices that are running."""
         journals = slice_journals(self.folder)
         return [part for part, path in journals.items() if part != self.part and is_held(path)]
-
-    def _lock_own(self) -> Journal:
-        try:
-            return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
-        except BusyError:
-            what = f"slice {self.part} is already running; give each process a different slice"
-            raise OutputError(f"{self.folder}: {what}") from None
 
     def _open_files(self) -> None:
         """Open the files; make them, unless another slice has."""

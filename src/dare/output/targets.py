@@ -118,7 +118,7 @@ def is_only_name(path: Path) -> bool:
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output unless told to."""
+    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
     target = layout.target
     check_is_here(layout)
     _check_name(target)
@@ -154,7 +154,7 @@ def check_replaceable(layout: Layout) -> None:
 
 
 def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
-    """Refuse to write a small file over another unless told to, and over another kind ever."""
+    """Refuse to write a small file over another without `overwrite`, or ever over another kind."""
     if path is None or not os.path.lexists(path):
         return
     if not overwrite:
