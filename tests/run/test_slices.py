@@ -419,7 +419,7 @@ def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     command = [str(tmp_path / "recipe.toml"), "--verbose", "--slice"]
     assert main([*command, "1/2"]) == 0
-    assert "not done: 2" in capsys.readouterr().out
+    assert "not done yet: 2" in capsys.readouterr().out
     assert main(["finish", command[0]]) == 1
     assert "from 2/2" in capsys.readouterr().err
     assert main([*command, "1/2", "--no-resume"]) == 2
