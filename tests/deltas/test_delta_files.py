@@ -500,7 +500,8 @@ def test_manifests_tell_no_folder(tmp_path):
         save(folder / "lora.safetensors", {"q.weight": base["q.weight"] + 0.01 * change}),
     ]
     report = dare.compress(*files, tmp_path / NAME, **QUIET)
-    assert str(files[1]) in report.notes[-1]  # a command to type here
+    (found,) = [notice for notice in report.warnings if notice.code == "fits_lora"]
+    assert str(files[1]) in found.remedy  # a command to type here
     for path in (tmp_path / NAME, tmp_path / f"{NAME}.manifest.json"):
         assert b"secret" not in path.read_bytes().replace(b"secret/place/base", b"").replace(
             b"secret/place/lora", b""

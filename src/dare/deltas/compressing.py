@@ -238,7 +238,8 @@ def _finish(
         report,
         notes=tuple(without_folders(note, known) for note in report.notes),
         warnings=tuple(
-            replace(notice, text=without_folders(notice.text, known)) for notice in report.warnings
+            notice.with_texts(lambda text: without_folders(text, known))
+            for notice in report.warnings
         ),
     )
     ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()
