@@ -26,7 +26,7 @@ from dare.inputs.arrays import Arrays, array_source, is_module, like_original, n
 from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
 from dare.output.destinations import check_target, clear_leftovers, finished_before, open_output
-from dare.output.journal import BusyError, Record
+from dare.output.journal import BusyError
 from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -50,7 +50,7 @@ from dare.recipe.document import overlaid, read_toml
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import check_for_cluster, execute_on_cluster
-from dare.run.execute import execute, with_same_inputs
+from dare.run.execute import confirm_inputs, execute
 from dare.run.rates import keep_rate
 from dare.run.slices import SharedObservations
 from dare.stages import find_stage
@@ -65,10 +65,7 @@ YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:
-    """Read a recipe from a TOML file, or from the manifest of a finished merge.
-
-    A finished output stands for its manifest; its recipe demands the very same inputs.
-    """
+    """Read a recipe from a TOML file, or from a finished output, whose very inputs it demands."""
     return make_recipe(path)
 
 
@@ -101,7 +98,7 @@ AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 
 
 def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
-    """The recipe in any form, with settings by name laid over it; None is no setting."""
+    """Return a recipe from any form, with settings by name laid over it; None is no setting."""
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
         raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
@@ -180,44 +177,34 @@ def merge(
     started = time.perf_counter()
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
     planned = _planned(recipe, backend, given)
-    return _carry_out(planned, started, overwrite=overwrite, resume=resume)
-
-
-def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) -> Report:
-    recipe = planned.recipe
+    is_local, verbose = planned.recipe.cluster is None, planned.recipe.verbose
     check_for_cluster(planned)
-    layout = checked_layout(planned, overwrite=overwrite, resume=resume)
-    if resume and (finished := _finished_before(planned)) is not None:
-        clear_leftovers(layout)
+    layout, finished = _find_finished(planned, overwrite=overwrite, resume=resume)
+    if finished is not None:
         return finished
-    begun, compiled = time.perf_counter(), False
+    begun, announced = time.perf_counter(), list[str]()
     sample = _sample(planned)
-    _check_documents(planned, layout)
+    _final_documents(planned, layout, make_report(planned, ()))
+    identity = _output_of(planned, layout)
     with (
-        open_output(*_output_of(planned, layout), resume=resume, overwrite=overwrite) as output,
-        show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
+        open_output(*identity, resume=resume, overwrite=overwrite) as partial,
+        show_progress(planned.cost.bytes_read, "merging", visible=verbose) as display,
     ):
-        noticed = _accept_resumed(planned, output, display)
-        meter = Meter(display)
-        display.advance(_bytes_taken_over(planned, output.resumed))
-        how: dict[str, Any] = {"done": output.resumed, "progress": meter.advance}
+        noticed, meter = _accept_resumed(planned, partial, display)
+        how: dict[str, Any] = {"done": partial.resumed, "progress": meter.advance}
 
-        def compiling() -> None:
-            nonlocal compiled
-            compiled = True
-            display.announce(COMPILING)
+        def announce(text: str = COMPILING) -> None:
+            announced.append(text)
+            display.announce(text)
 
-        if recipe.cluster is None:
-            records = execute(planned, output, announce=compiling, **how)
+        if is_local:
+            records = execute(planned, partial, announce=announce, **how)
         else:
-            how["announce"] = display.announce
-            metadata = metadata_of(embedded_manifest(planned))
-            records = execute_on_cluster(planned, output, metadata, **how)
-        figures = time.perf_counter() - started, meter.bytes_read, len(output.resumed)
+            records = execute_on_cluster(planned, partial, identity[1], announce=announce, **how)
+        figures = time.perf_counter() - started, meter.bytes_read, len(partial.resumed)
         report = make_report(planned, records, sample, noticed, *figures)
-        noticed = [*sample.notices, *noticed]
-        report = _publish(planned, output, report, noticed, overwrite=overwrite)
-    if recipe.cluster is None and not (compiled or output.resumed):
+        report = _publish(planned, partial, report, [*sample.notices, *noticed], overwrite)
+    if is_local and not (announced or partial.resumed):
         keep_rate(planned, time.perf_counter() - begun)
     return report
 
@@ -252,19 +239,17 @@ def merge_slice(
     started = time.perf_counter()
     part = Slice.parse(slice)
     planned = _planned(recipe, backend)
-    layout = _shared_layout(planned, overwrite=overwrite)
-    if (finished := _finished_before(planned)) is not None:
-        clear_leftovers(layout)
+    layout, finished = _find_shared(planned, overwrite=overwrite)
+    if finished is not None:
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
     sample = _sample(planned)
-    _check_documents(planned, layout)
+    _final_documents(planned, layout, make_report(planned, ()))
     noticed: list[Notice] = []
     done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
     report = None
     if not done.unfinished:
-        with suppress(
-            GoneError, BusyError
-        ):  # another was as far at the same moment, and publishes it
+        # Another slice may have come as far at the same moment, and publishes it.
+        with suppress(GoneError, BusyError):
             report = _finish(planned, layout, sample, noticed, overwrite=overwrite, wait=wait)
     return replace(done, seconds=time.perf_counter() - started, report=report)
 
@@ -286,9 +271,8 @@ def _do_slice(
         SliceOutput(part, share, *_output_of(planned, layout), overwrite=overwrite) as output,
         show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
     ):
-        noticed += _accept_resumed(planned, output, display)
-        meter = Meter(display)
-        display.advance(_bytes_taken_over(planned, output.resumed))
+        found, meter = _accept_resumed(planned, output, display)
+        noticed += found
         identity = f"{fingerprint(planned)} {planned.stamps}"
         of = planned, part, division, output.folder, identity, wait
         known = SharedObservations(*of, meter.advance, display.announce).conclusions()
@@ -316,11 +300,8 @@ def _do_slice(
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
     planned = _planned(recipe, backend)
-    layout = _shared_layout(planned, overwrite=overwrite)
-    if (finished := _finished_before(planned)) is not None:
-        clear_leftovers(layout)
-        return finished
-    return _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
+    layout, finished = _find_shared(planned, overwrite=overwrite)
+    return finished or _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
 
 
 def _finish(
@@ -336,23 +317,32 @@ def _finish(
         FinishingOutput(*_output_of(planned, layout), wait=wait) as output,
         show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
     ):
-        noticed = [*noticed, *_accept_resumed(planned, output, display)]
+        noticed = [*noticed, *_accept_resumed(planned, output, display)[0]]
         output.check_complete(planned)
         output.adopt()
         figures = output.seconds, output.bytes_read, output.resumed_chunks
         report = make_report(planned, output.resumed, sample, noticed, *figures)
-        return _publish(planned, output, report, [*sample.notices, *noticed], overwrite=overwrite)
+        return _publish(planned, output, report, [*sample.notices, *noticed], overwrite)
 
 
-def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
-    """The layout of an output that slices can write to."""
+def _find_shared(planned: Plan, *, overwrite: bool) -> tuple[Layout, Report | None]:
+    """Do the same for an output that slices can write to."""
     if planned.recipe.cluster is not None:
         cluster = planned.recipe.cluster
         raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
     if planned.layout is not None and planned.layout.is_sent:
         remedy = "merge without --slice, or copy the output there afterwards"
         raise OutputError(f"{planned.layout.target}: slices cannot write to a store; {remedy}")
-    return checked_layout(planned, overwrite=overwrite)
+    return _find_finished(planned, overwrite=overwrite, resume=True)
+
+
+def _find_finished(planned: Plan, *, overwrite: bool, resume: bool) -> tuple[Layout, Report | None]:
+    """Return the layout, and the report if this very merge was completed before."""
+    layout = checked_layout(planned, overwrite=overwrite, resume=resume)
+    finished = _finished_before(planned) if resume else None
+    if finished is not None:
+        clear_leftovers(layout)
+    return layout, finished
 
 
 def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], str, str]:
@@ -361,19 +351,23 @@ def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], s
     return layout, metadata, fingerprint(planned), planned.stamps
 
 
-def _accept_resumed(planned: Plan, output: PartialOutput, display: Display) -> list[Notice]:
-    """Say what is not used of an earlier try, and see whether the rest was made of these inputs."""
+def _accept_resumed(
+    planned: Plan, output: PartialOutput, display: Display
+) -> tuple[list[Notice], Meter]:
+    """Take over an earlier try, as far as it was made of these inputs; say what is not used."""
     noticed = []
     output.announce = display.announce
     if output.started_over:
         noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
         _warn(planned.recipe, noticed)
-    if output.doubtful:
-        display.announce("comparing the inputs with those of the earlier try")
-        output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
+    confirm_inputs(planned, output, display)
     suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
     check_chunks(planned, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
-    return noticed
+    elements = {tensor.name: tensor.elements for tensor in planned.tensors}
+    done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
+    meter = Meter(display)
+    display.advance(planned.cost.bytes_read * done // max(sum(elements.values()), 1))
+    return noticed, meter
 
 
 def _publish(
@@ -381,21 +375,13 @@ def _publish(
     output: PartialOutput,
     report: Report,
     noticed: Collection[Notice],
-    *,
     overwrite: bool,
 ) -> Report:
-    """Put the last files beside the weights and give the output its name.
-
-    Those of the report's warnings that were noticed since the plan have been shown.
-    """
+    """Put the last files beside the weights, give the output its name, show the new warnings."""
     check_digests(planned, report.digests)
-    embedded = _embedded(planned, report)
-    output.add_files(sidecar_files(planned, report))
-    problems = output.finish(
-        checked_metadata(output.layout, embedded),
-        full_manifest(planned, report, embedded),
-        overwrite=overwrite,
-    )
+    sidecars, metadata, manifest = _final_documents(planned, output.layout, report)
+    output.add_files(sidecars)
+    problems = output.finish(metadata, manifest, overwrite=overwrite)
     target = output.layout.target
     late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}
@@ -404,7 +390,7 @@ def _publish(
 
 
 def _finished_before(planned: Plan) -> Report | None:
-    """The report of this very merge, if it was complete when its process died."""
+    """Return the report of this very merge, if it was complete when its process died."""
     found = None if planned.layout is None else finished_before(planned.layout)
     if found is None or found.fingerprint != fingerprint(planned):
         return None
@@ -416,32 +402,27 @@ def _finished_before(planned: Plan) -> Report | None:
     return make_report(planned, records, sample_models(planned), noticed, 0.0, 0, len(records))
 
 
-def _check_documents(planned: Plan, layout: Layout) -> None:
-    """Write in memory all that will be written at the end, so that nothing fails there."""
-    report = make_report(planned, ())
-    embedded = _embedded(planned, report)
-    checked_metadata(layout, embedded)
-    seal(full_manifest(planned, report, embedded), {})
-    sidecar_files(planned, report)
+def _final_documents(
+    planned: Plan, layout: Layout, report: Report
+) -> tuple[dict[str, bytes | Path], dict[str, dict[str, str]], dict[str, Any]]:
+    """Return the files beside the weights, the headers' metadata and the manifest.
+
+    They are also made of an empty report before a merge, so that nothing fails at the end.
+    """
+    embedded = embedded_manifest(planned, report.digests)
+    manifest = full_manifest(planned, report, embedded)
+    seal(manifest, {})
     report.to_json()
-
-
-def _embedded(planned: Plan, report: Report) -> dict[str, Any]:
-    digests = report.digests
-    return embedded_manifest(planned, digests.base, digests.models, digests.output)
+    return sidecar_files(planned, report), checked_metadata(layout, embedded), manifest
 
 
 def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> Layout:
-    """Refuse an output that is missing from the recipe, an input, or there already.
-
-    One that this very merge has completed before may be there, if the merge is to be resumed.
-    """
+    """Refuse an output that is not named, is an input, or exists and is not this merge's own."""
     if planned.layout is None:
         raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
-    inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     if not resume or _finished_before(planned) is None:
         clear_leftovers(planned.layout)
-        check_target(planned.layout, inputs, overwrite=overwrite)
+        check_target(planned.layout, planned.input_files, overwrite=overwrite)
     return planned.layout
 
 
@@ -578,13 +559,6 @@ def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
         for notice in dict.fromkeys(notices):
             warn_caller(str(notice))
-
-
-def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
-    """Return about how many bytes an interrupted run has read, for the progress bar."""
-    elements = {tensor.name: tensor.elements for tensor in planned.tensors}
-    done = sum(chunk_span(record.chunk, elements[record.tensor])[1] for record in resumed)
-    return planned.cost.bytes_read * done // max(sum(elements.values()), 1)
 
 
 def check_digests(planned: Plan, digests: Digests) -> None:

@@ -480,7 +480,7 @@ def test_what_others_write_meanwhile_is_noticed(tmp_path, scheme, monkeypatch):
 
     def disturbed(place):
         saved = whole(place)
-        if place.home.name == "b.weight":
+        if place.target.name == "b.weight":
             model["b.weight"][:] = 7
         return saved
 
@@ -622,7 +622,7 @@ def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
     whole = delta._put_back
 
     def fail_at_c(place, saved):
-        if place.home.name == "c":
+        if place.target.name == "c":
             raise MemoryError
         whole(place, saved)
 
@@ -644,7 +644,7 @@ def test_an_interrupt_puts_the_base_back(tmp_path, monkeypatch):
     whole = delta._put
 
     def stop_at_c(place):
-        if place.home.name == "c":
+        if place.target.name == "c":
             raise KeyboardInterrupt
         return whole(place)
 

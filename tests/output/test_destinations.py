@@ -146,7 +146,7 @@ def test_few_files_are_in_the_scratch_folder_at_a_time(store, models, monkeypatc
 
     monkeypatch.setattr(uploading, "upload", slow)
     dare.merge(recipe(models, threads=1))
-    assert 1 <= max(most) <= destinations.FILES_HERE
+    assert 1 <= max(most) <= destinations.SCRATCH_FILES
 
 
 class OneNode:

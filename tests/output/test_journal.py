@@ -27,7 +27,7 @@ def written(path: Path, *records: Record) -> bytes:
     journal.note_stamps("stamps")
     for record in records:
         journal.add([record])
-    journal.finish(DIGEST)
+    journal.note_synced(finished=DIGEST)
     journal.close()
     return path.read_bytes()
 

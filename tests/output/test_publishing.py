@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dare
+from dare.documents.notices import LEFTOVERS
 from dare.output import publishing
 from dare.output.targets import JOURNAL_NAME, MARK_NAME, manifest_path
 from helpers import listing, save, sha256
@@ -61,7 +62,7 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
             dare.merge(recipe, overwrite=overwrite)
     found = weights_of(recipe.output)
     report = dare.merge(recipe, overwrite=overwrite)
-    assert any("was complete already" in notice.text for notice in report.warnings)
+    assert LEFTOVERS in [notice.code for notice in report.warnings]
     assert report.bytes_read == 0
     assert weights_of(recipe.output) == found
     assert dare.verify(recipe.output).ok

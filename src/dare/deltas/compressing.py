@@ -13,7 +13,7 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -64,10 +64,9 @@ from dare.inputs.sources import (
     SourceView,
     open_source,
 )
-from dare.output.journal import JOURNAL_VERSION, Record
+from dare.output.journal import JOURNAL_VERSION, Record, group_by_tensor
 from dare.output.places import portable_path, without_folders
 from dare.output.publishing import clear_leftovers
-from dare.output.report import by_tensor
 from dare.output.targets import check_target
 from dare.output.writer import PieceOutput
 from dare.planning.data import Fate, TensorPlan
@@ -75,7 +74,7 @@ from dare.planning.layout import Layout, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe, TensorRule
-from dare.run.execute import MakeWorker, execute, with_same_inputs
+from dare.run.execute import MakeWorker, confirm_inputs, execute
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
@@ -100,11 +99,11 @@ class Compression:
     """Its first input is what the chunks' first digests are of."""
     make_worker: MakeWorker
     describe: Callable[[Records], DeltaNotes]
-    """What is known when all chunks are coded."""
+    """Makes the header's notes when all chunks are coded."""
     settings: Mapping[str, Any]
-    """What was asked for."""
+    """The user's settings, for the manifest."""
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
-    """What else the model's folder holds, and how it is stored, if the base has it not."""
+    """The other files of the model's folder, and their coded bytes, if the base lacks them."""
 
 
 def compress(
@@ -145,8 +144,7 @@ def compress(
     plan = work.plan
     layout = Layout(target, {target.name: ()})
     clear_leftovers(layout)
-    inputs = [file for source in (plan.base, *plan.models) for file in source.files]
-    check_target(layout, inputs, overwrite=overwrite)
+    check_target(layout, plan.input_files, overwrite=overwrite)
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
@@ -154,9 +152,7 @@ def compress(
         PieceOutput(target, chunks, _fingerprint(work), plan.stamps, resume=resume) as partial,
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
-        if partial.doubtful:
-            display.announce("comparing the inputs with those of the earlier run")
-            partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
+        confirm_inputs(plan, partial, display)
         records = execute(
             plan,
             partial,
@@ -165,7 +161,7 @@ def compress(
             announce=lambda: display.announce(COMPILING),
             make_worker=work.make_worker,
         )
-        header = _assemble(work, partial, by_tensor(records))
+        header = _assemble(work, partial, group_by_tensor(records))
         report = make_report(
             header,
             records,
@@ -178,13 +174,7 @@ def compress(
             notes=plan.notes,
             warnings=plan.warnings,
         )
-        notices: list[Notice] = []
-        if partial.size > model_bytes:
-            size, model_size = show_size(partial.size), show_size(model_bytes)
-            notices.append(notice("not_smaller", size=size, model_size=model_size))
-        if report.weight_error > LIMIT.delta_file_error:
-            notices.append(notice("lossy", error=report.weight_error))
-        report = replace(report, warnings=(*report.warnings, *notices))
+        report = replace(report, warnings=(*plan.warnings, *_size_and_error(report)))
         _finish(work, header, report, partial, overwrite=overwrite)
     if verbose:
         for warning in report.warnings:
@@ -192,12 +182,20 @@ def compress(
     return report
 
 
+def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
+    if report.bytes_written > report.model_bytes:
+        size, model_size = map(show_size, (report.bytes_written, report.model_bytes))
+        yield notice("not_smaller", size=size, model_size=model_size)
+    if report.weight_error > LIMIT.delta_file_error:
+        yield notice("lossy", error=report.weight_error)
+
+
 def _fingerprint(work: Compression) -> str:
     """Which file it is: what must be the same for the chunks of an earlier try to be of use."""
     plan = work.plan
     described = [
         [__version__, VERSION, JOURNAL_VERSION, dict(work.settings)],
-        [source.fingerprint() for source in (plan.base, *plan.models)],
+        [source.fingerprint() for source in plan.sources],
         [[t.name, t.fate, t.models, list(itertools.chain(*t.settings))] for t in plan.tensors],
     ]
     return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
@@ -279,6 +277,27 @@ def _finish(
     output.finish({name: _metadata(checked)}, manifest, overwrite=overwrite, digests_of_all=True)
 
 
+def _make_notes(
+    base: Source,
+    model: Source,
+    stored: dict[str, StoredTensor],
+    files: Mapping[str, tuple[StoredFile, bytes]],
+    **kind: Any,
+) -> DeltaNotes:
+    named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
+    return DeltaNotes(
+        version=VERSION,
+        base=model_digest((base.tensors[n], digest) for n, digest in named.items() if digest),
+        model=model_digest((model.tensors[n], tensor.model) for n, tensor in stored.items()),
+        sample=sample(base),
+        tensors=stored,
+        files={name: file for name, (file, _) in files.items()},
+        index=UNKNOWN,
+        check=UNKNOWN,
+        **kind,
+    )
+
+
 # ---------------------------------------------------------------- what is kept of a change
 
 
@@ -313,22 +332,10 @@ def _plan_lossy(
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
-        infos = {name: (inputs.base.tensors[name], model.tensors[name]) for name in stored}
-        return DeltaNotes(
-            version=VERSION,
-            mask=MASK_VERSION if scheme.keep == "random" else None,
-            scheme=scheme.keep,
-            bits=scheme.bits,
-            seed=seed if scheme.keep == "random" else None,
-            drop_rate=scheme.drop_rate,
-            base=model_digest((infos[n][0], str(tensor.base)) for n, tensor in stored.items()),
-            model=model_digest((infos[n][1], tensor.model) for n, tensor in stored.items()),
-            sample=sample(inputs.base),
-            tensors=stored,
-            files={name: file for name, (file, _) in files.items()},
-            index=UNKNOWN,
-            check=UNKNOWN,
-        )
+        kind = {"scheme": scheme.keep, "bits": scheme.bits, "drop_rate": scheme.drop_rate}
+        if scheme.keep == "random":
+            kind |= {"mask": MASK_VERSION, "seed": seed}
+        return _make_notes(inputs.base, model, stored, files, **kind)
 
     settings = {
         "keep": scheme.keep,
@@ -406,18 +413,7 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _coded_tensor(t, matched.source, records[t.name]) for t in tensors}
-        named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
-        return DeltaNotes(
-            version=VERSION,
-            scheme="lossless",
-            base=model_digest((base.tensors[n], digest) for n, digest in named.items() if digest),
-            model=model_digest((model.tensors[n], tensor.model) for n, tensor in stored.items()),
-            sample=sample(base),
-            tensors=stored,
-            files={name: file for name, (file, _) in files.items()},
-            index=UNKNOWN,
-            check=UNKNOWN,
-        )
+        return _make_notes(base, model, stored, files, scheme="lossless")
 
     return Compression(plan, LosslessCoder, describe, {"lossless": True}, files)
 

@@ -4,17 +4,13 @@
     math.apply_(model)     # now it is the fine-tune
     math.remove_(model)    # now it is the base again, bit for bit
 
-Where values were chosen (random, magnitude), the base's values of the touched elements are kept in
-memory while the delta is applied, and put back: at a drop rate of 0.9 a tenth of the base. A
-lossless delta keeps nothing where the model was coded as a difference: elements are whole numbers
-there, and the difference is read from the file again and subtracted, modulo 2 to the number of
-bits, which is exact. A delta that is not applied has its weights in its file only, so that many
-take the memory of one.
+A random or magnitude delta keeps the base's values of the touched elements in memory while it is
+applied: at a drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model
+was coded as a difference, which is read again and subtracted as whole numbers, exactly.
 
-Digests say whether a model is the base before anything is changed, and whether it is still what
+Digests tell whether a model is the base before anything is changed, and whether it is still what
 `apply_` made of it before anything is put back. So no change that others made is lost in silence.
-Nothing is begun that could not be undone: names that share memory are refused, unless they are one
-and the same tensor; and what was written is read again and held against what it should be.
+Names that share memory are refused, unless they are one tensor; written values are read again.
 """
 
 from __future__ import annotations
@@ -82,21 +78,6 @@ class LiveDelta:
 
         A model that is not the base is refused. If anything fails, the base is put back.
         """
-        with WRITING:
-            self._apply(model)
-
-    def _apply(self, model: Any) -> None:
-        self._forget_the_dead()
-        if id(model) in self._applied:
-            raise InputError(f"{self.path}: is already applied to this model; call remove_ first")
-        targets = self._find_targets(model)
-        self._check_is_base(targets)
-        touched = [
-            LiveChunk(target, chunk)
-            for target in targets
-            for chunk, piece in enumerate(self._file.pieces[target.tensor])
-            if piece.kept != AS_IN_BASE
-        ]
         written: _Written = {}
 
         def put(place: LiveChunk) -> None:
@@ -105,13 +86,25 @@ class LiveDelta:
         def put_back(place: LiveChunk) -> None:
             self._put_back(place, written[place.key])
 
-        try:
-            _on_all_cores(put, touched)
-            self._check_is_tuned(targets, written)
-            self._applied[id(model)] = _reference(model), written
-        except BaseException:
-            _on_all_cores(put_back, [place for place in touched if place.key in written])
-            raise
+        with WRITING:
+            if self._find_written(model) is not None:
+                already = "is already applied to this model; call remove_ first"
+                raise InputError(f"{self.path}: {already}")
+            targets = self._find_targets(model)
+            self._check_is_base(targets)
+            touched = [
+                LiveChunk(target, chunk)
+                for target in targets
+                for chunk, piece in enumerate(self._file.pieces[target.tensor])
+                if piece.kept != AS_IN_BASE
+            ]
+            try:
+                _on_all_cores(put, touched)
+                self._check_is_tuned(targets, written)
+                self._applied[id(model)] = _reference(model), written
+            except BaseException:
+                _on_all_cores(put_back, [place for place in touched if place.key in written])
+                raise
 
     def remove_(self, model: Any) -> None:
         """Put the base back, bit for bit, into a model that this delta was applied to.
@@ -120,23 +113,19 @@ class LiveDelta:
         another device.
         """
         with WRITING:
-            self._remove(model)
+            written = self._find_written(model)
+            if written is None:
+                raise InputError(f"{self.path}: is not applied to this model; give the same object")
+            targets = {target.name: target for target in self._find_targets(model)}
+            self._check_is_unchanged(targets, written)
 
-    def _remove(self, model: Any) -> None:
-        self._forget_the_dead()
-        if id(model) not in self._applied:
-            raise InputError(f"{self.path}: is not applied to this model; give the same object")
-        _, written = self._applied[id(model)]
-        targets = {target.name: target for target in self._find_targets(model)}
-        self._check_is_unchanged(targets, written)
+            def put_back(key: tuple[str, int]) -> None:
+                name, chunk = key
+                self._put_back(LiveChunk(targets[name], chunk), written[key])
+                del written[key]  # should another fail, this one is done
 
-        def put_back(key: tuple[str, int]) -> None:
-            name, chunk = key
-            self._put_back(LiveChunk(targets[name], chunk), written[key])
-            del written[key]  # should another fail, this one is done
-
-        _on_all_cores(put_back, list(written))
-        del self._applied[id(model)]
+            _on_all_cores(put_back, list(written))
+            del self._applied[id(model)]
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
@@ -147,9 +136,10 @@ class LiveDelta:
         finally:
             self.remove_(model)
 
-    def _forget_the_dead(self) -> None:
-        """Let go of what was kept for models that are no more."""
+    def _find_written(self, model: Any) -> _Written | None:
+        """Return the chunks written into a model; forget those of models that are no more."""
         self._applied = {key: held for key, held in self._applied.items() if held[0]() is not None}
+        return self._applied[id(model)][1] if id(model) in self._applied else None
 
     # ------------------------------------------------------------ what it may be applied to
 
@@ -305,8 +295,7 @@ class LiveDelta:
 class Saved(NamedTuple):
     """A chunk that was written, and the data that undo it."""
 
-    saved: Raw | None
-    """The base's elements: the touched ones; lossless, all, or None if a difference is coded."""
+    saved: Raw | None  # the base's elements that were touched; None if a difference is coded
     places: Raw | None  # the coded places of the touched ones, if no mask says so
     digest: str  # the digest of the whole chunk after writing
 
@@ -344,10 +333,6 @@ class LiveTensor(NamedTuple):
     shape: tuple[int, ...]
     memory: Memory
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
 
 class LiveChunk(NamedTuple):
     """A chunk of a tensor in a model."""
@@ -359,13 +344,17 @@ class LiveChunk(NamedTuple):
     def key(self) -> tuple[str, int]:
         return self.target.name, self.chunk
 
+    @property
+    def _span(self) -> tuple[int, int]:
+        return chunk_span(self.chunk, math.prod(self.target.shape))
+
     def read(self) -> Raw:
-        """Its elements, or a copy of them."""
-        return self.target.memory.read(*chunk_span(self.chunk, self.target.elements))
+        """Return the elements, or a copy of them."""
+        return self.target.memory.read(*self._span)
 
     def write(self, raw: Raw) -> None:
         """Put elements there, if they were copied."""
-        self.target.memory.write(chunk_span(self.chunk, self.target.elements)[0], raw)
+        self.target.memory.write(self._span[0], raw)
 
 
 def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
@@ -373,7 +362,7 @@ def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
     places = [
         LiveChunk(target, chunk)
         for target in targets
-        for chunk in range(chunk_count(target.elements))
+        for chunk in range(chunk_count(math.prod(target.shape)))
     ]
     digests = defaultdict(list)
     for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):

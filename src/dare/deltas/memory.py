@@ -23,8 +23,7 @@ from dare.inputs.sources import Raw, RenamedSource, Source
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
-WRITING = threading.Lock()
-"""Held while a live model is changed. One for all: two models may share memory."""
+WRITING = threading.Lock()  # held while a model is changed; one, as two may share memory
 MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
 
 
@@ -155,7 +154,7 @@ class _Extent(NamedTuple):
 
 
 class _Addresses:
-    """An array as NumPy is told of one: where it begins, and its steps in bytes."""
+    """An array's start and steps in bytes, in the form that NumPy reads."""
 
     def __init__(self, start: int, shape: Any, steps: Any, itemsize: int) -> None:
         self.__array_interface__ = {

@@ -30,8 +30,7 @@ Keep = Literal["random", "magnitude"]
 Bits = Literal["native", 4, 2]
 
 KEEP: tuple[Keep, ...] = ("random", "magnitude")
-USUAL_RATES: dict[Bits, float] = {"native": 0.5, 4: 0.0, 2: 0.0}
-"""The drop rate for so many bits, if none is given: rounding costs less than dropping does."""
+USUAL_RATES: dict[Bits, float] = {"native": 0.5, 4: 0.0, 2: 0.0}  # the default by bits
 MAGNITUDE_RATE = 0.75  # the same where the largest changes are kept
 USUAL_BITS: Bits = 2  # keeps small changes whole, and most of large ones (docs/evidence.md)
 

@@ -20,10 +20,23 @@ from dare.tensors.json_values import json_ready
 
 
 @dataclass(frozen=True)
-class DeltaReport(Shown):
+class _Report(Shown):
+    output: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {**asdict(self), "output": self.output.name}
+
+    def to_json(self) -> str:
+        """Return the report as JSON; a number that is not finite becomes a string."""
+        document = {**self.to_dict(), "output": str(self.output)}
+        return json.dumps(json_ready(document), indent=2, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class DeltaReport(_Report):
     """The figures of a delta file: its size, and its error."""
 
-    output: Path
     scheme: str
     bits: str | int
     drop_rate: float | None
@@ -46,25 +59,14 @@ class DeltaReport(Shown):
     notes: tuple[str, ...]
     warnings: tuple[Notice, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return {**asdict(self), "output": self.output.name}
-
-    def to_json(self) -> str:
-        """The report as JSON; a number that is not finite becomes a string."""
-        document = {**self.to_dict(), "output": str(self.output)}
-        return json.dumps(json_ready(document), indent=2, ensure_ascii=False)
-
-    @property
-    def _bits(self) -> str:
-        return times(int(self.bits), "bit")
-
     @property
     def held(self) -> str:
         """The stored part of the model, and the error."""
         if self.scheme == "lossless":
             return "every bit of the model"
-        values = "as the model has them" if self.bits == "native" else f"at {self._bits} each"
+        values = "as the model has them"
+        if self.bits != "native":
+            values = f"at {times(int(self.bits), 'bit')} each"
         which = "by DARE's mask" if self.scheme == "random" else "the largest"
         return (
             f"{self.kept:,} of {self.parameters:,} changes, {which}, {values}; error "
@@ -98,24 +100,15 @@ class DeltaReport(Shown):
 
 
 @dataclass(frozen=True)
-class Restoration(Shown):
+class Restoration(_Report):
     """A model that was written again, bit for bit."""
 
-    output: Path
     digest: str
     """The digest of its tensors, which is the one in the delta file."""
     bytes_read: int
     bytes_written: int
     resumed_chunks: int
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return {**asdict(self), "output": self.output.name}
-
-    def to_json(self) -> str:
-        """The figures as JSON."""
-        return json.dumps({**self.to_dict(), "output": str(self.output)}, indent=2)
 
     def document(self) -> Document:
         """Return that the model is there again."""

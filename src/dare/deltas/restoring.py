@@ -18,17 +18,16 @@ from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
-from dare.output.journal import Record
+from dare.output.journal import Record, group_by_tensor
 from dare.output.places import portable_path
 from dare.output.publishing import clear_leftovers
-from dare.output.report import by_tensor
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
 from dare.output.writer import PartialOutput
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import Layout, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
-from dare.run.execute import execute, with_same_inputs
+from dare.run.execute import confirm_inputs, execute
 from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest, tensor_digest
@@ -88,14 +87,13 @@ def restore(
     )
     plan = Plan(recipe, source, (), (), tensors, (), (), layout)
     clear_leftovers(layout)
-    inputs = [*source.files, *source.base.files]
-    check_target(layout, inputs, overwrite=overwrite)
+    check_target(layout, [*source.files, *source.base.files], overwrite=overwrite)
     fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
     with (
         PartialOutput(layout, {}, fingerprint, plan.stamps, resume=resume) as partial,
         show_progress(plan.cost.bytes_read, "restoring", visible=verbose) as display,
     ):
-        partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
+        confirm_inputs(plan, partial, display)
         records = execute(plan, partial, done=partial.resumed, progress=display.advance)
         _check(file, records)
         if layout.is_directory:
@@ -159,7 +157,7 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
 
 def _check(file: DeltaFile, records: Sequence[Record]) -> None:
     """Refuse to finish what is not the model, bit for bit."""
-    found = by_tensor(records)
+    found = group_by_tensor(records)
     for name, tensor in file.notes.tensors.items():
         if tensor_digest(record.output for record in found[name]) != tensor.model:
             raise VerificationError(

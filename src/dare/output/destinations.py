@@ -1,9 +1,8 @@
 """The destination of an output: this machine, or by way of a scratch folder a store.
 
 An output in a store is made in a folder of this machine as any other, with the same journal and
-lock. When all chunks of a file are there, it is uploaded in the background, seen to be in the store
-as it was sent, noted in the journal and deleted here; meanwhile the next one is merged. A merge
-that is run again goes on with what is not noted, or not there as it was noted.
+lock. A complete file is uploaded in the background, compared with the store's, noted in the journal
+and deleted here, while the next one is merged. A merge that is run again resumes from these notes.
 
 The index and the manifest come last, so whoever finds a manifest finds all that it names. An output
 that is replaced loses its manifest before anything else. Nothing is replaced or deleted in a store
@@ -30,8 +29,9 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
+from dare.inputs.sources import INDEX_NAME
 from dare.output import publishing, targets
-from dare.output.journal import Journal, JournalContent, Record
+from dare.output.journal import Journal, JournalContent, Record, read_locked
 from dare.output.manifest import METADATA_KEY, checked_metadata
 from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, seal, work_folder
 from dare.output.writer import PartialOutput
@@ -43,9 +43,9 @@ from dare.stores.uploading import Stored
 from dare.tensors.chunks import chunk_count
 from dare.tensors.digest import bytes_digest
 
-FILES_HERE = 2  # files in the scratch folder: one that is merged, and one that is uploaded
-NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
-LEAVING_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
+SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
+UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
+EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
 Key = tuple[str, int]
 
@@ -67,7 +67,7 @@ def open_output(
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output unless told to."""
+    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
     if not layout.is_sent:
         targets.check_target(layout, inputs, overwrite=overwrite)
         return
@@ -138,10 +138,7 @@ def _existing(layout: Layout) -> list[str]:
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
-    """The names in the way of an output, its manifest first; raise if one may not be replaced.
-
-    Those that are `known` were left by a merge that did not come to its end.
-    """
+    """Return the names in the way, manifest first; `known` ones are of an unfinished merge."""
     found = _existing(layout)
     manifest = manifest_path(layout.target).name
     if manifest not in found and not set(found) - set(known):
@@ -175,12 +172,9 @@ def _noted(layout: Layout) -> JournalContent:
     if not has_mark(folder):
         return JournalContent()
     try:
-        journal = Journal(folder / JOURNAL_NAME, "", create=False)
+        return read_locked(folder / JOURNAL_NAME)
     except OSError:
         return JournalContent()
-    found = journal.read()
-    journal.close()
-    return found
 
 
 # ---------------------------------------------------------------- an output under way
@@ -197,8 +191,7 @@ class StoreOutput(PartialOutput):
         if not self._is_one and METADATA_KEY in metadata:
             checked = checked_metadata(layout, json.loads(metadata[METADATA_KEY]))
             self._files.built = {file: layout.build(checked[file])[file] for file in layout.files}
-        self._ours: set[str] = set()
-        """Names in the store that this merge or one before it may have written or replaced."""
+        self._ours: set[str] = set()  # names in the store that this merge may have written
         self._sent: dict[str, Stored] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
         self._begun: set[str] = set()  # files that take room in the folder, or have taken it
@@ -220,7 +213,7 @@ class StoreOutput(PartialOutput):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        if self._sending.acquire(timeout=LEAVING_SECONDS):
+        if self._sending.acquire(timeout=EXIT_SECONDS):
             self._sending.release()
         if kind is not None and issubclass(kind, self._HOPELESS):
             with suppress(OutputError):
@@ -243,7 +236,7 @@ class StoreOutput(PartialOutput):
     def _start_over(self, journal: Journal, found: JournalContent) -> None:
         super()._start_over(journal, found)
         self._ours = set(found.ours)
-        journal.note_ours(self._ours)
+        journal.note_synced(ours=sorted(self._ours))
 
     def _open_files(self) -> None:
         self._files.make(file for file in self._files.built if file not in self._sent)
@@ -254,7 +247,9 @@ class StoreOutput(PartialOutput):
         pass  # each file when it is begun
 
     def _missing_bytes(self) -> int:
-        return sum(sorted(f.unwritten_bytes() for f in self._files.opened.values())[-FILES_HERE:])
+        return sum(
+            sorted(f.unwritten_bytes() for f in self._files.opened.values())[-SCRATCH_FILES:]
+        )
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records of chunks that are in the store, or here as the journal says."""
@@ -304,7 +299,7 @@ class StoreOutput(PartialOutput):
 
     def _is_full(self, file: str) -> bool:
         here = self._begun - self._sent.keys() - {file}
-        return len(here) >= FILES_HERE and self._count_uploads() > 0
+        return len(here) >= SCRATCH_FILES and self._count_uploads() > 0
 
     def _count_uploads(self) -> int:
         return sum(not upload.done() for upload in self._uploads.values())
@@ -316,7 +311,7 @@ class StoreOutput(PartialOutput):
                 if (missing := self._missing.get(self._file_of(record))) is not None:
                     missing.discard((record.tensor, record.chunk))
             self._submit_complete()
-            while not self._is_over and self._count_uploads() > FILES_HERE:
+            while not self._is_over and self._count_uploads() > SCRATCH_FILES:
                 self._changed.wait(0.2)  # nodes of a cluster do not wait before they begin a file
             self._raise()
 
@@ -360,23 +355,23 @@ class StoreOutput(PartialOutput):
         with self._explaining(path):
             opened.sync()
             stored = self._upload(file, path)
-            self._journal.note_sent(file, stored.size, stored.version)
+            self._journal.note_synced(sent=file, size=stored.size, version=stored.version)
             self._sent[file] = stored
             opened.close()
             path.unlink()
 
     def _upload(self, name: str, path: Path) -> Stored:
-        size, sent, told = path.stat().st_size, 0, time.monotonic()
+        size, sent, announced = path.stat().st_size, 0, time.monotonic()
         if name in self._files.built:
             self.announce(f"uploading {name} ({show_size(size)})")
 
         def progress(nbytes: int) -> None:
-            nonlocal sent, told
+            nonlocal sent, announced
             if self._is_over:
                 raise InterruptedError
             sent += nbytes
-            if time.monotonic() > told + NEWS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() > announced + UPLOAD_NEWS_SECONDS:
+                announced = time.monotonic()
                 self.announce(f"uploaded {show_size(sent)} of {show_size(size)} of {name}")
 
         return uploading.upload(self._place(name), path, progress)
@@ -388,7 +383,7 @@ class StoreOutput(PartialOutput):
             return
         known = {*self._ours, *self._sent}
         found = _replaceable(self.layout, known, overwrite=self._overwrite)
-        self._journal.note_ours([*found, *self._files.built])
+        self._journal.note_synced(ours=sorted([*found, *self._files.built]))
         uploading.delete(self._place(name) for name in found if name not in self._sent)
         self._is_free = True
 
@@ -435,14 +430,14 @@ class StoreOutput(PartialOutput):
     def _publish(self, manifest: Mapping[str, Any]) -> None:
         assert self._journal is not None
         if (index := self.layout.index()) is not None:
-            self.add_files({self.layout.index_name: index})
+            self.add_files({INDEX_NAME: index})
         headers = {file: bytes_digest(header) for file, (header, _) in self._files.built.items()}
         text = seal(manifest, {**headers, **self._others})
         name = manifest_path(self.layout.target).name
         self._free_place()
         with self._explaining(self.folder):
-            self._journal.note_ours([*self._others, name])
-            self._journal.finish(bytes_digest(text))
+            self._journal.note_synced(ours=sorted([*self._others, name]))
+            self._journal.note_synced(finished=bytes_digest(text))
         for other in self._others:  # of which the index is the last
             self._upload(other, self.folder / other)
         uploading.upload(self._place(name), text)

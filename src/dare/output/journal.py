@@ -18,9 +18,12 @@ import json
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,14 +50,21 @@ class Record:
     chunk: Count
     inputs: tuple[Digest, ...]  # digests of the bytes that were read, base first
     output: Digest
-    models: tuple[tuple[Count, ...], ...]
-    """By model: bits of the largest |δ|, elements over the threshold, survivors."""
+    models: tuple[tuple[Count, ...], ...]  # peak's bits, count over the threshold, survivors
     exceptions: tuple[Count, Count]  # elements that overflow, and that are NaN
     piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
     sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
 
 
 Key = tuple[str, int]  # a chunk: its tensor, and its number
+
+
+def group_by_tensor(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Return the records of each tensor's chunks, in order."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=attrgetter("chunk")):
+        groups[record.tensor].append(record)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -88,12 +98,9 @@ class JournalContent:
     finished: str | None = None  # the digest of the manifest, if only the name was missing
     stamps: str = ""  # the last stamps of the inputs
     parts: dict[str, SliceState] = field(default_factory=dict)  # slices, as they are written
-    makers: dict[Key, str] = field(default_factory=dict)
-    """The slice that made a chunk, for those that one made."""
-    sent: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Files that a store has: their sizes, and by what it knows their content."""
-    ours: list[str] = field(default_factory=list)
-    """Names in a store that this merge may write, or may delete."""
+    makers: dict[Key, str] = field(default_factory=dict)  # the slice that made a chunk
+    sent: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and version by file
+    ours: list[str] = field(default_factory=list)  # names in a store that this merge may change
 
     def is_synced(self, key: Key) -> bool:
         """Tell whether a chunk was made by a slice that has synced all its chunks."""
@@ -241,19 +248,16 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append_synced({"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint})
+        self.note_synced(journal=JOURNAL_VERSION, fingerprint=self.fingerprint)
 
     def note_stamps(self, stamps: str) -> None:
-        """Say by what the inputs are known from here on."""
+        """Write the stamps of the inputs from here on."""
         self._append([{"stamps": stamps}])
 
-    def begin_slice(self, name: str) -> None:
-        """Say who does what follows; that it is not complete is on the disk then."""
-        self._append_synced({"slice": name, "started": time.time()})
-
-    def end_slice(self, synced: SliceFigures) -> None:
-        """Say that all chunks of the slice are on the disk."""
-        self._append_synced({"synced": asdict(synced)})
+    def note_synced(self, **line: Any) -> None:
+        """Write a line other than a chunk, and wait until it is on the disk."""
+        self._append([line])
+        os.fsync(self._file)
 
     def absorb(self, paths: Iterable[Path]) -> None:
         """Take the lines of other journals of this merge over, which are on the disk then."""
@@ -271,22 +275,6 @@ class Journal:
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
         self._append(map(line_of, records))
-
-    def note_ours(self, names: Iterable[str]) -> None:
-        """Say which names in a store are about to be written, or deleted."""
-        self._append_synced({"ours": sorted(names)})
-
-    def note_sent(self, file: str, size: int, version: str) -> None:
-        """Say that a store has a file."""
-        self._append_synced({"sent": file, "size": size, "version": version})
-
-    def finish(self, manifest: str) -> None:
-        """Say that only the name is missing."""
-        self._append_synced({"finished": manifest})
-
-    def _append_synced(self, line: dict[str, Any]) -> None:
-        self._append([line])
-        os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
         self._write(with_checks(lines, self.fingerprint))
@@ -310,6 +298,12 @@ def read_whole(file_descriptor: int) -> bytes:
     while len(text) < size and (more := os.pread(file_descriptor, size - len(text), len(text))):
         text += more
     return text
+
+
+def read_locked(path: Path) -> JournalContent:
+    """Return the content of a journal; BusyError if another process has it open."""
+    with closing(Journal(path, "", create=False)) as journal:
+        return journal.read()
 
 
 def is_held(path: Path) -> bool:

@@ -25,7 +25,7 @@ from dare.inputs.directory import CHAT_TEMPLATE
 from dare.kernels.native import numba_version
 from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import portable_path, resolve_path, without_folders
-from dare.output.report import Report
+from dare.output.report import Digests, Report
 from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
@@ -43,19 +43,14 @@ LATER_PARAMETERS = (
     ("ties", "weighted", True),
     ("trim", "scope", "tensor"),
 )
-"""Parameters that stages got after outputs had been written, and the defaults that change nothing.
-
-They stand in a header only if they are set, so that old recipes go on giving the same bytes.
-"""
+"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
-def embedded_manifest(
-    plan: Plan, base: str = UNKNOWN, models: tuple[str, ...] | None = None, output: str = UNKNOWN
-) -> dict[str, Any]:
-    """The manifest that goes into the output's own header, before its check is filled in."""
+def embedded_manifest(plan: Plan, digests: Digests | None = None) -> dict[str, Any]:
+    """Return the manifest for the output's own header, before its check is filled in."""
     recipe = plan.recipe
-    digests = models or [UNKNOWN] * len(plan.models)
-    given = zip(digests, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
+    models = digests.models if digests else [UNKNOWN] * len(plan.models)
+    given = zip(models, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
     later = {  # what came after the first manifests, and stands there only if it is used
         "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
         "pad_to_multiple_of": recipe.pad_to_multiple_of,
@@ -66,7 +61,7 @@ def embedded_manifest(
     return {
         "format": FORMAT,
         "mask": MASK_VERSION,
-        "method": "+".join(stage.name for stage in plan.stages),
+        "method": plan.method,
         "stages": [
             {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
             for stage, values in recipe.chain
@@ -75,12 +70,12 @@ def embedded_manifest(
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
         "dtype": recipe.dtype,
-        "base": base,
+        "base": digests.base if digests else UNKNOWN,
         "models": [
             {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
             for digest, weight, seed, entry in given
         ],
-        "output": output,
+        "output": digests.output if digests else UNKNOWN,
         SEAL: UNKNOWN,
         **{name: value for name, value in later.items() if value is not None},
     }
@@ -91,7 +86,7 @@ def fingerprint(planned: Plan) -> str:
     described = [
         [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
         embedded_manifest(planned),
-        [source.fingerprint() for source in (planned.base, *planned.models)],
+        [source.fingerprint() for source in planned.sources],
         [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
         list(planned.layout.files) if planned.layout else [],
         planned.recipe.delta_threshold,
@@ -143,7 +138,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
 
 
 def _portable_recipe(plan: Plan) -> Recipe:
-    """The recipe as others may read it: where files lie is told from the output's place."""
+    """Return the recipe as others may read it, with paths relative to the output."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     portable = recipe.with_files(
@@ -173,10 +168,7 @@ def find_manifest(path: Path) -> Path | None:
 
 
 def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
-    """The recipe that a manifest holds, which demands the very same inputs and output.
-
-    `path` is what the user named: the manifest, or the output that it lies beside.
-    """
+    """Return a manifest's recipe, which demands the same inputs and output."""
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
             raise InputError(f"{path}: no such file")
@@ -226,7 +218,7 @@ def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def output_of(manifest_file: Path) -> Path:
-    """The output that a manifest is of, by its own place."""
+    """Return the output that a manifest lies in or beside."""
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent
     return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))

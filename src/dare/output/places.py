@@ -15,8 +15,7 @@ from dare.inputs.sources import SINGLE_NAME
 from dare.recipe.hub_names import parse_name
 from dare.stores.locations import StorePath, home_folder, to_path
 
-MIN_SHARED_FOLDERS = 2
-"""A way from `/home/ann` to `/home/bob`, which share fewer, would tell who works there."""
+MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
 
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")

@@ -18,12 +18,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
 from dare.errors import OutputError
-from dare.output.journal import Journal, JournalContent
+from dare.output.journal import JournalContent, read_locked
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -47,10 +46,7 @@ _NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, er
 
 
 def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
-    """Give a complete output its name; return what went wrong after that.
-
-    `made` are the folders on the way to it that did not exist.
-    """
+    """Give a complete output its name, and sync the folders `made` for it; return later faults."""
     target, folder = layout.target, partial_folder(layout.target)
     name = _name_directory if layout.is_directory else _name_file
     name(folder, layout, overwrite=overwrite)
@@ -128,11 +124,9 @@ def finished_before(layout: Layout) -> JournalContent | None:
         if not has_mark(home) or (not layout.is_directory and (home / target.name).exists()):
             return None
         manifest = bytes_digest(manifest_path(target).read_bytes())
-        journal = Journal(home / JOURNAL_NAME, "", create=False)
+        found = read_locked(home / JOURNAL_NAME)
     except (OSError, OutputError):
         return None
-    found = journal.read()
-    journal.close()
     return found if found.finished == manifest and target.exists() else None
 
 
@@ -219,10 +213,7 @@ def remove(path: Path) -> None:
 
 
 def claim(folder: Path) -> list[Path]:
-    """Make a folder and mark it as ours, or find our mark on it.
-
-    Returns the folders on the way to it that did not exist.
-    """
+    """Make a folder of ours, or find our mark on it; return the parents that did not exist."""
     made = [path for path in folder.parents if not os.path.lexists(path)]
     if not made and not folder.parent.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent))
@@ -261,14 +252,14 @@ def disclaim(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes | Path) -> str:
-    """Write a file or copy one, wait until it is on the disk, and return the digest of it.
-
-    Whatever has the name is replaced: a link is not followed.
-    """
+    """Write or copy a file, sync it and return its digest; a link of that name is replaced."""
     path.unlink(missing_ok=True)
     digest = xxhash.xxh3_128()
     with ExitStack() as stack:
-        source = stack.enter_context(_as_stream(content))
+        stream = (
+            as_stream(open_input(content)) if isinstance(content, Path) else io.BytesIO(content)
+        )
+        source = stack.enter_context(stream)
         file = stack.enter_context(path.open("xb"))
         while piece := source.read(COPIED_BYTES):
             digest.update(piece)
@@ -276,10 +267,6 @@ def write_synced(path: Path, content: bytes | Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _as_stream(content: bytes | Path) -> BinaryIO:
-    return as_stream(open_input(content)) if isinstance(content, Path) else io.BytesIO(content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -21,7 +20,7 @@ from dare.documents.notices import Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import printable
-from dare.output.journal import Record
+from dare.output.journal import Record, group_by_tensor
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
@@ -156,7 +155,7 @@ def make_report(
     resumed_chunks: int = 0,
 ) -> Report:
     """Add up the figures of all chunks; `noticed` are further notices since the plan."""
-    chunks = by_tensor(records)
+    chunks = group_by_tensor(records)
     tensors = tuple(_tensor_report(plan, t, chunks[t.name]) for t in plan.merged())
     merged = [_merged_tensors(plan, model, tensors) for model in range(len(plan.models))]
     models = tuple(_model_report(plan, model, each) for model, each in enumerate(merged))
@@ -180,7 +179,7 @@ def make_report(
     for each, exposures in zip(merged, sample.exposures, strict=False):
         warnings += find_large_deltas(plan, each, exposures)
     return Report(
-        method="+".join(stage.name for stage in plan.stages),
+        method=plan.method,
         output=plan.recipe.output,
         models=models,
         tensors=tensors,
@@ -194,14 +193,6 @@ def make_report(
         seconds=seconds,
         digests=digests,
     )
-
-
-def by_tensor(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the records of each tensor's chunks, in order."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record.chunk):
-        found[record.tensor].append(record)
-    return found
 
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
@@ -268,7 +259,7 @@ def _drop_rates(plan: Plan, merged: Sequence[MergedTensor]) -> tuple[float | Non
 
 def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
     """Return the digests of all inputs and of the output."""
-    chunks_of = by_tensor(records)
+    chunks_of = group_by_tensor(records)
     base: dict[str, str] = {}
     models: list[dict[str, str]] = [{} for _ in plan.models]
     output: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """The files that a model needs besides its weights, in an output directory, and its card.
 
 The card says what the model is, what it was made from and how. Its text depends on the recipe, the
-inputs and what the merge found, not on the time, the machine or the folder: of a path only the name
-is told.
+inputs and what the merge found, not on the time, the machine or the folder.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ INHERITED = ("license", "license_name", "license_link", "library_name", "pipelin
 """Fields of the base's card that hold for the output too."""
 MACHINE_KEYS = ("input_digests", "output_digest", "threads", "max_memory", "verbose")
 """Keys of a recipe that do not decide what the output is."""
-MAX_FRONT_MATTER = 1 << 19
-"""Characters; the cards of embedding models carry their scores there, some 100,000."""
+MAX_FRONT_MATTER = 1 << 19  # characters; cards with scores have some 100,000
 MOST_EVENTS = 50_000
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 
@@ -90,7 +88,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
 def _template(
     setting: str, inputs: Inputs, chosen: int, tokenizer: int
 ) -> tuple[str | None, int, tuple[str, ...]]:
-    """The template to write, if any; the number of who gives it and its stop tokens; notes.
+    """Return the template to write, if any, the number of its and the stop tokens' giver, notes.
 
     `chosen` gives the configuration, and the template if it has one; `tokenizer` the tokenizer.
     """
@@ -117,7 +115,7 @@ def _template(
 
 
 def _lost(inputs: Inputs, giver: int) -> str:
-    """The stop tokens of a model that the output does not have."""
+    """Return the stop tokens of a model that the output does not have."""
     home, tokens = inputs.folders[giver], inputs.aligned.tokens
     if home is None or not tokens or tokens[0] is None or not inputs.aligned.keeps_base_tokenizer:
         return ""

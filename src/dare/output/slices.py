@@ -18,8 +18,8 @@ import json
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,12 +50,9 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
-PROBE_SECONDS = 2.0
-"""The wait for a slice's own journal, which others hold for a moment to see if it runs."""
+PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
 LARGEST_PAGE = 1 << 16  # bytes that a file system may write at once, though fewer were given to it
-
-
-MOST_NUMBERS = 8  # slices that are named; more are counted
+SLICES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -76,17 +73,16 @@ class SliceReport(Shown):
         """Return what the slice did, and which are not done yet; the report, if it has one."""
         if self.report is not None:
             return self.report.document()
-        numbers = ", ".join(map(str, self.unfinished[:MOST_NUMBERS]))
-        more = len(self.unfinished) - MOST_NUMBERS
-        others = f"{numbers} and {more} more" if more > 0 else numbers
-        waits = f"not done yet: {others}; the last one publishes the output"
+        waits = f"not done yet: {_listed(self.unfinished)}; the last one publishes the output"
         return Document(
             title=f"Slice {self.slice} is done in {self.seconds:.1f} s",
             kind="slice",
             tone=Tone.GOOD,
             lead=f"{times(self.chunks, 'piece')}, "
             + pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
-            facts=(("slices", waits if others else "another slice has published the output"),),
+            facts=(
+                ("slices", waits if self.unfinished else "another slice has published the output"),
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,9 +114,11 @@ class SliceOutput(PartialOutput):
         super().__exit__(None if kind is None else Exception, *error)
 
     def _open_journal(self) -> None:
+        own_name = slice_journal(self.folder, self.part).name
+        running = f"slice {self.part} is already running; give each process a different slice"
         with self._joining() as main:
             found = self._join(main)
-            self._journal = self._lock_own()
+            self._journal = self._lock_free(own_name, PROBE_SECONDS, running)
         for made in self._made:  # whoever publishes does not know that they are new
             sync_folder(made.parent)
         own = self._journal.read()
@@ -129,21 +127,19 @@ class SliceOutput(PartialOutput):
         self._known = set(own.records)
         self._take_over(JournalContent(records=found.records | own.records))
         self._journal.note_stamps(self._stamps)
-        self._journal.begin_slice(str(self.part))
+        self._journal.note_synced(slice=str(self.part), started=time.time())
         sync_folder(self.folder)
 
-    @contextmanager
-    def _joining(self) -> Iterator[Journal]:
+    def _joining(self) -> closing[Journal]:
         """Hold the main journal for a moment, so that slices join one after the other."""
+        what = "another process is writing this output without slices; wait, or stop it"
+        return closing(self._lock_free(JOURNAL_NAME, JOIN_SECONDS, what))
+
+    def _lock_free(self, name: str, wait: float, problem: str) -> Journal:
         try:
-            main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
+            return self._lock(name, wait=wait)
         except BusyError:
-            what = "another process is writing this output without slices; wait, or stop it"
-            raise OutputError(f"{self.folder}: {what}") from None
-        try:
-            yield main
-        finally:
-            main.close()
+            raise OutputError(f"{self.folder}: {problem}") from None
 
     def _join(self, main: Journal) -> JournalContent:
         """Find out what is under way there, and whether this slice fits in."""
@@ -189,13 +185,6 @@ class SliceOutput(PartialOutput):
         journals = slice_journals(self.folder)
         return [part for part, path in journals.items() if part != self.part and is_held(path)]
 
-    def _lock_own(self) -> Journal:
-        try:
-            return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
-        except BusyError:
-            what = f"slice {self.part} is already running; give each process a different slice"
-            raise OutputError(f"{self.folder}: {what}") from None
-
     def _open_files(self) -> None:
         """Open the files; make them, unless another slice has."""
         try:
@@ -214,31 +203,28 @@ class SliceOutput(PartialOutput):
         assert self._journal is not None
         with self._explaining(self.folder):
             self._files.sync()
-            self._journal.end_slice(SliceFigures(bytes_read, len(self.resumed)))
+            figures = SliceFigures(bytes_read, len(self.resumed))
+            self._journal.note_synced(synced=asdict(figures))
 
     def unfinished(self) -> tuple[int, ...]:
         """The slices that have not said that they are complete; none if all is published."""
-        with self._explaining(self.folder):
-            return self._find_unfinished()
-
-    def _find_unfinished(self) -> tuple[int, ...]:
         left = []
         main = self.folder / JOURNAL_NAME
         adopted: Mapping[str, SliceState] | None = None
-        for number in range(1, self.part.of + 1):
-            part = Slice(number, self.part.of)
-            path = slice_journal(self.folder, part)
-            if is_complete(path, self._fingerprint):
-                continue
-            if not path.exists():  # not begun, or what it says has gone into the main journal
-                try:
-                    adopted = adopted or read_journal(main.read_bytes()).parts
-                except FileNotFoundError:
-                    return ()
-                if (account := adopted.get(str(part))) is not None and account.synced is not None:
+        with self._explaining(self.folder), suppress(FileNotFoundError):  # of the main journal
+            for number in range(1, self.part.of + 1):
+                part = Slice(number, self.part.of)
+                path = slice_journal(self.folder, part)
+                if is_complete(path, self._fingerprint):
                     continue
-            left.append(number)
-        return tuple(left)
+                if not path.exists():  # not begun, or its lines are in the main journal
+                    adopted = adopted or read_journal(main.read_bytes()).parts
+                    state = adopted.get(str(part))
+                    if state is not None and state.synced is not None:
+                        continue
+                left.append(number)
+            return tuple(left)
+        return ()
 
 
 class GoneError(OutputError):
@@ -355,7 +341,7 @@ class FinishingOutput(PartialOutput):
         )
 
 
-def _listed(parts: Sequence[Slice]) -> str:
-    """The first few of some slices."""
-    shown = ", ".join(map(str, parts[:8]))
-    return f"{shown} and {len(parts) - 8} more" if len(parts) > 8 else shown
+def _listed(slices: Sequence[object]) -> str:
+    """Return the first few of some slices, and how many more there are."""
+    shown, more = ", ".join(map(str, slices[:SLICES_SHOWN])), len(slices) - SLICES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

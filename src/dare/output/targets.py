@@ -39,8 +39,7 @@ MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"
 MARK = b"dare makes an output here, and may delete everything in this folder.\n"
 JOURNAL_NAME = "journal.jsonl"
-REPLACED = ".replaced-"
-"""Comes after the name of an output that is being replaced, where names cannot be exchanged."""
+REPLACED = ".replaced-"  # suffix of an output that is replaced, if names cannot be exchanged
 LONGEST_NAME = 255  # bytes, on every file system that people use
 
 KINDS = {
@@ -53,8 +52,7 @@ KINDS = {
 """Patterns for the beginnings of the small files that dare writes."""
 BEGINNING_BYTES = 1 << 20
 
-UNKNOWN = "0" * DIGEST_LENGTH
-"""Stands where a digest will be, so that a text has its final length from the start."""
+UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
 SEAL = "check"
 MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
 
@@ -121,7 +119,7 @@ def is_only_name(path: Path) -> bool:
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output unless told to."""
+    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
     target = layout.target
     check_is_here(layout)
     _check_name(target)
@@ -157,7 +155,7 @@ def check_replaceable(layout: Layout) -> None:
 
 
 def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
-    """Refuse to write a small file over another unless told to, and over another kind ever."""
+    """Refuse to write a small file over another without `overwrite`, or ever over another kind."""
     if path is None or not os.path.lexists(path):
         return
     if not overwrite:

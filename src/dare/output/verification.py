@@ -94,10 +94,8 @@ def verify(
     """Hash an output again and compare it with its manifest; `verbose` shows progress.
 
     `sha256` also takes the SHA-256 of a merged model's weights: of the bytes of all tensors in
-    order of name, which any other program can take too. It is one sum over everything, so one core
-    computes it (4.4 s for a gigabyte where it has no instructions for it), while the rest uses all.
-
-    Raises VerificationError if there is no manifest to compare with.
+    order of name, which any other program can take too. One core computes it (up to 4.4 s for a
+    gigabyte), while the rest uses all. Raises VerificationError if there is no manifest.
     """
     path = to_path(path)
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
+from dare.inputs.sources import INDEX_NAME
 from dare.output.journal import Journal, JournalContent, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.targets import (
@@ -163,13 +164,10 @@ class PartialOutput:
     ) -> None:
         self.layout = layout
         self.folder = work_folder(layout)
-        self.resumed: list[Record] = []
-        """Chunks that are on the disk as the journal says, made from inputs with these stamps."""
-        self.doubtful: list[Record] = []
-        """The same, made from inputs with other stamps: whether they are the same must be seen."""
+        self.resumed: list[Record] = []  # chunks on the disk, made of inputs with these stamps
+        self.doubtful: list[Record] = []  # chunks on the disk, made of inputs with other stamps
         self.started_over = ""  # the reason why an earlier try is not used
-        self.announce: Callable[[str], None] = lambda _text: None
-        """Shows what is being done, where that takes long."""
+        self.announce: Callable[[str], None] = lambda _text: None  # shows progress
         self._fingerprint = fingerprint
         self._stamps = stamps
         self._resume = resume
@@ -256,10 +254,7 @@ class PartialOutput:
                 self.started_over = "was left by another merge or version of dare, and is not used"
 
     def _clear(self, kept: Collection[str]) -> bool:
-        """Remove all but these files; say whether there was anything.
-
-        Sidecars of an earlier try are removed, too: they are written again.
-        """
+        """Remove all but these files, also sidecars of an earlier try; tell if there were any."""
         held = (MARK_NAME, JOURNAL_NAME)
         leftovers = [
             path
@@ -369,12 +364,12 @@ class PartialOutput:
                 path = self.folder / name
                 headers[name] = file_digest(path) if digests_of_all else bytes_digest(header)
             if (index := self.layout.index()) is not None:
-                self.add_files({self.layout.index_name: index})
+                self.add_files({INDEX_NAME: index})
             text = seal(manifest, {**headers, **self._others})
             write_synced(self.folder / manifest_path(self.layout.target).name, text)
             for folder in {(self.folder / name).parent for name in ("x", *self._others)}:
                 sync_folder(folder)
-            self._journal.finish(bytes_digest(text))
+            self._journal.note_synced(finished=bytes_digest(text))
             self._clear_up()
             return publish(self.layout, self._made, overwrite=overwrite)
 
@@ -456,10 +451,7 @@ class PieceOutput(PartialOutput):
         metadata: Mapping[str, str],
         tensors: Mapping[str, Iterable[tuple[int, int] | bytes]],
     ) -> None:
-        """Put each tensor together from pieces, told by place and size, or from bytes.
-
-        `metadata` must be as long as what `finish` gets.
-        """
+        """Join each tensor from pieces (start and size) or bytes; `finish` gets equal metadata."""
         self.layout = layout
         self._files = OutputFiles(self.folder, layout, metadata, resumable=self._resume)
         ((name, (_, placed)),) = self._files.built.items()

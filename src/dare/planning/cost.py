@@ -17,14 +17,11 @@ from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 
-INTERPRETER_BYTES = 200 << 20
-"""About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
+INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
 
 CHUNKS_AT_ONCE = 4  # chunks that a thread reads and writes together, if memory allows
-CHUNKS_HELD = 20
-"""Chunks of all inputs and the output that a thread holds; with more models, fewer of each."""
-TENSOR_BYTES = 6000
-"""About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
+CHUNKS_HELD = 20  # chunks that a thread holds; with more models, fewer of each
+TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Cost:
 
     @property
     def workspace_bytes(self) -> int:
-        """Buffers of one thread, and what the sources keep for it: factors of LoRAs."""
+        """Buffers of one thread, and what the sources keep for it, as factors of LoRAs."""
         return self._workspace_for(self.chunks_at_once)
 
     def _workspace_for(self, chunks_at_once: int) -> int:
@@ -112,7 +109,7 @@ class Cost:
         stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
         together = chunks_at_once if self.is_fused else 1
         buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
-        return buffers + sum(source.reading_bytes for source in (plan.base, *plan.models))
+        return buffers + sum(source.reading_bytes for source in plan.sources)
 
     @cached_property
     def is_fused(self) -> bool:
@@ -164,7 +161,7 @@ class Cost:
 
     @property
     def matrix_work(self) -> int:
-        """The most that one survey takes for whole matrices, what it leaves behind included."""
+        """The most that one survey takes for whole matrices, its result included."""
         return self._largest[0]
 
     @property
@@ -190,29 +187,20 @@ class Cost:
             default=0,
         )
 
-    @cached_property
-    def census_bytes(self) -> int:
-        """The most that the observations of one census take; there is one at a time."""
-        stages = self.plan.stages
-        looks = (len(c.tensors) * stages[c.position].observation_bytes for c in self.plan.censuses)
-        return max(looks, default=0)
-
     @property
     def ahead_bytes(self) -> int:
-        return sum(source.ahead_bytes for source in (self.plan.base, *self.plan.models))
+        """The memory for reading ahead from stores."""
+        return sum(source.ahead_bytes for source in self.plan.sources)
 
     @cached_property
-    def sent_bytes(self) -> int:
-        """Buffers for the upload of a file to a store."""
-        layout = self.plan.layout
-        if layout is None or not layout.is_sent:
-            return 0
-        return sending_bytes(max(layout.sizes, default=0))
-
-    @property
     def shared_bytes(self) -> int:
-        """Memory that the threads share: a census, reading ahead and uploading."""
-        return self.census_bytes + self.ahead_bytes + self.sent_bytes
+        """Memory that the threads share: one census at a time, reading ahead and uploading."""
+        stages, layout = self.plan.stages, self.plan.layout
+        censuses = self.plan.censuses
+        observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
+        is_sent = layout is not None and layout.is_sent
+        sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
+        return max(observed, default=0) + self.ahead_bytes + sent
 
     @property
     def least_memory(self) -> int:
@@ -304,9 +292,7 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
             inside = root / top / path.lstrip("/")
             for folder in (inside, *inside.parents):
                 if folder.is_relative_to(root / top):
-                    with suppress(
-                        OSError, ValueError
-                    ):  # where there is no limit, that is no number
+                    with suppress(OSError, ValueError):  # without a limit it is not a number
                         limit = int((folder / most).read_text())
                         lines = (folder / "memory.stat").read_text().splitlines()
                         counts = {name: int(count) for name, count in map(str.split, lines)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dare.documents.notices import Notice
@@ -41,16 +42,12 @@ class TensorPlan:
     shape: tuple[int, ...]
     base: TensorInfo
     dtype: StorageType  # storage type in the output
-    models: tuple[int, ...]
-    """The models that take part: whose delta is merged, or whose copy is compared."""
-    settings: tuple[tuple[Settings, ...], ...]
-    """By model that takes part: the settings of each delta stage."""
+    models: tuple[int, ...]  # those whose delta is merged, or whose copy is compared
+    settings: tuple[tuple[Settings, ...], ...]  # by model: each delta stage's settings
     weights: tuple[float, ...]
     combine: Settings
-    tied_to: str | None = None
-    """The tensor that this one is under a second name; it is treated as that one is."""
-    drops: tuple[Drop | None, ...] = ()
-    """By model that takes part: an earlier drop that no stage makes up for."""
+    tied_to: str | None = None  # the tensor that this one is under a second name
+    drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
 
     @property
     def key(self) -> str:
@@ -129,14 +126,12 @@ class PlanData:
     models: tuple[Source, ...]
     model_names: tuple[str, ...]
     tensors: tuple[TensorPlan, ...]
-    left_out: tuple[str, ...]
-    """Tensors that only models have, and that the recipe allows to be dropped."""
+    left_out: tuple[str, ...]  # tensors that only models have
     warnings: tuple[Notice, ...]
     layout: Layout | None  # None when the result stays in memory
     notes: tuple[str, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
-    base_card: Mapping[str, str] | None = None
-    """Fields that an output directory's card takes from the base's card."""
+    base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
     backend: str = "cpu"
 
     @cached_property
@@ -149,6 +144,21 @@ class PlanData:
         """The combine stage."""
         return self.stages[-1]
 
+    @property
+    def method(self) -> str:
+        """The names of the stages."""
+        return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The base and the models."""
+        return self.base, *self.models
+
+    @property
+    def input_files(self) -> list[Path]:
+        """The files of the base and of all models."""
+        return [file for source in self.sources for file in source.files]
+
     @cached_property
     def has_later_draws(self) -> bool:
         return any(1 in t.draws_of(self.stages, m) for t in self.merged() for m in t.models)
@@ -156,8 +166,7 @@ class PlanData:
     @property
     def stamps(self) -> str:
         """A digest of the inputs' inodes and times, by which they are known here and now."""
-        stamps = [source.stamps() for source in (self.base, *self.models)]
-        return bytes_digest(json.dumps(stamps).encode())
+        return bytes_digest(json.dumps([source.stamps() for source in self.sources]).encode())
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Return the source of a model's copy of a tensor: the base, if the model lacks it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dare.errors import OutputError, RecipeError
-from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
+from dare.inputs.sources import SINGLE_NAME
 from dare.stores.locations import StorePath
 from dare.tensors.header import Described, TensorInfo, build_header
 
@@ -29,8 +29,7 @@ class Layout:
 
     target: Path  # the name the finished output gets: a `.safetensors` file, or a directory
     files: Mapping[str, tuple[Described, ...]]
-    scratch: Path | None = field(default=None, kw_only=True)
-    """The folder in which an output for a store is made, if given."""
+    scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
@@ -74,10 +73,6 @@ class Layout:
         places = {tensor[0]: name for name, tensors in self.files.items() for tensor in tensors}
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
-
-    @property
-    def index_name(self) -> str:
-        return INDEX_NAME
 
 
 def is_directory_target(target: Path) -> bool:

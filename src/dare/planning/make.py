@@ -55,14 +55,16 @@ def make_plan(
     problems, notices = _judge(recipe, misfits)
     warnings = [*_recipe_warnings(recipe), *notices]
     depths = find_depths(base.tensors)
-    shared = _Shared()
+    kept: dict[str, Any] = {}
     tensors = [
-        _plan_tensor(recipe, fit, base.ties, depths, models, names, problems, shared)
-        for fit in fits
+        _plan_tensor(recipe, fit, base.ties, depths, models, names, problems, kept) for fit in fits
     ]
     problems = problems or list(_find_idle(base, named, fits))
     if problems:
-        raise MismatchError(*_list(problems))
+        more = len(problems) - FINDINGS_SHOWN
+        head = [f"{len(problems)} tensors do not fit together:"] if len(problems) > 1 else []
+        rest = [f"… and {more} more"] if more > 0 else []
+        raise MismatchError(*head, *problems[:FINDINGS_SHOWN], *rest)
     for rule in recipe.tensors:
         matched = list(filter(rule.matches, base.tensors))
         tied = [f"{name} is {base.ties[name]}" for name in matched if name in base.ties]
@@ -113,8 +115,11 @@ def _plan_tensor(
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
-    shared: _Shared,
+    kept: dict[str, Any],
 ) -> TensorPlan:
+    def shared(value: T) -> T:  # most tensors of a model have equal settings
+        return kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
+
     base, tied_to = fit.base, ties.get(fit.base.name)
     name = tied_to or base.name
     depth = depths[name]
@@ -215,16 +220,6 @@ def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
     return base.dtype
 
 
-class _Shared:
-    """Keeps one of all that are equal: most tensors of a model have the same settings."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
-
-    def __call__(self, value: T) -> T:
-        return self._kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
-
-
 def _fate(recipe: Recipe, fit: Fit) -> tuple[Fate, list[int]]:
     """Return what becomes of a tensor, and the models that take part in it."""
     takes_all = recipe.chain[-1][0].models is not None  # then a missing delta is read as zero
@@ -311,19 +306,12 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:
-    places: Iterable[Mapping[str, Any]] = (
+    """Return every value that the recipe has for a parameter."""
+    tables: Iterable[Mapping[str, Any]] = (
         *(settings for _, settings in recipe.chain),
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )
-    found = [settings[parameter] for settings in places if parameter in settings]
+    found = [settings[parameter] for settings in tables if parameter in settings]
     lists = [value if isinstance(value, list) else [value] for value in found]
     return {value for values in lists for value in values}
-
-
-def _list(problems: Sequence[str]) -> list[str]:
-    shown = list(problems[:FINDINGS_SHOWN])
-    if len(problems) > FINDINGS_SHOWN:
-        shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
-    head = f"{len(problems)} tensors do not fit together:"
-    return [head, *shown] if len(problems) > 1 else shown

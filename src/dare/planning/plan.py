@@ -35,7 +35,7 @@ class Plan(PlanData, Shown):
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
         return {
-            "method": "+".join(stage.name for stage in self.stages),
+            "method": self.method,
             "stages": [{"stage": stage.name, **values} for stage, values in self.recipe.chain],
             "models": [
                 {"name": name, "weight": weight, "seed": seed}
@@ -86,16 +86,9 @@ class Plan(PlanData, Shown):
     def __repr__(self) -> str:
         """The plan in a line."""
         target = f" to {self.layout.target}" if self.layout is not None else ""
-        return printable(f"<Plan: {self._what}{target}>")
-
-    @property
-    def _what(self) -> str:
-        method = "+".join(stage.name for stage in self.stages)
         elements = sum(tensor.elements for tensor in self.tensors)
-        return (
-            f"{method} of {named(self.model_names)}, {times(len(self.tensors), 'tensor')}, "
-            f"{elements:,} elements"
-        )
+        size = f"{times(len(self.tensors), 'tensor')}, {elements:,} elements"
+        return printable(f"<Plan: {self.method} of {named(self.model_names)}, {size}{target}>")
 
     def document(self, *, brief: bool = False) -> Document:
         """Return what will be merged, how and at what cost; `brief` without the usual settings."""
@@ -114,7 +107,7 @@ class Plan(PlanData, Shown):
         stored = f" stored as {after}" if after != before else ""
         shared, different = self._model_settings(brief=brief)
         facts = [
-            ("method", self._method(shared, brief=brief)),
+            ("method", self._chain(shared, brief=brief)),
             ("base", str(recipe.base)),
             ("tensors", f"{tensors}; {elements}, {before}{stored}"),
             ("writes", self._written),
@@ -151,7 +144,7 @@ class Plan(PlanData, Shown):
             models=self.model_names,
         )
 
-    def _method(self, shared: Mapping[str, Any], *, brief: bool) -> str:
+    def _chain(self, shared: Mapping[str, Any], *, brief: bool) -> str:
         """Return the chain with the settings that all models share, and those of combining."""
         combine, settings = self.recipe.chain[-1]
         defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
@@ -163,8 +156,7 @@ class Plan(PlanData, Shown):
         }
         scale = {} if brief and self.recipe.scale == 1 else {"scale": self.recipe.scale}
         rates = {"embedding_drop_rate": self.recipe.embedding_drop_rate}
-        chain = "+".join(stage.name for stage in self.stages)
-        return _listed({chain: "", **shared, **rates, **combining, **scale})
+        return _listed({self.method: "", **shared, **rates, **combining, **scale})
 
     @property
     def _written(self) -> str:

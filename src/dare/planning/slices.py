@@ -43,8 +43,7 @@ class Slice:
         return f"{self.number}/{self.of}"
 
 
-Share = Mapping[str, Sequence[int]]
-"""The chunks of a slice, by tensor; tensors that it has no part of are not there."""
+Share = Mapping[str, Sequence[int]]  # the chunks of a slice, by tensor, for tensors that it has
 
 
 class Division:

@@ -11,11 +11,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from dare import kernels
+from dare.documents.progress import Display
 from dare.errors import RecipeError
 from dare.inputs.reading import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
-from dare.output.writer import ArraySink, Sink
+from dare.output.writer import ArraySink, PartialOutput, Sink
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend
@@ -64,7 +65,14 @@ def execute(
     return records
 
 
-def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) -> list[Record]:
+def confirm_inputs(plan: Plan, output: PartialOutput, display: Display) -> None:
+    """Keep the chunks of an earlier try whose inputs have other stamps and the same content."""
+    if output.doubtful:
+        display.announce("comparing the inputs with those of the earlier run")
+        output.confirm(_with_same_inputs(plan, output.doubtful))
+
+
+def _with_same_inputs(plan: Plan, records: Sequence[Record]) -> list[Record]:
     """Read the inputs of finished chunks again; keep the records of those that are the same.
 
     What was surveyed as a whole counts only if all of it is the same.
@@ -76,7 +84,6 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
         sources = sources_of(plan, tensor, tensor.models)
         span = chunk_span(record.chunk, tensor.elements)
         ((_, found),) = read_chunks(sources, tensor.name, *span, base_first=True)
-        progress(sum(raw.nbytes for raw in found))
         return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
 
     opened = hold_open((plan.base, *plan.models))
