@@ -21,7 +21,7 @@ from dare.documents.document import (
     tabulate,
 )
 from dare.documents.notebook import make_chart, render_card
-from dare.documents.notices import CATALOGUE, Severity, gravest, notice
+from dare.documents.notices import CATALOGUE, Severity, notice
 from dare.documents.page import render_page
 from dare.documents.shown import Shown
 from dare.documents.terminal import SafeConsole, print_document
@@ -135,8 +135,6 @@ def test_notices_have_codes_severities_and_subjects():
     found = notice("equals_base", "math", severity=Severity.NOTE)
     assert (found.code, found.severity, found.subjects) == ("equals_base", "note", ("math",))
     assert str(found).startswith("math: ")
-    assert gravest([found, notice("equals_base", "code")]) is Severity.SEVERE
-    assert gravest([]) is None
 
 
 @pytest.mark.parametrize("code", CATALOGUE)

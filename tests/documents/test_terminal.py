@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from dare.documents.terminal import draw_bar, make_table
+from dare.documents.document import Table
+from dare.documents.terminal import draw_bar, render_table
 
 
 @pytest.mark.parametrize(
@@ -18,5 +19,6 @@ def test_a_bar_has_its_cells_whatever_the_part(part, bar):
 
 def test_names_of_columns_are_not_markup():
     console = Console(file=io.StringIO(), width=40)
-    console.print(make_table("[bold]x[/bold]", "a > b", "n >"))
+    table = Table(("[bold]x[/bold]", "a > b", "n >"), (("1", "2", "3"),))
+    console.print(render_table(table, console))
     assert console.file.getvalue().split("\n")[1].split() == ["[bold]x[/bold]", "a", ">", "b", "n"]

@@ -12,7 +12,7 @@ conditions stand in the code that asks. A notice is known by its code, in Python
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.resources import files
@@ -143,9 +143,3 @@ def notice_from_dict(values: dict[str, Any]) -> Notice:
     """Return a notice from the values that `asdict` gave, also when JSON held them."""
     known = {"severity": Severity(values["severity"]), "subjects": tuple(values["subjects"])}
     return Notice(**{**values, **known})
-
-
-def gravest(notices: Iterable[Notice]) -> Severity | None:
-    """Return the highest severity among notices, if there are any."""
-    order = list(Severity)
-    return max((each.severity for each in notices), key=order.index, default=None)

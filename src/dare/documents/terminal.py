@@ -11,14 +11,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os.path import commonprefix
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -42,8 +40,6 @@ LEAST_FACT = 20
 BETWEEN = 3
 """Columns from one column of a table to the next."""
 BAR_CELLS = 24
-LABEL = 9
-"""Columns before the text of a notice."""
 STEP = 10
 """Columns before a command."""
 MOST_NOTES = 3
@@ -273,30 +269,6 @@ def fold_command(command: str, width: int) -> list[str]:
 def shown(text: str, style: str = "") -> Text:
     """Return a text that may hold names from outside, on one line."""
     return Text(printable(text), style)
-
-
-def make_table(*columns: str | Column, **looks: Any) -> Grid:
-    """Return a table; a column whose name ends in > is aligned to the right.
-
-    >>> table = make_table("model", "weight >")
-    >>> [(str(column.header), column.justify) for column in table.columns]
-    [('model', 'left'), ('weight', 'right')]
-    """
-    usual = {"box": SIMPLE_HEAD, "pad_edge": False, "header_style": "dim"}
-    return Grid(*map(_column, columns), **{**usual, **looks})
-
-
-def _column(column: str | Column) -> Column:
-    if isinstance(column, Column):
-        return column
-    name = column.removesuffix(" >")
-    return Column(shown(name), justify="left" if name == column else "right", overflow="fold")
-
-
-def print_titled(console: Console, title: str, table: Grid) -> None:
-    """A table below its title."""
-    console.print(Text(title, "bold"))
-    console.print(table)
 
 
 def draw_bar(part: float, cells: int, *, solid: bool) -> str:
