@@ -131,7 +131,6 @@ def test_a_copy_of_a_model_is_warned_of_once_before_and_after_the_work():
     tuned = {"layers.0.weight": base["layers.0.weight"] + np.float32(0.001)}
     found, report = notices(base, tuned, dict(tuned))  # seen in the sample, and by the digests
     assert found == [("same_model", "severe")]
-    assert report.warnings[0].subjects == ("model 1",)
-    assert "model 0" in report.warnings[0].text
+    assert report.warnings[0].subjects == ("model 0", "model 1")
     found, _ = notices(BASE, changed(1), changed(1), changed(2))  # by the digests alone
     assert found == [("same_model", "severe")]

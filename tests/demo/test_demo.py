@@ -57,7 +57,7 @@ def test_english_survives(ran):
 def test_what_is_written_is_what_is_true(ran):
     result, text, _ = ran
     assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
-    methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "each alone")
+    methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "alone,")
     assert all(name in text for name in ("base", *TUNED, *methods))
     assert "\x1b" not in text
     assert max(map(len, text.split("  repeat")[0].splitlines())) <= 80

@@ -99,7 +99,7 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
         f"math: {HEAD} is tied, so {EMBED} is used for it",
         f"{HEAD} and {EMBED} are one tensor: one change, one mask, one result",
     )
-    assert "note: math: prefix 'model.' added to 7 tensor names" in str(plan)
+    assert "math: prefix 'model.' added to 7 tensor names" in str(plan)
     dare.merge(recipe)
     merged = load_file(tmp_path / "out.safetensors")
     assert sorted(merged) == sorted([*full, EMBED, HEAD])

@@ -97,7 +97,7 @@ def test_what_is_left_out_is_listed_with_its_size(base, tmp_path):
     assert all("save_others is not set" in tensor.reason for tensor in report.left_out)
     assert report.share == pytest.approx(48 / (48 + 72 + 6), rel=1e-5)
     text = str(report)
-    assert f"left out, though changed (61.90% of the change): {HEAD}, {NORM}" in text
+    assert f"{HEAD}, {NORM}: 61.90% of the change" in text
     assert json.loads(report.to_json())["share"] == report.share
 
 

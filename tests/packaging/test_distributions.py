@@ -101,7 +101,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel_names: list[str]
     }
     found = {name for name in wheel_names if ".dist-info/" not in name}
     assert found == expected
-    assert {"dare/py.typed", "dare/output/page/templates/page.html.jinja"} <= found
+    assert {"dare/py.typed", "dare/documents/templates/page.html.jinja"} <= found
     assert f"dare_merge-{dare.__version__}.dist-info/licenses/LICENSE" in wheel_names
 
 

@@ -157,27 +157,37 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
     are_numbers = [name.endswith(" >") for name in table.columns]
-    widths = []
-    for header, is_number, *column in zip(headers, are_numbers, *cells, strict=True):
-        head = max(map(cell_len, header.split()), default=0) if is_number else cell_len(header)
-        widths.append(max(head, *map(cell_len, column)))
-    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
     places, bars = list(range(len(headers))), table.bars
+    columns = list(zip(*cells, strict=True))
+    widths = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
+    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
 
     def surplus(longest: int) -> int:
         room = BAR_CELLS + BETWEEN if bars else 0
         used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
         return used + min(widths[0], longest) - console.width
 
+    is_tight = surplus(widths[0]) > 0
+    if is_tight:  # then the headers of numbers may take several lines
+        for place in (place for place in places if are_numbers[place]):
+            words = (cell_len(word) for word in headers[place].split())
+            widths[place] = max(*words, *map(cell_len, columns[place]))
     for name in reversed(table.optional):
         if surplus(MOST_NAME) > 0 and name == BARS:
             bars = ()
         elif surplus(MOST_NAME) > 0 and name in table.columns:
             places.remove(table.columns.index(name))
-    is_tight = surplus(widths[0]) > 0
-    narrower = len(places) if is_tight else 0  # the columns then stand nearer to each other
+    is_crowded = surplus(widths[0]) > 0
+    last, over = places[-1], surplus(widths[0]) - len(places)
+    if over > 0 and not are_numbers[last] and widths[last] - over >= LEAST_NAME:
+        for row in cells:  # a name loses its middle rather than being broken
+            row[last] = (
+                row[last] if " " in row[last] else cut_middle(row[last], widths[last] - over)
+            )
+        widths[last] -= over
+    narrower = len(places) if is_crowded else 0  # the columns then stand nearer to each other
     first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0]) - narrower))
-    padding = (0, 1, 0, 0) if is_tight else (0, 1)
+    padding = (0, 1, 0, 0) if is_crowded else (0, 1)
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=padding, header_style="dim")
     for place in places:
         grid.add_column(
@@ -186,7 +196,7 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
             overflow="fold" if place else "ellipsis",
             no_wrap=not place,
             min_width=widths[place] if are_numbers[place] else None,
-            max_width=None if place else first,
+            max_width=first if not place else widths[place] if is_tight else None,
         )
     if bars:
         grid.add_column("", min_width=BAR_CELLS, no_wrap=True)
