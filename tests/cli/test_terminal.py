@@ -162,8 +162,9 @@ def test_a_merge_fits_from_plan_to_report(columns, folder):
     header = ["model", "weight", "dropped", "asked", "largest", "|δ|", "above", "0.0001"]
     if columns >= 100:
         assert [*header, "largest", "in"] in rows
-    else:  # headers of numbers take two lines
-        assert ["model", "weight", "dropped", "asked", "|δ|", "0.0001"] in rows
+    else:  # headers of numbers may take two lines
+        last = next(row for row in rows if row[:3] == ["model", "weight", "dropped"])
+        assert [word for word in ("asked", "|δ|", "0.0001") if word not in last] == []
     assert terminal.text.count("Severe  large deltas") == 1
     assert "  verify  dare verify merged.safetensors\n" in terminal.text
     assert "  repeat  dare merged.safetensors --output OTHER\n" in terminal.text

@@ -217,7 +217,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "-o math.safetensors": ("OutputError", "math.safetensors: ", "another output"),
     "-o math.safetensors --overwrite": ("OutputError", "math.safetensors: ", "another output"),
     "-o alias.safetensors --overwrite": ("OutputError", "alias.safetensors: ", "math.safetensors"),
-    "-o german.safetensors": ("OutputError", "exists", "\n  dare ", " --overwrite"),
+    "-o german.safetensors": ("ExistsError", "exists", "\n  dare ", " --overwrite"),
     "-o both --overwrite": ("OutputError", "both: ", "dare-manifest.json"),
     "-o /": ("OutputError", "/: ", "name"),
 }

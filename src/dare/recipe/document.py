@@ -354,12 +354,12 @@ def set_parameter(
         return  # the check of the recipe will say it
     if len(values) == 1:
         document[owner.name][name] = values[0]
-        if entries := _entries(document):  # no model has a value of its own any longer
-            plain = [
+        if isinstance(Files.of(document).get("models"), list | tuple):
+            plain = [  # no model has a value of its own any longer
                 {key: entry[key] for key in entry if key != name}
                 if isinstance(entry, dict)
                 else entry
-                for entry in entries
+                for entry in _entries(document)
             ]
             Files.of(document).set("models", plain)
     elif owner.kind == "combine":
