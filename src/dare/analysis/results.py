@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from dare.documents.notices import Notice
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.inputs.fit import LeftOut
@@ -313,7 +314,7 @@ class AnalysisData:
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
     together: Interference
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
     """What was done so that the inputs fit together."""
     vocabularies: dict[str, str]
     """How vocabularies differ from the base's, for models whose rows were matched by token."""

@@ -13,7 +13,7 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -256,13 +256,11 @@ def _finish(
     """Fill in the check of the header, write the manifest, and give the file its name."""
     layout, recipe = output.layout, work.plan.recipe
     known = [parent for path in recipe.paths for parent in (path, path.parent)]
-    published = replace(
-        report,
-        notes=tuple(without_folders(note, known) for note in report.notes),
-        warnings=tuple(
-            each.with_texts(lambda text: without_folders(text, known)) for each in report.warnings
-        ),
-    )
+
+    def portable(notices: Iterable[Notice]) -> tuple[Notice, ...]:
+        return tuple(n.with_texts(lambda text: without_folders(text, known)) for n in notices)
+
+    published = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
     ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()
     checked = notes.model_copy(update={"check": bytes_digest(unchecked)})
     (entry,) = recipe.models

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.documents.document import Document, Tone
-from dare.documents.notices import Notice, notice
+from dare.documents.notices import Notice
 from dare.documents.shown import Shown
 from dare.documents.words import pace_text, show_size, times
 from dare.inputs.delta_notes import DeltaNotes
@@ -56,7 +56,7 @@ class DeltaReport(_Report):
     bytes_read: int
     resumed_chunks: int
     seconds: float
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
     warnings: tuple[Notice, ...]
 
     @property
@@ -90,7 +90,7 @@ class DeltaReport(_Report):
                 ),
                 ("holds", self.held),
             ),
-            notices=(*(notice("adjusted", what=note) for note in self.notes), *self.warnings),
+            notices=(*self.notes, *self.warnings),
             steps={
                 "apply": f"dare apply BASE {output} -o MODEL",
                 "verify": f"dare verify {output}",

@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dare import kernels
+from dare.documents.notices import notice
 from dare.errors import InputError
 from dare.inputs.delta_notes import (
     AS_IN_BASE,
@@ -269,10 +270,7 @@ class DeltaSource(Source):
         self.ahead_bytes = file.stored.ahead_bytes
         self.was_dropped = self.notes.seed is not None and rescales
         if self.was_dropped:
-            self.remarks = (
-                f"is a delta file from which {self.notes.drop_rate:.4g} of the change was "
-                "dropped; the rest is rescaled by the share that was kept",
-            )
+            self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
 
     def _presented(self, name: str) -> TensorInfo:
         tensor = self.notes.tensors[name]

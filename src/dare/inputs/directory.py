@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
+from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
 from dare.stores.locations import StorePath, to_path
@@ -68,7 +69,7 @@ class Sidecars:
     """The content, or the file to copy, by relative name with forward slashes."""
     changes: Mapping[str, str]
     """The differences of files that are not copied as they are."""
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def collect(
     kept = {name.split("/")[0] for name in gathered.files}
     left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
     if left:
-        gathered.notes.append(f"not copied from {directory}: {some_of(left, EXAMPLES)}")
+        gathered.notes.append(
+            notice("not_copied", files=some_of(left, EXAMPLES), directory=directory)
+        )
     files = dict(sorted(gathered.files.items()))
     return Sidecars(directory, files, gathered.changes, tuple(gathered.notes))
 
@@ -169,7 +172,7 @@ class _Gathered:
         self.directory = directory
         self.files: dict[str, bytes | Path] = {}
         self.changes: dict[str, str] = {}
-        self.notes: list[str] = []
+        self.notes: list[Notice] = []
 
     def take(self, directory: Path, names: Iterable[str]) -> None:
         """Take files of a directory."""
@@ -182,8 +185,7 @@ class _Gathered:
             weights = [name for name in names if name.endswith(".safetensors")]
             pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
             if weights or pickles:
-                home = self.directory
-                self.notes.append(f"{folder}: its weights are copied from {home}, not merged")
+                self.notes.append(notice("copied_weights", folder, home=self.directory))
             yield from (name for name in names if not weights or name not in pickles)
 
     def take_code(self) -> None:
@@ -192,9 +194,7 @@ class _Gathered:
         configs = [name for name in self.files if name.endswith("config.json") and "/" not in name]
         if modules and any("auto_map" in self.table(name) for name in configs):
             self.take(self.directory, modules)
-            self.notes.append(
-                f"{some_of(modules, EXAMPLES)}: custom code, for trust_remote_code=True"
-            )
+            self.notes.append(notice("custom_code", files=some_of(modules, EXAMPLES)))
 
     def table(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a collected file."""
@@ -263,7 +263,7 @@ class _Gathered:
     def configure(self, changes: Changes) -> None:
         """Rewrite the configuration where the output differs from the directory's model."""
         if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
-            self.notes.append(f"{CONFIG}: keeps its type; transformers has no {changes.dtype.name}")
+            self.notes.append(notice("kept_type", CONFIG, dtype=changes.dtype.name))
         for name in (CONFIG, GENERATION_CONFIG):
             if name in self.files and (name == CONFIG or changes.token_ids is not None):
                 document = self.table(name)
@@ -521,7 +521,7 @@ def _decoded(text: bytes, where: Path) -> str:
 
 def choose_chat_template(
     setting: str, own: Path, models: Mapping[str, Path | None]
-) -> tuple[str | None, tuple[str, ...]]:
+) -> tuple[str | None, tuple[Notice, ...]]:
     """Return the template to replace the one in `own`, or None to leave that; and notes.
 
     The setting is "auto", the name of a model, a template, or a file that holds one. With "auto"
@@ -553,7 +553,7 @@ def choose_chat_template(
 
 def _agreed_template(
     own: Path, models: Mapping[str, Path | None]
-) -> tuple[str | None, tuple[str, ...]]:
+) -> tuple[str | None, tuple[Notice, ...]]:
     if chat_template_of(own) is not None:
         return None, ()
     templates = {
@@ -563,10 +563,6 @@ def _agreed_template(
     }
     owners, found = ", ".join(templates), set(templates.values())
     if len(found) == 1:
-        note = f"chat template: {own} has none, so the one from {owners} is used"
-        return found.pop(), (note,)
-    note = (
-        f"chat template: {own} has none, and {owners} have different ones, so the output has none; "
-        "set chat_template to the name of the model to take it from"
-    )
-    return None, (note,) if templates else ()
+        return found.pop(), (notice("borrowed_template", str(own), owners=owners),)
+    different = notice("different_templates", str(own), owners=owners)
+    return None, (different,) if templates else ()

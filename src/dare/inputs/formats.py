@@ -9,12 +9,13 @@ from any thread, the same bytes whatever the range.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.documents.notices import Notice
 from dare.errors import InputError
 from dare.inputs import gguf, lora, torch_bin
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
@@ -82,7 +83,7 @@ class Inputs:
     folders: tuple[Path | None, ...]
     """The directories of the base and each model, if they are in some."""
     aligned: Aligned
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
 
     @property
     def base(self) -> Source:
@@ -133,7 +134,7 @@ def open_inputs(
             found = folders[place] = model.folder(folders[0])
             configs[place] = {} if found is None else read_config(found)
     notes = [
-        f"{name}: {remark}"
+        replace(remark, subjects=(name, *remark.subjects))
         for name, source in zip(("base", *names), (base, *models), strict=True)
         for remark in source.remarks
     ]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import notice
 from dare.errors import HeaderError, InputError
 from dare.inputs.sources import InputFiles, Raw
 from dare.stores.locations import StorePath
@@ -188,17 +189,15 @@ class GgufSource(InputFiles):
                 unknown.append(tensor.name)
                 self._add(tensor.name, tensor)
         if family is None:
-            self._remark(
-                f"the tensor names of architecture {self.architecture!r} are not known, so they "
-                f"stay as they are in GGUF; known architectures: {', '.join(FAMILIES)}"
-            )
+            known = ", ".join(FAMILIES)
+            self._remark("unknown_architecture", architecture=self.architecture, known=known)
         elif unknown:
-            self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
+            self._remark("unknown_names", names=some_of(unknown))
         if left_out:
-            self._remark(f"{some_of(left_out)} is left out: llama.cpp computes it")
+            self._remark("not_weights", names=some_of(left_out))
 
-    def _remark(self, text: str) -> None:
-        self.remarks += (f"{self.path}: {text}",)
+    def _remark(self, code: str, **values: Any) -> None:
+        self.remarks += (notice(code, **values),)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:

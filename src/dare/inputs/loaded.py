@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.directory import read_config
 from dare.inputs.lora import CONV1D_MODELS
@@ -88,7 +89,7 @@ class Loaded:
     """All tensors of a model, by their stored names."""
 
     places: Mapping[str, LoadedTensor]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
 
 
 def find_places(
@@ -101,7 +102,7 @@ def find_places(
     if "model_type" not in config:
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
-            (f"{path}: has no model_type in a config.json; names are those of the file",),
+            (notice("names_as_stored", str(path)),),
         )
     if places := _by_table(config, tensors):
         return Loaded(places)
@@ -222,8 +223,9 @@ def _by_transformers(
             places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
     _refuse_doubles(folder, places)
     moved = sum(name != place.name for name, place in places.items())
-    note = f"{moved} tensors have other names in memory (transformers {transformers.__version__})"
-    return Loaded(places, (note,) if moved else ())
+    if not moved:
+        return Loaded(places)
+    return Loaded(places, (notice("other_names", count=moved, by=transformers.__version__),))
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:

@@ -231,8 +231,8 @@ class LoraSource(SourceView):
         if product is not None:
             self._products[info.name] = (product,)
 
-    def tie(self, names: Sequence[str]) -> str:
-        """Take tensors for one, the first, as the base does, and add their changes; note that."""
+    def tie(self, names: Sequence[str]) -> bool:
+        """Take tensors for one, the first, as the base does; return whether changes are added."""
         first, *others = names
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
@@ -255,9 +255,7 @@ class LoraSource(SourceView):
         if parts:
             self._products[first] = tuple(parts[:1] if is_one else parts)
         self.reading_bytes = self._count_reading_bytes()
-        if is_one or len(parts) < 2:
-            return ""
-        return f"its changes of {', '.join(names)} are added, as PEFT's merge_and_unload does"
+        return not is_one and len(parts) > 1
 
     def holds_delta(self, name: str) -> bool:
         return name in self._products and name not in self._whole

@@ -21,6 +21,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
@@ -43,7 +44,7 @@ class Matched:
     """A model whose names fit the base's as far as the rules go."""
 
     source: Source
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
@@ -69,14 +70,14 @@ def match_names(
 ) -> Matched:
     """Apply the rules to one model; `name` is its name in notes."""
     names = {tensor: tensor for tensor in model.tensors}
-    notes: list[str] = []
+    notes: list[Notice] = []
     if prefix := _prefix(set(base.tensors), set(model.tensors)):
-        names, note = _with_prefix(base.tensors, model.tensors, *prefix)
-        notes.append(f"{name}: {note}")
+        names, change = _with_prefix(base.tensors, model.tensors, *prefix)
+        notes.append(notice("renamed", name, change=change))
     own = says_tied(model_config)
     tied = says_tied(base_config) if own is None else own
-    if tied is True and not model.is_partial and (note := _tie(base.tensors, names)):
-        notes.append(f"{name}: {note}")
+    if tied is True and not model.is_partial and (done := _tie(base.tensors, names)):
+        notes.append(notice("tied_head", name, done=done))
     return Matched(RenamedSource(model, names) if notes else model, tuple(notes))
 
 
@@ -108,7 +109,7 @@ def _with_prefix(
         names[other if moves else tensor] = tensor
         count += moves
     verb = "added to" if model_lacks_it else "removed from"
-    return names, f"prefix {prefix!r} {verb} {times(count, 'tensor name')}"
+    return names, f"{prefix!r} is {verb} {times(count, 'tensor name')}"
 
 
 def _tie(base: Iterable[str], names: dict[str, str]) -> str:
@@ -144,7 +145,7 @@ def tie(
     models: Sequence[Source],
     names: Sequence[str],
     configs: Sequence[Config] | None = None,
-) -> tuple[Source, tuple[Source, ...], tuple[str, ...]]:
+) -> tuple[Source, tuple[Source, ...], tuple[Notice, ...]]:
     """Find the tensors that are stored under several names, and show the same under all of them.
 
     `configs` are those of base and models; a model's own wins over the base's. Returns the base,
@@ -155,10 +156,10 @@ def tie(
     for model, name, config in zip(models, names, others, strict=True):
         own = base_config if model.is_partial or says_tied(config) is None else config
         inputs.append(_Input(name, model, own))
-    notes: list[str] = []
+    notes: list[Notice] = []
     groups = _find_groups(inputs, notes)
     notes += [
-        f"{', '.join(others)} and {first} are one tensor: one change, one mask, one result"
+        notice("one_tensor", names=f"{', '.join(others)} and {first}")
         for first, others in groups.items()
     ]
     folded = [_fold(given, base, groups, notes) for given in inputs[1:]]
@@ -170,7 +171,7 @@ def tie(
 # ---------------------------------------------------------------- which names are one tensor
 
 
-def _find_groups(inputs: Sequence[_Input], notes: list[str]) -> Groups:
+def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
     base = inputs[0].source
     shared = _in_one_place(base)
     candidates = [
@@ -204,18 +205,18 @@ def _in_one_place(base: Source) -> set[str]:
 
 
 def _is_one(
-    inputs: Sequence[_Input], first: str, alias: str, notes: list[str], *, by_name: bool
+    inputs: Sequence[_Input], first: str, alias: str, notes: list[Notice], *, by_name: bool
 ) -> bool:
     """Return whether two names of the base stand for one tensor in every input."""
     base = inputs[0]
     if not by_name and not _share_storage(base.source, first, alias):
         return False
-    unused: list[str] = []
+    unused: list[Notice] = []
     for given in inputs:
         if _holds_one(given, first, alias):
             continue
         if _is_configured(given, first, alias):
-            unused.append(f"{given.name}: its {alias} is not used (tie_word_embeddings is true)")
+            unused.append(notice("unused_tensor", given.name, tensor=alias))
         elif given is not base and says_tied(base.config) and _is_configured(base, first, alias):
             raise MismatchError(
                 f"{alias}: the base's configuration ties it to {first} (tie_word_embeddings), and "
@@ -270,7 +271,7 @@ def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
     return TiedSource(source, names, ties) if names else source
 
 
-def _fold(given: _Input, base: Source, groups: Groups, notes: list[str]) -> Source:
+def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> Source:
     """Turn an adapter's changes under all names of one tensor into changes of that tensor."""
     source = adapter = given.source
     names = {name: name for name in source.tensors}
@@ -287,8 +288,8 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[str]) -> Sour
         stored = [names.pop(name) for name in held]
         names[first] = stored[0]
         changed |= held != [first]
-        if note := adapter.tie(stored):
-            notes.append(f"{given.name}: {note}")
+        if adapter.tie(stored):
+            notes.append(notice("added_changes", given.name, names=", ".join(stored)))
     return RenamedSource(adapter, names) if changed else source
 
 

@@ -30,12 +30,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import notice
 from dare.documents.words import times
 from dare.errors import InputError
 from dare.inputs.reading import Bytes, Floats, decoded
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
+from dare.tensors.names import some_of
 
 SETTINGS = ("quantization_config", "compression_config")
 MLX_SETTINGS = "quantization"
@@ -207,9 +209,10 @@ class DequantizedSource(SourceView):
         }
         super().__init__(inner, tensors)
         self.reading_bytes += PIECE_BYTES
-        self.remarks += (f"{times(len(applied), 'FP8 tensor')} read as float32, scales applied",)
+        count = times(len(applied), "FP8 tensor")
+        self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
         if activations:
-            self.remarks += (f"{times(len(activations), 'activation scale')} left out",)
+            self.remarks += (notice("not_weights", names=some_of(sorted(activations))),)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._scales:
@@ -318,8 +321,8 @@ class UnpackedSource(SourceView):
         stored = {name + end for name in packed for end in ("_blocks", "_scales")}
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
         super().__init__(inner, {**tensors, **packed})
-        count = times(len(packed), "MXFP4 tensor is", "MXFP4 tensors are")
-        self.remarks += (f"{count} read as bfloat16, which is exact",)
+        count = times(len(packed), "MXFP4 tensor")
+        self.remarks += (notice("dequantised", tensors=count, dtype="bfloat16, which is exact"),)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}

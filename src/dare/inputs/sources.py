@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import Notice
 from dare.errors import HeaderError, InputError
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
@@ -61,7 +62,7 @@ class Source:
     tensors: Mapping[str, TensorInfo]
     files: tuple[Path, ...] = ()
     """The files behind the source; none for arrays."""
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Notice, ...] = ()
     is_partial: bool = False
     """True if a tensor that it lacks is meant to be unchanged, as in an adapter."""
     was_dropped: bool = False

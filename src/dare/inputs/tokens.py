@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
 from dare.inputs.sources import Source
@@ -87,7 +88,7 @@ class Tokenizers:
     """Reads tokenizers, the same content only once."""
 
     def __init__(self) -> None:
-        self.notes: list[str] = []
+        self.notes: list[Notice] = []
         self._parsed: dict[tuple[str, bytes], Tokens | None] = {}
 
     def vocabulary(self, source: Source, name: str, directory: Path | None) -> Vocabulary | None:
@@ -111,7 +112,7 @@ class Tokenizers:
             self._parsed[found] = _parse(found[1], directory / found[0])
         tokens = self._parsed[found]
         if tokens is None:
-            self.notes.append(f"{directory / found[0]}: is of no known form; rows go by number")
+            self.notes.append(notice("unknown_tokenizer", str(directory / found[0])))
         return tokens and _with_further_tokens(tokens, directory)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import notice
 from dare.errors import HeaderError, InputError
 from dare.inputs.sources import InputFiles, Raw, check_against_index, find_files
 from dare.stores.locations import StorePath
@@ -64,8 +65,7 @@ class TorchSource(InputFiles):
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:
-            names = ", ".join(self.left_out)
-            self.remarks = (f"{path}: left out, because they are not tensors: {names}",)
+            self.remarks = (notice("not_weights", names=", ".join(self.left_out)),)
 
     def _read_pickle(self, file: Path) -> set[str]:
         """Read a file's list of tensors, and no weights; return their names."""

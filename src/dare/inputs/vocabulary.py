@@ -24,6 +24,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json
@@ -65,7 +66,7 @@ class Aligned:
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     differences: Mapping[str, str] = field(default_factory=dict)
     """How each model whose vocabulary is not the base's differs from it."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
         """Return the rows of an input (0 is the base) and of the output, if they differ."""
@@ -132,11 +133,15 @@ def align(
 
 
 def _difference(base: Vocabulary, other: Vocabulary) -> str:
+    return f"{other.name}: {_differences(base, other)}"
+
+
+def _differences(base: Vocabulary, other: Vocabulary) -> str:
     """Say how a model's vocabulary differs from the base's."""
     counts = f"its embedding has {other.rows:,} rows and the base's {base.rows:,}"
     if base.tokens is None or other.tokens is None:
         whose = "the base" if base.tokens is None else "it"
-        return f"{other.name}: {counts}, and {whose} has no tokenizer to name them"
+        return f"{counts}, and {whose} has no tokenizer to name them"
     fresh = {token: number for token, number in other.ids.items() if token not in base.ids}
     lacking = {token: number for token, number in base.ids.items() if token not in other.ids}
     moved = {token: n for token, n in other.ids.items() if base.ids.get(token, n) != n}
@@ -150,8 +155,8 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
         if tokens
     ]
     if not findings:
-        return f"{other.name}: {counts}, for the same tokens: only padding differs"
-    return f"{other.name}: {'; '.join(findings)}"
+        return f"{counts}, for the same tokens: only padding differs"
+    return "; ".join(findings)
 
 
 def _explain(base: Vocabulary, other: Vocabulary) -> str:
@@ -170,13 +175,13 @@ def _listed(tokens: Mapping[str, int]) -> str:
 
 def _notes(
     base: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
-) -> Iterator[str]:
+) -> Iterator[Notice]:
     for other in differing:
-        yield f"{_difference(base, other)}; rows are matched by token where both are known"
+        yield notice("matched_by_token", other.name, differences=_differences(base, other))
     if new:
-        yield f"new tokens, with their ids in the output: {_listed(new)}"
+        yield notice("new_tokens", tokens=_listed(new))
     if rows > base.rows:
-        yield f"embedding and head have {rows:,} rows in the output and {base.rows:,} in the base"
+        yield notice("more_rows", rows=rows, before=base.rows)
 
 
 # ---------------------------------------------------------------- a union

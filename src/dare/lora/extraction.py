@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import read_config
@@ -62,7 +63,7 @@ class Change:
     model: Source
     places: Mapping[str, LoadedTensor]
     """Where each tensor of the base is in the loaded model."""
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
 
     @cached_property
     def modules(self) -> dict[str, set[str]]:
@@ -160,7 +161,7 @@ def extract_adapter(
             modules=tuple(extracted),
             notes=(
                 *change.notes,
-                *([f"{times(same, 'module equals', 'modules equal')} the base"] if same else []),
+                *([notice("equal_modules", modules=times(same, "module"))] if same else []),
             ),
             bytes_written=writing.bytes_written,
             seconds=time.perf_counter() - started,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dare.checks.same_model import check_inputs
 from dare.documents.document import Document
-from dare.documents.notices import notice
+from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError
@@ -94,7 +94,7 @@ class AdapterPlan(Shown):
     """None keeps everything."""
     weights: tuple[float, ...]
     dtype: StorageType
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
 
     @property
     def method(self) -> str:
@@ -148,7 +148,7 @@ class AdapterPlan(Shown):
                 ("modules", f"{times(len(self.modules), 'module')}, {self.route}"),
                 ("memory", memory),
             ),
-            notices=tuple(notice("adjusted", what=note) for note in self.notes),
+            notices=self.notes,
         )
 
 
@@ -237,8 +237,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             raise InputError("the merged change is zero in every module; there is nothing to write")
         averaged = _write_averages(plan, {module.name for module in modules}, writing)
         left = len(plan.modules) - len(modules)
-        zero = times(left, "module is", "modules are")
-        left_out = [f"{zero} left out, because the merged change is zero"] if left else []
+        left_out = [notice("zero_modules", modules=times(left, "module"))] if left else []
         report = AdapterReport(
             output=writing.target,
             modules=tuple(modules),
@@ -297,31 +296,30 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
             yield Module(name, tuple(owners), pairs, "F" if is_transposed else "C", has_bias)
 
 
-def _notes(plan: AdapterPlan) -> Iterator[str]:
+def _notes(plan: AdapterPlan) -> Iterator[Notice]:
     bases = {str(adapter.adapter.base_name) for adapter in plan.adapters}
     if len(bases) > 1:
-        named = ", ".join(sorted(bases))
-        yield f"different bases are named ({named}); the result names the first"
+        yield notice("different_bases", bases=", ".join(sorted(bases)))
     partial = [module for module in plan.modules if len(module.owners) < len(plan.adapters)]
     if partial:
-        yield (f"{len(partial)} of {len(plan.modules)} modules are not in every adapter")
+        yield notice("partial_modules", partial=len(partial), modules=len(plan.modules))
     if plan.adapters[0].saved.tensors:
         total = math.fsum(plan.weights)
         if total == 0:
             raise RecipeError("weights: they sum to 0, and what is stored in full is averaged")
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
-        yield (f"tensors that are stored in full are averaged with {how}, not dropped or scaled")
+        yield notice("averaged_in_full", how=how)
     if plan.is_additive:
         return
-    yield from (str(warning) for warning in plan.elementwise.warnings)
+    yield from plan.elementwise.warnings
     recipe = plan.recipe
     tables = [settings for _, settings in recipe.chain]
     tables += [entry.settings for entry in recipe.models]
     tables += [rule.settings for rule in recipe.tensors]
     if any(isinstance(value, list) for table in tables for value in table.values()):
-        yield ("settings that change over the layers end at the last layer that an adapter changes")
+        yield notice("adapter_layers")
     if "dare" in plan.method:
-        yield ("most of the error is the noise of dropping, which a low rank removes again")
+        yield notice("noise_of_dropping")
 
 
 # ---------------------------------------------------------------- the modules

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dare import __version__
 from dare.documents.document import Document, Tone
-from dare.documents.notices import notice
+from dare.documents.notices import Notice
 from dare.documents.shown import Shown
 from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
@@ -83,7 +83,7 @@ class _Report(Shown):
     title: ClassVar[str]
     output: Path
     modules: tuple[ModuleReport, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Notice, ...]
     """Remarks on tensors that were averaged, left out, or different."""
     bytes_written: int
     seconds: float
@@ -131,7 +131,7 @@ class _Report(Shown):
             tone=Tone.GOOD,
             lead=f"{size} in {self.seconds:.1f} s",
             facts=tuple(self.facts),
-            notices=tuple(notice("adjusted", what=note) for note in self.notes),
+            notices=self.notes,
             done=f"{self.output} is written",
         )
 
@@ -281,7 +281,10 @@ class AdapterOutput:
         versions = {"dare-merge": __version__, "numpy": np.__version__}
         versions["python"] = platform.python_version()
         known = [parent for file in self._inputs for parent in (file, file.parent)]
-        report = replace(report, notes=tuple(without_folders(n, known) for n in report.notes))
+        report = replace(
+            report,
+            notes=tuple(n.with_texts(lambda t: without_folders(t, known)) for n in report.notes),
+        )
         figures = report.to_dict()
         del figures["output"]
         manifest = {

@@ -87,7 +87,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
 
 def _template(
     setting: str, inputs: Inputs, chosen: int, tokenizer: int
-) -> tuple[str | None, int, tuple[str, ...]]:
+) -> tuple[str | None, int, tuple[Notice, ...]]:
     """Return the template to write, if any, the number of its and the stop tokens' giver, notes.
 
     `chosen` gives the configuration, and the template if it has one; `tokenizer` the tokenizer.
@@ -106,11 +106,8 @@ def _template(
     givers = (*named, own, *range(1, len(templates)))
     giver = next((number for number in givers if templates[number] == template), chosen)
     if setting == "auto" and giver != own and (lost := _lost(inputs, giver)):
-        text = (
-            f"chat template: the one of {inputs.names[giver - 1]} is not used: it ends a text with "
-            f'{lost}, which the tokenizer does not have; set vocabulary = "union" to add it'
-        )
-        return None, chosen, (text,)
+        unused = notice("unused_template", inputs.names[giver - 1], lost=lost)
+        return None, chosen, (unused,)
     return template, giver, notes
 
 

@@ -129,7 +129,7 @@ class PlanData:
     left_out: tuple[str, ...]  # tensors that only models have
     warnings: tuple[Notice, ...]
     layout: Layout | None  # None when the result stays in memory
-    notes: tuple[str, ...] = ()  # changes that were made so that the inputs fit together
+    notes: tuple[Notice, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
     base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
     backend: str = "cpu"

@@ -43,7 +43,7 @@ def make_plan(
     base: Source,
     models: Sequence[Source],
     names: Sequence[str],
-    notes: Sequence[str] = (),
+    notes: Sequence[Notice] = (),
     backend: str = "cpu",
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
@@ -99,11 +99,8 @@ def make_plan(
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.least_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        text = (
-            f"buffers take {needed} of memory, where {usual} is the default{reason}; that is for "
-            "one thread, and a larger max_memory lets more of them work"
-        )
-        return replace(plan, notes=(*plan.notes, text))
+        memory = notice("more_memory", needed=needed, usual=usual, reason=reason)
+        return replace(plan, notes=(*plan.notes, memory))
     return plan
 
 

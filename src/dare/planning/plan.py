@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from dare.documents.document import Document, Section, tabulate
-from dare.documents.notices import notice
 from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import printable
@@ -50,7 +49,7 @@ class Plan(PlanData, Shown):
             "max_memory_bytes": self.cost.max_memory,
             "bytes_read": self.cost.bytes_read,
             "bytes_written": self.cost.bytes_written,
-            "notes": list(self.notes),
+            "notes": [asdict(notice) for notice in self.notes],
             "files_beside": sorted(self.sidecars.files) if self.sidecars else [],
             "warnings": [asdict(notice) for notice in self.warnings],
             "tensors": [
@@ -137,10 +136,7 @@ class Plan(PlanData, Shown):
             kind="plan",
             facts=tuple(facts),
             sections=(Section("models", "Models", (models,), is_brief=True),),
-            notices=(
-                *(notice("adjusted", what=note) for note in self.notes),
-                *(() if brief else self.warnings),
-            ),
+            notices=(*self.notes, *(() if brief else self.warnings)),
             models=self.model_names,
         )
 

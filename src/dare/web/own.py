@@ -201,7 +201,7 @@ def _describe_plan(planned: Plan) -> dict[str, Any]:
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
             for name, entry, weight, seed in given
         ],
-        "notes": list(planned.notes),
+        "notes": list(map(str, planned.notes)),
         "warnings": list(map(str, planned.warnings)),
         "left_out": list(planned.left_out),
     }
