@@ -81,7 +81,9 @@ def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     found = collect(tmp_path)
     assert tuple(found.files) == TAKEN
     assert all(path == (tmp_path / name).resolve() for name, path in found.files.items())
-    assert found.notes == (f"not copied from {tmp_path}: data_config.json, 'odd\\nname'",)
+    (note,) = found.notes
+    assert note.code == "not_copied"
+    assert note.text.endswith(f"{tmp_path}: data_config.json, 'odd\\nname'")
 
 
 def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> None:
@@ -97,19 +99,20 @@ def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> N
     assert content(found.files, "tokenizer.json") == {"other": 1}
     assert content(found.files, "config.json")["vocab_size"] == 10
     assert found.changes == {"added_tokens.json": "tokens added"}
-    assert any("vocab.txt" in note for note in found.notes)  # left behind, and said so
+    assert any("vocab.txt" in note.text for note in found.notes)  # left behind, and said so
 
 
 def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: Path) -> None:
     fill(model, modeling_x_dot_py="import os", setup_dot_py="")
     assert "modeling_x.py" not in collect(model).files
-    assert collect(model).notes == (f"not copied from {model}: modeling_x.py, setup.py",)
+    assert [note.code for note in collect(model).notes] == ["not_copied"]
     fill(model, config_dot_json={"auto_map": {"AutoModel": "modeling_x.X"}})
     found = collect(model)
     assert {"modeling_x.py", "setup.py"} <= set(found.files)
     (note,) = found.notes
-    assert "modeling_x.py" in note
-    assert "trust_remote_code=True" in note
+    assert note.code == "custom_code"
+    assert "modeling_x.py" in note.text
+    assert "trust_remote_code=True" in note.text
 
 
 def test_folders_of_sentence_transformers(model: Path) -> None:
@@ -128,10 +131,10 @@ def test_folders_of_sentence_transformers(model: Path) -> None:
         "1_Pooling/sub/more.json",
         "2_Dense/model.safetensors",
     ]
-    assert found.notes == (
-        f"2_Dense: its weights are copied from {model}, not merged",
-        f"not copied from {model}: unnamed",
-    )
+    assert [(note.code, note.subjects) for note in found.notes] == [
+        ("copied_weights", ("2_Dense",)),
+        ("not_copied", ()),
+    ]
 
 
 # ---------------------------------------------------------------- what changes
@@ -159,7 +162,7 @@ def test_a_type_that_no_model_can_have_is_left_out_of_the_configuration(model: P
     found = collect(model, Changes(dtype=F8))
     assert found.files["config.json"] == model / "config.json"
     (note,) = found.notes
-    assert note.startswith("config.json: keeps its type")
+    assert (note.code, note.subjects) == ("kept_type", ("config.json",))
 
 
 def test_the_vocabulary_size_is_updated_for_the_text_model(model: Path) -> None:
@@ -233,13 +236,12 @@ def test_which_chat_template(tmp_path: Path) -> None:
     models: dict[str, Path | None] = {"one": one, "other": other, "plain": plain, "file": None}
     assert choose_chat_template("auto", one, models) == (None, ())
     assert choose_chat_template("auto", plain, {"plain": plain, "file": None}) == (None, ())
-    assert choose_chat_template("auto", plain, {"one": one, "same": same}) == (
-        "{1}",
-        (f"chat template: {plain} has none, so the one from one, same is used",),
-    )
+    template, (note,) = choose_chat_template("auto", plain, {"one": one, "same": same})
+    assert (template, note.code, note.subjects) == ("{1}", "borrowed_template", (str(plain),))
+    assert "one, same" in note.text
     template, (note,) = choose_chat_template("auto", plain, models)
     assert template is None
-    assert "one, other have different ones" in note
+    assert (note.code, "one, other" in note.text) == ("different_templates", True)
     assert choose_chat_template("other", one, models) == ("{2}", ())
     assert choose_chat_template("{{ x }}", one, models) == ("{{ x }}", ())
     assert choose_chat_template(str(other / "chat_template.jinja"), one, models) == ("{2}", ())

@@ -128,7 +128,9 @@ def test_what_is_no_tensor_is_reported(tmp_path):
     source = TorchSource(path)
     assert list(source.tensors) == ["w"]
     assert source.left_out == ("step", "7", "config")
-    assert source.remarks == (f"{path}: left out, because they are not tensors: step, 7, config",)
+    (remark,) = source.remarks
+    assert remark.code == "not_weights"
+    assert remark.text.endswith("step, 7, config")
     assert TorchSource(save(tmp_path / "n.pt", {"w": W})).remarks == ()
 
 

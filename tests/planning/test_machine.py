@@ -48,10 +48,10 @@ def test_a_matrix_stage_gets_what_it_needs_on_a_laptop(files, method):
     assert made.cost.threads == 1
     told = made.to_dict()
     assert told["max_memory_bytes"] == made.cost.least_memory
-    (note,) = [note for note in told["notes"] if "memory" in note]
-    assert "embed.weight" in note
-    assert f"{made.cost.least_memory / 1e9:.2f} GB" in note
-    assert note in " ".join(str(made).split())  # it is wrapped
+    (text,) = [note["text"] for note in told["notes"] if note["code"] == "more_memory"]
+    assert "embed.weight" in text
+    assert f"{made.cost.least_memory / 1e9:.2f} GB" in text
+    assert text in " ".join(str(made).split())  # it is wrapped
 
 
 def test_what_the_machine_does_not_have_is_refused_with_the_figure(files):
