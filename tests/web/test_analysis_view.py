@@ -169,9 +169,10 @@ def rename(value: Any, old: str, new: str) -> Any:
 @pytest.mark.parametrize("name", [HOSTILE, "__proto__", "constructor"])
 def test_hostile_names_are_only_text(page, document, name):
     hostile = rename(document, "say", name)
-    for notice in (*hostile["readiness"]["findings"], *hostile["advice"]["doubts"]):
+    hostile["notes"] = [dict(one) for one in hostile["advice"]["doubts"]]
+    notices = (*hostile["readiness"]["findings"], *hostile["advice"]["doubts"], *hostile["notes"])
+    for notice in notices:
         notice["code"] = notice["text"] = notice["remedy"] = name
-    hostile["notes"] = [name]
     hostile["models"][2]["file"] = hostile["base"] = f"/models/{name}"
     drop(page, json.dumps(hostile))
     page.wait_for_function(

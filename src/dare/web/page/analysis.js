@@ -135,13 +135,14 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
     paragraph("figures", source));
 }
 
-const caveat = ({ text, remedy }) =>
-  [text, remedy].filter(Boolean).map((part) => `${part}.`).join(" ");
+/** A notice in a line. */
+const told = ({ subjects, text, remedy }) => (subjects.length ? `${subjects.join(", ")}: ` : "")
+  + [text, remedy].filter(Boolean).map((part) => `${part}.`).join(" ");
 
 const advice = ({ advice: { suggestions, doubts } }) => [
   make("h3", {}, "Why these settings"),
   make("ul", { className: "advice" }, ...suggestions.map(suggestion)),
-  ...(doubts.length ? [card("Caveats", listOf("plain", doubts.map(caveat)))] : []),
+  ...(doubts.length ? [card("Caveats", listOf("plain", doubts.map(told)))] : []),
 ];
 
 /** The advice as a recipe to copy, or to take over with `onTake`. */
@@ -165,7 +166,7 @@ function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
     make("summary", {}, `${title} (${items.length})`), listOf("plain", items));
   return make("div", {},
     paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
-    ...(notes.length ? [folded("What was done so that they fit", notes)] : []),
+    ...(notes.length ? [folded("What was done so that they fit", notes.map(told))] : []),
     ...(leftOut.length ? [folded("Left out", leftOut.map(misfit))] : []));
 }
 

@@ -99,7 +99,7 @@ const analysis = table({
     total: table({ cosine: real, agreeing: real, both: real }),
   })),
   together: table({ cancelled: real }),
-  notes: list(text),
+  notes: list(table(notice)),
   left_out: list(table({
     tensor: text,
     reason: oneOf("not weights", "unlike base", "not in base"),
