@@ -118,7 +118,7 @@ test-attack: $(VENV)/dev-ready
 test-browser: $(VENV)/tools-ready
 	@command -v chromium || command -v chromium-browser || { echo "chromium is missing"; exit 1; }
 	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal -m browser \
-		tests/analysis/page/test_browser.py tests/studies/test_study_browser.py tests/web
+		tests/analysis/test_analysis_browser.py tests/studies/test_study_browser.py tests/web
 
 # One thread for each process: more of them spin while they wait for each other.
 test-real: $(VENV)/dev-ready
