@@ -238,10 +238,11 @@ def test_what_cannot_be_verified_is_among_the_findings(name, mistakes):
     path = f"{name}.safetensors"
     (verification,) = dare("verify", path, "--json").json
     (problem,) = verification["problems"]
-    assert problem.startswith(f"{path}: ")
+    text = problem["text"]
+    assert text.startswith(f"{path}: ")
     outcome = dare("verify", path)
-    assert (outcome.status, verification["ok"], problem in outcome.out) == (FAILED, False, True)
-    assert dare("verify", path, "-q").err == f"dare: {problem}\n"
+    assert (outcome.status, verification["ok"], text in outcome.out) == (FAILED, False, True)
+    assert dare("verify", path, "-q").err == f"dare: {text}\n"
 
 
 Usage = namedtuple("Usage", "total used free")

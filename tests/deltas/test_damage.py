@@ -78,7 +78,7 @@ def check_reported(file: Path, context: object) -> None:
         text = str(error)
     else:
         assert not found.ok, context
-        text = " ".join(found.problems)
+        text = " ".join(map(str, found.problems))
     assert file.name in text, (context, text)
 
 

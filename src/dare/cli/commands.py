@@ -31,6 +31,7 @@ from dare.cli.flags import (
     switch,
     takes_recipe,
 )
+from dare.documents.notices import notice
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.manifest import find_manifest
 from dare.planning.plan import Plan
@@ -226,7 +227,7 @@ def verify(
         try:
             found.append(verify_output(path, verbose=not quiet, sha256=sha256))
         except (InputError, VerificationError) as error:
-            found.append(Verification(path, (str(error),), tensors=0, bytes_checked=0))
+            found.append(Verification(path, (notice("unreadable", error=error),), 0, 0))
             if quiet:
                 print(f"dare: {error}", file=sys.stderr)
         show.document(console, found[-1].document())

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dare.documents.document import Document, Tone
-from dare.documents.notices import notice
+from dare.documents.notices import Notice, notice
 from dare.documents.progress import show_progress
 from dare.documents.shown import Shown
 from dare.documents.words import show_size, times
@@ -53,10 +53,10 @@ class Verification(Shown):
     """The outcome of checking an output."""
 
     path: Path
-    problems: tuple[str, ...]
+    problems: tuple[Notice, ...]
     tensors: int
     bytes_checked: int
-    changed: tuple[str, ...] = ()
+    changed: tuple[Notice, ...] = ()
     """Changes that were probably made on purpose: to the card, or pictures next to it."""
     sha256: str | None = None
     """The SHA-256 of all tensors' bytes in order of name; merged models only, if asked for."""
@@ -81,10 +81,7 @@ class Verification(Shown):
             tone=Tone.GOOD if self.ok else Tone.POOR,
             lead=f"{checked}, {self.path}" if self.ok else str(self.path),
             facts=facts,
-            notices=(
-                *(notice("not_as_written", what=problem) for problem in self.problems),
-                *(notice("changed_beside", what=change) for change in self.changed),
-            ),
+            notices=(*self.problems, *self.changed),
         )
 
 
@@ -106,7 +103,7 @@ def verify(
         return _verify_delta(path, source, verbose)
     if _is_restored(path):
         return _verify_files(path)
-    problems: list[str] = []
+    problems: list[Notice] = []
     manifests = {
         file: _checked_manifest(file, header.metadata, problems)
         for file, header in source.headers.items()
@@ -118,20 +115,22 @@ def verify(
     whole = model_digest((source.tensors[name], digest) for name, digest in digests.items())
     for file, manifest in manifests.items():
         if manifest.get("output") not in (whole, UNKNOWN):  # of shards in a store it was not known
-            problems.append(f"{file}: the weights' digest is {whole}, not {manifest.get('output')}")
+            problems.append(
+                notice("other_digest", str(file), found=whole, expected=manifest.get("output"))
+            )
     embedded = next(iter(manifests.values()), {})
-    changed: list[str] = []
+    changed: list[Notice] = []
     try:
         beside = manifest_path(path)
         if not beside.exists() and path.is_dir():
-            problems.append(f"{beside.name}: is missing, so only the weights could be checked")
+            problems.append(notice("no_manifest", beside.name))
         elif beside.exists():
             manifest = read_manifest(beside)
             problems += _compare_weights(beside, manifest, digests, embedded, ok=not problems)
             if path.is_dir():
                 problems += _compare_files(path, manifest, set(source.headers), changed)
     except (InputError, KeyError, TypeError, AttributeError) as error:
-        problems.append(str(error))
+        problems.append(notice("unreadable", error=error))
     total = None if weights is None else weights.hexdigest()
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed), total)
 
@@ -149,8 +148,8 @@ def _verify_files(path: Path) -> Verification:
     manifest = manifest_path(path)
     if not manifest.exists():
         raise VerificationError(f"{path}: was not made by dare; it has no {MANIFEST_NAME}")
-    problems: list[str] = []
-    changed: list[str] = []
+    problems: list[Notice] = []
+    changed: list[Notice] = []
     sizes: list[int] = []
     try:
         sizes = [info.nbytes for info in open_source(path).tensors.values()]
@@ -158,15 +157,15 @@ def _verify_files(path: Path) -> Verification:
         if path.is_dir():
             problems += _compare_files(path, document, set(), changed)
         elif document["files"].get(path.name) != file_digest(path):
-            problems.append(f"{path.name}: has changed since it was written")
+            problems.append(notice("changed", path.name))
     except InputError as error:
-        problems.append(str(error))
+        problems.append(notice("unreadable", error=error))
     return Verification(path, tuple(problems), len(sizes), sum(sizes), tuple(changed))
 
 
 def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification:
     """The same for a delta file, which has the digests of its chunks in itself."""
-    problems: list[str] = []
+    problems: list[Notice] = []
     nbytes = sum(info.nbytes for info in source.tensors.values())
     tensors = 0
     try:
@@ -178,11 +177,11 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
         chunks = [(n, chunk) for n, pieces in file.pieces.items() for chunk in range(len(pieces))]
         with source, show_progress(nbytes, "verifying", visible=verbose) as display:
 
-            def problem(place: tuple[str, int]) -> str | None:
+            def problem(place: tuple[str, int]) -> Notice | None:
                 try:
                     parts = file.read_parts(*place)
                 except InputError as error:
-                    return str(error)
+                    return notice("unreadable", error=error)
                 display.advance(sum(part.nbytes for part in parts))
                 return None
 
@@ -192,13 +191,13 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
         if manifest.exists() and not problems:
             written = read_sealed(manifest)["files"]
             if list(written.values()) != [file_digest(file.path)]:  # both may have a new name
-                problems.append(f"{manifest}: belongs to another file, not to {file.path.name}")
+                problems.append(notice("other_manifest", str(manifest), file=file.path.name))
     except InputError as error:
-        problems.append(str(error))
+        problems.append(notice("unreadable", error=error))
     return Verification(path, tuple(problems), tensors, nbytes)
 
 
-def _checked_manifest(file: Path, metadata: Mapping[str, str], problems: list[str]) -> Manifest:
+def _checked_manifest(file: Path, metadata: Mapping[str, str], problems: list[Notice]) -> Manifest:
     """Read the manifest in a file's header and check the header against it."""
     if METADATA_KEY not in metadata:
         raise VerificationError(f"{file}: was not made by dare; its header has no manifest")
@@ -206,13 +205,13 @@ def _checked_manifest(file: Path, metadata: Mapping[str, str], problems: list[st
         manifest = json.loads(metadata[METADATA_KEY])
         check = manifest[SEAL].encode()
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        problems.append(f"{file}: the manifest in the header is damaged")
+        problems.append(notice("damaged_header", str(file)))
         return {}
     with as_stream(open_input(file)) as opened:
         length = opened.read(8)
         header = length + opened.read(int.from_bytes(length, "little"))
     if bytes_digest(header.replace(check, UNKNOWN.encode(), 1)) != check.decode():
-        problems.append(f"{file}: the header has been changed")
+        problems.append(notice("damaged_header", str(file)))
     return dict(manifest)
 
 
@@ -256,29 +255,29 @@ def _in_threads(
 
 def _compare_weights(
     beside: Path, manifest: Manifest, digests: Mapping[str, str], embedded: Manifest, *, ok: bool
-) -> Iterator[str]:
+) -> Iterator[Notice]:
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
     if embedded.get("output") == UNKNOWN:
         embedded = {**embedded, **{key: manifest.get(key) for key in ("base", "models", "output")}}
     if ok and manifest.get("output") != embedded["output"]:
-        yield f"{beside}: belongs to another merge than the weights; run the merge again"
+        yield notice("other_manifest", str(beside), file="the weights")
         return
     expected = manifest["digests"]["output"]
     for name in sorted(digests.keys() | expected.keys()):
         if name not in digests:
-            yield f"{name}: is missing"
+            yield notice("missing", name)
         elif name not in expected:
-            yield f"{name}: is not in the manifest"
+            yield notice("not_in_manifest", name)
         elif digests[name] != expected[name]:
-            yield f"{name}: has changed since it was written"
+            yield notice("changed", name)
     for key, value in embedded.items():
         if key != SEAL and manifest.get(key) != value:
-            yield f"{beside}: {key} is not what the header of the output says"
+            yield notice("other_value", str(beside), key=key)
 
 
 def _compare_files(
-    folder: Path, manifest: Mapping[str, Any], weights: Set[Path], changed: list[str]
-) -> Iterator[str]:
+    folder: Path, manifest: Mapping[str, Any], weights: Set[Path], changed: list[Notice]
+) -> Iterator[Notice]:
     """Compare what lies beside the weights; `changed` gets what is likely meant."""
     expected: Mapping[str, str] = manifest["files"]
     for name, digest in expected.items():
@@ -286,18 +285,18 @@ def _compare_files(
         if path in weights:  # which are compared tensor by tensor
             continue
         if not path.is_file():
-            yield f"{name}: is missing"
+            yield notice("missing", name)
         elif file_digest(path) != digest:
             if name == CARD_NAME:
-                changed.append(f"{name}: has been changed")
+                changed.append(notice("changed_beside", name, done="changed"))
             else:
-                yield f"{name}: has changed since it was written"
+                yield notice("changed", name)
     ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name in ours or path.is_dir() or name.startswith(".") or "/." in name:
             continue
         if path.suffix.lower() in HARMLESS:
-            changed.append(f"{name}: has been added")
+            changed.append(notice("changed_beside", name, done="added"))
         else:
-            yield f"{name}: was not written by dare, and a program that loads the model may read it"
+            yield notice("not_ours", name)

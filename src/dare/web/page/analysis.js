@@ -5,7 +5,7 @@
 import { listOf, paragraph, wideTable } from "./analysis/elements.js";
 import * as figures from "./analysis/figures.js";
 import {
-  amount, bytes, cosine, duration, listed, number, origin, share, shortName, times,
+  amount, bytes, cosine, duration, listed, number, origin, share, shortName, times, told,
 } from "./analysis/words.js";
 import { make } from "./controls.js";
 import { addFigure } from "./figures.js";
@@ -134,10 +134,6 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
     paragraph("", reason),
     paragraph("figures", source));
 }
-
-/** A notice in a line. */
-const told = ({ subjects, text, remedy }) => (subjects.length ? `${subjects.join(", ")}: ` : "")
-  + [text, remedy].filter(Boolean).map((part) => `${part}.`).join(" ");
 
 const advice = ({ advice: { suggestions, doubts } }) => [
   make("h3", {}, "Why these settings"),

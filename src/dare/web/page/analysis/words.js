@@ -85,3 +85,7 @@ export function origin(model) {
   const rank = model.likely_rank === null ? "" : `, rank ${model.likely_rank}`;
   return `${ORIGINS[model.origin] ?? model.origin}${rank}${model.is_adapter ? " (adapter)" : ""}`;
 }
+
+/** A notice in a line: subjects, text and remedy. */
+export const told = ({ subjects, text, remedy }) => (subjects.length ? `${subjects.join(", ")}: ` : "")
+  + [text, remedy].filter(Boolean).map((part) => `${part}.`).join(" ");

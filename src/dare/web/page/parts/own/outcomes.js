@@ -1,6 +1,6 @@
 // What a job is called, how far it is and what came of it, in words and elements.
 import { paragraph, tableOf } from "../../analysis/elements.js";
-import { bytes, duration, listed, number, share, shortName, times } from "../../analysis/words.js";
+import { bytes, duration, listed, number, share, shortName, times, told } from "../../analysis/words.js";
 import { make } from "../../controls.js";
 
 const STATES = {
@@ -65,7 +65,7 @@ function checkOf({ result: { ok, tensors, bytes_checked: size, problems, changed
   const intact = `${times(tensors, "tensor")}, ${bytes(size)}: as they were written.`;
   return [
     paragraph("", ok ? intact : "This is not what was written:"),
-    ...warnings([...problems, ...changed]),
+    ...warnings([...problems, ...changed].map(told)),
     ...sha(sha256),
   ];
 }
