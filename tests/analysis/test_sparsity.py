@@ -367,6 +367,6 @@ def test_words_and_json():
     assert json.loads(readiness.to_json())["verdict"] == "no defect found"
     (finding,) = readiness.findings
     assert finding.code == "fit"
-    assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
+    assert str(analysis.recommended_drop_rate) in finding.remedy
     loose = analyze(*shaped("gaussian", ratio=0.08), output_error=0.3)
     assert dare_merge_readiness(loose).verdict is Verdict.NO_DEFECT

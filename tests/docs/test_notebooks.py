@@ -12,7 +12,7 @@ from doc_blocks import LOOKS, ROOT
 from test_pages import load
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-OF_THE_MACHINE = re.compile(r"(seconds|memory|threads) <b>[^<]*</b>")
+OF_THE_MACHINE = re.compile(r"(seconds|memory|threads) <b>[^<]*</b>|in [^<]* s</strong> [^<]*")
 
 
 def shown(cells: list[dict[str, Any]]) -> list[list[str]]:

@@ -117,7 +117,7 @@ def test_from_models_to_a_merge(page, models):
 
     card.locator("button:has-text('Verify')").click()
     checked = job(page, "merges", "done")
-    page.wait_for_selector("#own-merges > li:first-child:has-text('as they were written')")
+    page.wait_for_selector("#own-merges > li:first-child:has-text('intact')")
     assert digest in checked.inner_text()
     page.wait_for_selector("#own-output-problem:visible")
     assert "exists already" in page.inner_text("#own-output-problem")

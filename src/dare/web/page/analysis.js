@@ -38,7 +38,7 @@ function counted(found) {
   const counts = Object.entries(COUNTED).map(([severity, words]) =>
     [found.filter((finding) => finding.severity === severity).length, words]);
   const parts = counts.filter(([count]) => count).map(([count, words]) => times(count, ...words));
-  return parts.length ? listed(parts) : "nothing was found that speaks against it";
+  return parts.length ? listed(parts) : "no problems found";
 }
 
 /** What stops a merge stops it by any method. */
@@ -90,7 +90,7 @@ function finding({ code, severity, subjects, text, remedy, figures: numbers }) {
 
 const findings = ({ readiness }) => readiness.findings.length
   ? make("ul", { className: "findings" }, ...readiness.findings.map(finding))
-  : paragraph("lead", "Nothing was found that speaks against merging these models.");
+  : paragraph("lead", "No problems found in these models.");
 
 function models(analysis) {
   const columns = [
@@ -106,7 +106,7 @@ function models(analysis) {
     origin(model),
   ];
   return card("The models", wideTable("Models", columns, analysis.models.map(row)),
-    paragraph("hint", "Change is ‖δ‖ / ‖base‖. δ is a model's weights less the base's."));
+    paragraph("hint", "Change is ‖δ‖ / ‖base‖, where δ is the model's weights minus the base's."));
 }
 
 function pairs(analysis) {
@@ -118,10 +118,10 @@ function pairs(analysis) {
     amount(total.both),
   ]);
   const lost = share(analysis.together.cancelled);
-  return card("How they stand to each other", wideTable("Pairs", columns, rows), paragraph("hint",
-    "A cosine near 0: they do not touch each other. Above, they share what they learned. Below, ",
-    "they work against each other. Chance alone makes half of the changes that both make ",
-    `opposite. Added up as they are, ${lost} of all changes cancel out; by chance about `,
+  return card("How the models compare", wideTable("Pairs", columns, rows), paragraph("hint",
+    "Near a cosine of 0 the changes are independent. Above 0 the models share part of their ",
+    "change; below 0 they work against each other. By chance, half of the elements that both ",
+    `change go in opposite directions. In a sum, ${lost} of all change cancels; by chance about `,
     `${share(figures.chanceCancelled(analysis.models))}.`));
 }
 
@@ -162,7 +162,7 @@ function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
     make("summary", {}, `${title} (${items.length})`), listOf("plain", items));
   return make("div", {},
     paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
-    ...(notes.length ? [folded("What was done so that they fit", notes.map(told))] : []),
+    ...(notes.length ? [folded("How inputs were adjusted", notes.map(told))] : []),
     ...(leftOut.length ? [folded("Left out", leftOut.map(misfit))] : []));
 }
 
@@ -171,7 +171,7 @@ const stored = ({ shape, dtype }) => `${shape.join("×") || "a scalar"} ${dtype}
 /** A tensor that could not be compared, and the reason. */
 function misfit({ tensor, reason, models, base, found }) {
   if (reason === "not in base") return `${tensor}: in ${models.join(", ")}, not in the base`;
-  if (reason === "not weights") return `${tensor}: ${base?.dtype} is no type of weights`;
+  if (reason === "not weights") return `${tensor}: ${base?.dtype} cannot hold weights`;
   return `${tensor}: base is ${base && stored(base)}, ${models} is ${found && stored(found)}`;
 }
 
@@ -189,11 +189,11 @@ function drawings() {
   const labelled = make("div", { className: "control choice" },
     make("label", { htmlFor: picker.id }, "Model"), picker);
   const error = chartCard("analysis-error", "What a drop rate costs",
-    "The error that DARE is predicted to bring to the outputs of a layer: which model bears more " +
-      "dropping than which. What it does to answers differs from model to model.", 380);
+    "The predicted error that DARE adds to a layer's outputs. It shows which model tolerates " +
+      "more dropping; what an error does to answers differs from model to model.", 380);
   const change = chartCard("analysis-change", "Where a model changed",
-    "The size of its change relative to that of the weights, by layer and kind. “out” stands for " +
-      "tensors of no layer.", 320, labelled);
+    "The size of the change relative to the base's weights, by layer and kind of tensor. “out” " +
+      "stands for tensors outside the layers.", 320, labelled);
   const numbers = make("details", {}, make("summary", {}, "Numbers"));
   error.append(numbers);
   const place = make("div", { className: "pair" }, error, change);
@@ -209,7 +209,7 @@ function drawings() {
 
   function showErrors(analysis) {
     draw("analysis-error", error, figures.ERROR,
-      "Lines of the error over drop rates, one for each model. Its numbers follow.",
+      "Line chart of the error over drop rates, one line for each model. The numbers follow.",
       { rows: figures.errorRows(analysis) });
     const names = analysis.models.map(({ name }) => name);
     const byRate = new Map();
@@ -224,7 +224,7 @@ function drawings() {
 
   function showChanges(analysis) {
     const showModel = () => draw("analysis-change", change, figures.CHANGE,
-      "Heat map of the relative change of one model, layers by kinds.",
+      "Heat map of the relative change of one model, layers by kinds of tensor.",
       { cells: figures.changeRows(analysis.models[picker.value]) });
     picker.replaceChildren(...analysis.models.map(({ name }, value) =>
       make("option", { value }, name)));

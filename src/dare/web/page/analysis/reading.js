@@ -133,7 +133,7 @@ const analysis = table({
   }),
 });
 
-const REMEDY = "Choose what `dare analyze … --output analysis.json` wrote.";
+const REMEDY = "Choose a file written by `dare analyze … --output analysis.json`.";
 
 function parse(content) {
   try {
@@ -152,8 +152,8 @@ export function readAnalysis(content) {
   }
   if (schema !== SCHEMA) {
     throw new Error(
-      `This analysis is of another version: it is ${schema.slice(0, 40)}, and this page reads ` +
-        `${SCHEMA}. Open it with the playground of the dare that wrote it, or make it again.`,
+      `This analysis has format ${schema.slice(0, 40)}, and this page reads ${SCHEMA}. ` +
+        "Run `dare analyze` again, or open the file with the version of dare that wrote it.",
     );
   }
   try {
@@ -161,14 +161,15 @@ export function readAnalysis(content) {
     return read.models.length ? read : fail(undefined, ["models", 0]);
   } catch (error) {
     if (!(error instanceof Fault)) throw error;
-    throw new Error(`This is not a whole analysis: ${error.message.slice(0, 200)}. Make it again.`);
+    const lack = error.message.slice(0, 200);
+    throw new Error(`This analysis is incomplete: ${lack}. Run \`dare analyze\` again.`);
   }
 }
 
 /** The analysis in a file that somebody chose; it stays in this browser. */
 export async function readFile(file) {
   if (file.size > MOST_BYTES) {
-    throw new Error(`This file is larger than ${MOST_BYTES / 1e6} MB, which no page should show.`);
+    throw new Error(`This file is larger than ${MOST_BYTES / 1e6} MB, the most this page shows.`);
   }
   return readAnalysis(await new Promise((resolve, reject) => {
     const reader = new FileReader();

@@ -85,7 +85,7 @@ export async function mount(section, { state, engine }) {
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
     at("measured").textContent = broken ? inWords(inPercent(before), inPercent(after)) :
-      "Switch it on, and compare.";
+      "Switch on “Break this merge” to compare.";
   }
 
   const rested = whenRested(REST_MS, follow);
@@ -97,7 +97,7 @@ export async function mount(section, { state, engine }) {
 function addControls(place, state) {
   choice(place, state, "breaking.way", { label: "What goes wrong", options: WAYS });
   toggle(place, state, "breaking.on", { label: "Break this merge" });
-  choice(place, state, "breaking.m", { label: "Method, of all three models", options: METHODS });
+  choice(place, state, "breaking.m", { label: "Method (all three models)", options: METHODS });
   slider(place, state, "breaking.p", {
     label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => p.toFixed(2),
   });
@@ -114,9 +114,9 @@ function inWords(before, after) {
     .map(([task, value]) => ({ task, from: value, to: after.tasks[task] }))
     .sort((one, other) => other.from - other.to - (one.from - one.to));
   const [{ task, from, to }] = falls;
-  if (from - to <= 2) return `${means} At this seed and p it does no harm.`;
-  if (from - to <= 10) return `${means} At this seed and p it does little.`;
-  return `${means} Most is lost in ${task}: ${points(from)} → ${points(to)}.`;
+  if (from - to <= 2) return `${means} With this seed and p it does no harm.`;
+  if (from - to <= 10) return `${means} With this seed and p it does little harm.`;
+  return `${means} The task ${task} loses most: ${points(from)} → ${points(to)}.`;
 }
 
 /** What `dare analyze` finds in the broken inputs, or what a plan warns of. */

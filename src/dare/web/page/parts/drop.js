@@ -82,7 +82,7 @@ export async function mount(section, { state, engine, complain }) {
       dropped: percent(lost / delta.length, 2),
       "dropped-remark": `${whole(lost)} of ${whole(delta.length)}; p is ${percent(p, 0)}`,
       factor: `× ${decimal(factor, factor < 10 ? 2 : 1)}`,
-      "factor-remark": rescale ? "each that is kept: 1/(1 − p)" : "no rescaling",
+      "factor-remark": rescale ? "each kept element: 1/(1 − p)" : "no rescaling",
       average: decimal(laws.average, 3),
       "average-remark": `expected: ${decimal(law.average, rescale ? 0 : 2)}`,
       noise: decimal(laws.noise, 3),

@@ -63,7 +63,7 @@ export async function mount(section, { state, engine }) {
   const describe = () => {
     const setting = shown();
     at("text").textContent = setting.models.length
-      ? settings.recipeText(setting) : "# Without models there is nothing to merge.\n";
+      ? settings.recipeText(setting) : "# Choose at least one model.\n";
   };
   const change = () => {
     reason.textContent = "";

@@ -18,10 +18,10 @@ const QUESTIONS = [["on", "1. With rescaling"], ["off", "2. Without rescaling"]]
 const CLOSE = 0.015;  // to a rate, so that its point moves with the pointer
 const [GUESS, MEASURED] = ["your guess", "measured"];
 const WHY = {
-  on: "Rescaling keeps every change right on average. What grows is the noise, as p/(1 − p): 1 at "
-    + "p = 0.5, 9 at 0.9, 99 at 0.99. The layers average it out, until there is too much of it.",
-  off: "Without rescaling only 1 − p of each change is left on average, so the model goes back to "
-    + "its base. It fails far sooner, although there is less noise.",
+  on: "Rescaling keeps every change right on average. The noise grows as p/(1 − p): 1 at p = 0.5, "
+    + "9 at 0.9, 99 at 0.99. The layers average it out, until there is too much of it.",
+  off: "Without rescaling, only 1 − p of each change is left on average, so the model falls back "
+    + "to its base. It fails far sooner, although there is less noise.",
 };
 
 export async function mount(section, { state }) {
@@ -69,7 +69,7 @@ export async function mount(section, { state }) {
     reveal.disabled = isShown || !isDrawn;
     at("question").textContent = state.get("predict.q") === "on"
       ? "Drop a share p, rescale the rest: how many answers stay right?"
-      : "And without rescaling?";
+      : "Drop a share p, and do not rescale: how many answers stay right?";
     at("how").textContent = isShown
       ? "The band reaches from the worst of five seeds to the best. You can still move your guess."
       : "Drag across the chart. By keyboard: “Set it with sliders”.";

@@ -30,8 +30,8 @@ function addButtons(place, state) {
       darePage.say("The link is copied.");
       link.textContent = "Copied";
     } catch {
-      darePage.say("The address of this page is the link.");
-      link.textContent = "It is the address above";
+      darePage.say("Copy the address of this page: it is the link.");
+      link.textContent = "Copy the address above";
     }
   });
   button(place, "Reset everything", () => state.reset());

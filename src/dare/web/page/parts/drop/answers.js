@@ -14,8 +14,8 @@ export function addAnswers(section, state, engine) {
   const body = section.querySelector("tbody");
   const verdict = section.querySelector("[data-shows=verdict]");
   const itself = section.querySelector("[data-shows=itself]");
-  const figure = addFigure("drop-tried", triedSpec(), "Right answers of eight over drop rates, "
-    + "for the settings that were tried, with and without rescaling.");
+  const figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, "
+    + "for the settings that you tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
 
   /** What a setting has right, among the dots from now on; the texts for the table. */

@@ -7,20 +7,20 @@ export const LARGEST = 2;  // of the sizes that are shown
 const RESCALED = {
   "after-title": "Kept and rescaled",
   "drop-average-title": "On average nothing changes",
-  "drop-average-words": "The mean of δ̂ over all seeds is δ: the line. Small dots are eight "
-    + "other seeds, the large dot is yours.",
+  "drop-average-words": "The line is the mean of δ̂ over all seeds, which is δ. Small dots are "
+    + "eight other seeds; the large dot is your seed.",
   "drop-noise-title": "But it gets noisy",
-  "drop-noise-words": "The variance of δ̂ is δ² · p / (1 − p): the line. From p = 0.9 to 0.99 it "
-    + "grows eleven times.",
+  "drop-noise-words": "The line is the variance of δ̂, δ² · p / (1 − p). From p = 0.9 to 0.99 it "
+    + "grows elevenfold.",
 };
 const NOT_RESCALED = {
   "after-title": "Kept as it is",
-  "drop-average-title": "On average a share p is lost",
-  "drop-average-words": "The mean of δ̂ over all seeds is (1 − p) · δ: the whole change shrinks, "
-    + "in every layer.",
+  "drop-average-title": "On average, a share p is lost",
+  "drop-average-words": "The line is the mean of δ̂ over all seeds, (1 − p) · δ: the whole change "
+    + "shrinks, in every layer.",
   "drop-noise-title": "The error is the loss",
-  "drop-noise-words": "It is p · δ²: what was dropped. That is less than with rescaling, but it "
-    + "goes one way.",
+  "drop-noise-words": "The squared error is p · δ², from the dropped elements. It is smaller than "
+    + "with rescaling, but it always goes in one direction.",
 };
 
 /** What the pictures and figures are called, with and without rescaling. */
@@ -32,11 +32,11 @@ export function addFigures() {
     { values: [0.01, 0.1, 1, 10, 100], format: "~g" }, { type: "log", clamp: true });
   return {
     sizes: addFigure("drop-sizes", sizesSpec(), "Histogram of the sizes of the changes, before "
-      + "and after. After it, the same shape is lower by 1 − p and further right by 1/(1 − p)."),
+      + "and after. After, the shape is the same, lower by 1 − p and further right by 1/(1 − p)."),
     average: addFigure("drop-average", lawSpec(share),
-      "The average over drop rates for eight seeds, around the law's line, and yours."),
+      "The average over drop rates for eight seeds and yours, around the line of the formula."),
     noise: addFigure("drop-noise", lawSpec(error),
-      "The noise over drop rates for eight seeds, around the law's line, and yours."),
+      "The noise over drop rates for eight seeds and yours, around the line of the formula."),
   };
 }
 

@@ -9,8 +9,8 @@ function findingOf(measured) {
   const of = (method) => measured.filter(({ kind }) => kind === method);
   const best = of("dare+ties").reduce((one, other) => (other.mean > one.mean ? other : one));
   const [ties, sum] = ["dare+ties", "dare+sum"].map((method) => of(method)[0].mean.toFixed(0));
-  return `TIES alone gets ${ties} % right, with DARE before it ${best.mean.toFixed(0)} % at `
-    + `p = ${best.p}. The plain sum needs neither here: ${sum} %.`;
+  return `TIES alone gets ${ties} % right; with DARE before it, ${best.mean.toFixed(0)} % at `
+    + `p = ${best.p}. The plain sum needs neither here: it gets ${sum} %.`;
 }
 
 export function curveCard(card) {
@@ -22,7 +22,7 @@ export function curveCard(card) {
     layer: [...band(color), dot({ x: RATE, y: RIGHT, color, tooltip })],
   };
   const figure = addFigure("live-curve", spec, "Right answers, the mean of the three tasks, over "
-    + "drop rates: dare+sum and dare+ties of all three models at scale 1, and where you are.");
+    + "drop rates: dare+sum and dare+ties of all three models at scale 1, and your setting.");
 
   return {
     showMeasured({ curves }) {

@@ -29,8 +29,8 @@ export function mountFolders(section, recipe, { onRecipe }) {
     const act = (text, label, work) =>
       labelled(button(place, text, work), `${label} ${entry.name}`);
     if (entry.kind === "model") {
-      act("Use as base", "Take as base:", () => choose(entry, recipe.setBase));
-      act("Add", "Add fine-tune", () => choose(entry, recipe.addModel));
+      act("Use as base", "Use as base:", () => choose(entry, recipe.setBase));
+      act("Add", "Add model", () => choose(entry, recipe.addModel));
     }
     if (entry.kind === "recipe") act("Use", "Use recipe", () => onRecipe(entry.path));
     if (entry.opens) act("Open", "Open", () => open(entry.path, { focus: true }));
@@ -41,7 +41,7 @@ export function mountFolders(section, recipe, { onRecipe }) {
   function choose({ name, path: file }, take) {
     const isBase = recipe.read().models.base_file === file;
     if (isBase || recipe.files().includes(file)) {
-      tell(`${name} is already chosen as ${isBase ? "the base" : "a fine-tune"}.`);
+      tell(`${name} is already chosen as ${isBase ? "the base" : "a model"}.`);
     } else {
       take(file);
     }
@@ -78,7 +78,7 @@ export function mountFolders(section, recipe, { onRecipe }) {
     up.onclick = () => open(above, { focus: true });
     const rest = entries.filter((entry) => entry.path !== found?.path);
     const rows = [...(found ? [found] : []), ...rest].map(row);
-    if (more) rows.push(make("li", {}, `and ${more} more; write the path of what you look for`));
+    if (more) rows.push(make("li", {}, `and ${more} more; type the path to open one of them`));
     if (!rows.length) rows.push(make("li", { className: "own-nothing" }, "No model here."));
     list.replaceChildren(...rows);
   }

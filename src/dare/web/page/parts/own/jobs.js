@@ -6,7 +6,7 @@ import { addressOf, ask } from "./server.js";
 
 const BUSY_PAUSE = 400;  // milliseconds between two looks while a job is under way
 const AWAY_PAUSE = 3000;
-const AWAY = "Start it again: `dare playground`. An interrupted merge resumes.";
+const AWAY = "Start it again with `dare playground`. An interrupted merge can be resumed.";
 
 const keyOf = ({ number, made_at: madeAt }) => `${number} ${madeAt}`;
 const isBusy = ({ state }) => state === "waiting" || state === "running";
@@ -33,7 +33,7 @@ function actionsOf(job, act) {
     made.push(make("a", { href, download: "analysis.json" }, "Save as JSON"));
   }
   if (!isBusy(job) && job.request.recipe) {
-    add("Choose its models", () => act.takeRecipe(job.request.recipe));
+    add("Use these models", () => act.takeRecipe(job.request.recipe));
   }
   return made;
 }

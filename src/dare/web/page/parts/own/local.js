@@ -28,7 +28,7 @@ export function mountLocal(section, { state }) {
     const partial = plan?.interrupted;
     tellIn(find("output-problem"), problem);
     tellIn(find("interrupted"), partial
-      ? `There is an interrupted merge in ${partial}. If it is this merge, it resumes.`
+      ? `There is an interrupted merge in ${partial}. If the recipe is the same, “Merge” resumes it.`
       : "");
     find("analyze").disabled = !plan || Boolean(plan.error);
     find("start").disabled = !plan || Boolean(plan.error || problem || !plan.output);

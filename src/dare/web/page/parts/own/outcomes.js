@@ -4,7 +4,7 @@ import { bytes, duration, listed, number, share, shortName, times, told } from "
 import { make } from "../../controls.js";
 
 const STATES = {
-  waiting: "waits for the job before it",
+  waiting: "waiting for the job before it",
   running: "runs",
   done: "done",
   failed: "failed",
@@ -50,7 +50,7 @@ function reportOf({ number: merge, result }) {
   const columns = ["model", "dropped", "drop rate", "largest |δ|"];
   const ariaLabel = `Models of merge ${merge}, to ${shortName(result.output)}`;  // like no other
   const resumed = result.resumed_chunks
-    ? `; ${times(result.resumed_chunks, "piece")} taken over from the interrupted run` : "";
+    ? `; ${times(result.resumed_chunks, "chunk")} reused from the interrupted run` : "";
   return [
     paragraph("", `${times(result.tensors, "tensor")}, ${bytes(result.bytes_written)} written to `,
       make("code", {}, result.output), ` in ${duration(result.seconds)}${resumed}.`),
@@ -62,9 +62,9 @@ function reportOf({ number: merge, result }) {
 }
 
 function checkOf({ result: { ok, tensors, bytes_checked: size, problems, changed, sha256 } }) {
-  const intact = `${times(tensors, "tensor")}, ${bytes(size)}: as they were written.`;
+  const intact = `${times(tensors, "tensor")}, ${bytes(size)}: intact.`;
   return [
-    paragraph("", ok ? intact : "This is not what was written:"),
+    paragraph("", ok ? intact : "The output differs from its manifest:"),
     ...warnings([...problems, ...changed].map(told)),
     ...sha(sha256),
   ];
@@ -77,7 +77,7 @@ export function outcomeOf(job) {
   const parts = job.result ? RESULTS[job.kind](job) : [];
   if (job.problem) parts.push(paragraph("own-problem", job.problem));
   if (job.kind === "merge" && job.state === "stopped") {
-    parts.push(paragraph("", "What is done is kept. To continue, press “Resume” or run ",
+    parts.push(paragraph("", "Finished work is kept. To continue, press “Resume” or run ",
       make("code", {}, "dare recipe.toml"), " with this recipe."));
   }
   return parts;

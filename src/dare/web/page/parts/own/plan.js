@@ -7,7 +7,7 @@ import { ask } from "./server.js";
 
 const REST = 250;  // milliseconds without a change
 
-const NOTHING = "Choose a base and at least one fine-tune.";
+const NOTHING = "Choose a base and at least one model.";
 
 const facts = (entries) => make("dl", { className: "own-facts" },
   ...entries.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
@@ -33,7 +33,7 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       facts([
         ["method", plan.chain.join(", then ")],
         ...Object.entries(plan.facts),
-        ["takes", plan.takes ?? "not known"],
+        ["time", plan.takes ?? "not known"],
       ]),
       models(plan),
       ...list("Warnings", plan.warnings, "plain own-warnings"),

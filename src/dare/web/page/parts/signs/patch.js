@@ -67,7 +67,7 @@ export function writeVote(place, names, deltas, { terms, sign, merged }, at, whe
   const outcome = winners.length
     ? `The sum is ${signed(total, 5)}, so ${sign[at] > 0 ? "+" : "−"} wins. `
       + `The mean of ${winners.join(" and ")} is ${signed(merged[at], 5)}.`
-    : "Nobody votes: the element stays as in the base.";
+    : "No model changes this element: it stays as in the base.";
   place.replaceChildren(
     make("p", { className: "where" }, where),
     make("table", {}, make("tbody", {}, ...rows)),
