@@ -148,8 +148,9 @@ def compress(
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
+    identity, how = (_fingerprint(work), plan.stamps), {"resume": resume, "overwrite": overwrite}
     with (
-        PieceOutput(target, chunks, _fingerprint(work), plan.stamps, resume=resume) as partial,
+        PieceOutput(target, chunks, *identity, **how) as partial,
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
         confirm_inputs(plan, partial, display)
@@ -175,7 +176,7 @@ def compress(
             warnings=plan.warnings,
         )
         report = replace(report, warnings=(*plan.warnings, *_size_and_error(report)))
-        _finish(work, header, report, partial, overwrite=overwrite)
+        _finish(work, header, report, partial)
     if verbose:
         for warning in report.warnings:
             warn_caller(str(warning))
@@ -245,14 +246,7 @@ def _metadata(notes: DeltaNotes) -> dict[str, str]:
     return {"format": "pt", KEY: notes.to_json()}
 
 
-def _finish(
-    work: Compression,
-    notes: DeltaNotes,
-    report: DeltaReport,
-    output: PieceOutput,
-    *,
-    overwrite: bool,
-) -> None:
+def _finish(work: Compression, notes: DeltaNotes, report: DeltaReport, output: PieceOutput) -> None:
     """Fill in the check of the header, write the manifest, and give the file its name."""
     layout, recipe = output.layout, work.plan.recipe
     known = [parent for path in recipe.paths for parent in (path, path.parent)]
@@ -274,7 +268,7 @@ def _finish(
         "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
         "report": published.to_dict(),
     }
-    output.finish({name: _metadata(checked)}, manifest, overwrite=overwrite, digests_of_all=True)
+    output.finish({name: _metadata(checked)}, manifest, digests_of_all=True)
 
 
 def _make_notes(

@@ -179,7 +179,7 @@ def extract_adapter(
         }
         named = base_name or short_name(base)
         is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
-        writing.finish(report, _config(report, config, named, is_turned), made)
+        writing.complete(report, _config(report, config, named, is_turned), made)
     return report
 
 

@@ -252,7 +252,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             seeds=None if plan.is_additive else plan.recipe.seeds(),
             averaged=averaged,
         )
-        writing.finish(report, _config(plan, modules), _how(plan, writing.target))
+        writing.complete(report, _config(plan, modules), _how(plan, writing.target))
     return report
 
 

@@ -98,15 +98,14 @@ class SliceOutput(PartialOutput):
     """The output as one slice of a merge writes it; call `end` at the end."""
 
     def __init__(self, part: Slice, share: Share, *given: Any, overwrite: bool = False) -> None:
-        super().__init__(*given)
+        super().__init__(*given, overwrite=overwrite)
         self.part = part
         self._share = share
-        self._overwrite = overwrite
         self._known: set[tuple[str, int]] = set()  # the chunks that its own journal speaks of
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.record([r for r in self.resumed if (r.tensor, r.chunk) not in self._known])
+        self.record([r for r in self.resumed if r.key not in self._known])
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
@@ -188,12 +187,12 @@ class SliceOutput(PartialOutput):
     def _open_files(self) -> None:
         """Open the files; make them, unless another slice has."""
         try:
-            self._files.join()
+            self.join()
         except FileNotFoundError:
-            self._files.close()
+            self.close()
             with self._joining():
-                self._files.make()
-            self._files.sync()
+                self.make()
+            self.sync()
 
     def _is_expected(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
@@ -202,7 +201,7 @@ class SliceOutput(PartialOutput):
         """See all chunks to the disk, and say so."""
         assert self._journal is not None
         with self._explaining(self.folder):
-            self._files.sync()
+            self.sync()
             figures = SliceFigures(bytes_read, len(self.resumed))
             self._journal.note_synced(synced=asdict(figures))
 
@@ -236,8 +235,8 @@ class FinishingOutput(PartialOutput):
 
     _HOPELESS = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
 
-    def __init__(self, *given: Any, wait: float = 0) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, overwrite: bool = False, wait: float = 0) -> None:
+        super().__init__(*given, overwrite=overwrite)
         self._wait = wait
         self._found = JournalContent()
         self.bytes_read = self.resumed_chunks = 0
@@ -287,28 +286,24 @@ class FinishingOutput(PartialOutput):
             sync_folder(self.folder)
 
     def _open_files(self) -> None:
-        self._files.join()
+        self.join()
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Hash again what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
-        doubted = {
-            key
-            for record in records
-            if (key := (record.tensor, record.chunk)) in near or not self._found.is_synced(key)
-        }
-        hashed = super().intact([r for r in records if (r.tensor, r.chunk) in doubted])
-        return [r for r in records if (r.tensor, r.chunk) not in doubted] + hashed
+        doubted = {r.key for r in records if r.key in near or not self._found.is_synced(r.key)}
+        hashed = super().intact([record for record in records if record.key in doubted])
+        return [record for record in records if record.key not in doubted] + hashed
 
     def _near_others(self, records: list[Record]) -> set[tuple[str, int]]:
         """The chunks in reach of a page with bytes of another slice, or of the header."""
         spans: dict[str, list[tuple[int, int, tuple[str, int]]]] = {}
         for record in records:
-            file, info = self._files.places[record.tensor]
+            file, info = self.places[record.tensor]
             start, count = chunk_span(record.chunk, info.elements)
             place = info.start + start * info.dtype.itemsize
-            key = record.tensor, record.chunk
-            spans.setdefault(file, []).append((place, place + count * info.dtype.itemsize, key))
+            end = place + count * info.dtype.itemsize
+            spans.setdefault(file, []).append((place, end, record.key))
         near = set()
         for of_file in spans.values():
             of_file.sort()
@@ -326,7 +321,7 @@ class FinishingOutput(PartialOutput):
 
     def check_complete(self, planned: Plan) -> None:
         """Refuse to finish if chunks are missing; say which slices have them to do."""
-        done = {(record.tensor, record.chunk) for record in self.resumed}
+        done = {record.key for record in self.resumed}
         chunks = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
         missing = [key for key in chunks if key not in done]
         if not missing:
