@@ -60,8 +60,7 @@ class Change:
 
     base: Source
     model: Source
-    places: Mapping[str, LoadedTensor]
-    """Where each tensor of the base is in the loaded model."""
+    places: Mapping[str, LoadedTensor]  # where each tensor of the base is in the loaded model
     notes: tuple[str, ...]
 
     @cached_property

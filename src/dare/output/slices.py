@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -48,6 +48,7 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
+from dare.tensors.names import some_of
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
 PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
@@ -73,7 +74,7 @@ class SliceReport(Shown):
         """Return what the slice did, and which are not done yet; the report, if it has one."""
         if self.report is not None:
             return self.report.document()
-        waits = f"not done yet: {_listed(self.unfinished)}; the last one publishes the output"
+        waits = f"not done yet: {_first_of(self.unfinished)}; the last one publishes the output"
         return Document(
             title=f"Slice {self.slice} is done in {self.seconds:.1f} s",
             kind="slice",
@@ -158,7 +159,7 @@ class SliceOutput(PartialOutput):
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
                     f"{self.folder}: this merge is running in {running[0].of} slices "
-                    f"({_listed(running)}); use as many, or stop them first"
+                    f"({_first_of(running)}); use as many, or stop them first"
                 )
             main.absorb(former)
             found = main.read()
@@ -171,7 +172,7 @@ class SliceOutput(PartialOutput):
         if running := self._running():
             raise OutputError(
                 f"{self.folder}: slices of another merge are writing here "
-                f"({_listed(running)}); wait until they are done, or choose another output"
+                f"({_first_of(running)}); wait until they are done, or choose another output"
             )
         if self.layout.target.exists() and not self._overwrite:
             shutil.rmtree(self.folder)
@@ -330,13 +331,11 @@ class FinishingOutput(PartialOutput):
         if self._found.parts:
             division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
             owners = sorted({division.owner(*key) for key in missing})
-            what += f", from {_listed([Slice(number, division.of) for number in owners])}"
+            what += f", from {_first_of([Slice(number, division.of) for number in owners])}"
         raise OutputError(
             f"{self.folder}: {what}; run these slices again, or run the merge without --slice"
         )
 
 
-def _listed(slices: Sequence[object]) -> str:
-    """Return the first few of some slices, and how many more there are."""
-    shown, more = ", ".join(map(str, slices[:SLICES_SHOWN])), len(slices) - SLICES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+def _first_of(slices: Iterable[object]) -> str:
+    return some_of([str(part) for part in slices], SLICES_SHOWN)
