@@ -203,7 +203,7 @@ def merge(
             records = execute_on_cluster(planned, partial, identity[1], announce=announce, **how)
         figures = time.perf_counter() - started, meter.bytes_read, len(partial.resumed)
         report = make_report(planned, records, sample, noticed, *figures)
-        report = _publish(planned, partial, report, [*sample.notices, *noticed], overwrite)
+        report = _publish(planned, partial, report, [*sample.notices, *noticed])
     if is_local and not (announced or partial.resumed):
         keep_rate(planned, time.perf_counter() - begun)
     return report
@@ -314,7 +314,7 @@ def _finish(
     wait: float = 0,
 ) -> Report:
     with (
-        FinishingOutput(*_output_of(planned, layout), wait=wait) as output,
+        FinishingOutput(*_output_of(planned, layout), overwrite=overwrite, wait=wait) as output,
         show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
     ):
         noticed = [*noticed, *_accept_resumed(planned, output, display)[0]]
@@ -322,7 +322,7 @@ def _finish(
         output.adopt()
         figures = output.seconds, output.bytes_read, output.resumed_chunks
         report = make_report(planned, output.resumed, sample, noticed, *figures)
-        return _publish(planned, output, report, [*sample.notices, *noticed], overwrite)
+        return _publish(planned, output, report, [*sample.notices, *noticed])
 
 
 def _find_shared(planned: Plan, *, overwrite: bool) -> tuple[Layout, Report | None]:
@@ -371,17 +371,13 @@ def _accept_resumed(
 
 
 def _publish(
-    planned: Plan,
-    output: PartialOutput,
-    report: Report,
-    noticed: Collection[Notice],
-    overwrite: bool,
+    planned: Plan, output: PartialOutput, report: Report, noticed: Collection[Notice]
 ) -> Report:
     """Put the last files beside the weights, give the output its name, show the new warnings."""
     check_digests(planned, report.digests)
     sidecars, metadata, manifest = _final_documents(planned, output.layout, report)
     output.add_files(sidecars)
-    problems = output.finish(metadata, manifest, overwrite=overwrite)
+    problems = output.finish(metadata, manifest)
     target = output.layout.target
     late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}

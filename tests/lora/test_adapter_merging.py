@@ -336,25 +336,14 @@ def test_a_failure_leaves_the_old_output_in_place(two, tmp_path, monkeypatch):
         merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
     monkeypatch.undo()
     assert (tmp_path / "out" / WEIGHTS_NAME).read_bytes() == before
-    monkeypatch.setattr("dare.lora.writing.tempfile.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("os.pwrite", fail)
     with pytest.raises(OutputError, match="No space left"):
         merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
     monkeypatch.undo()
+    assert not (tmp_path / "out.partial").exists()
+    assert (tmp_path / "out" / WEIGHTS_NAME).read_bytes() == before
     merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "out", "second"]
-
-
-class Full:
-    """A file on a full disk."""
-
-    def tell(self):
-        return 0
-
-    def close(self):
-        pass
-
-    def write(self, _):
-        raise OSError(28, "No space left on device")
 
 
 def test_narrower_types_and_their_limits(two, tmp_path):

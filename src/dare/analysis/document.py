@@ -295,7 +295,7 @@ def _inputs_section(analysis: AnalysisData) -> Section:
     files = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
     rows = tuple((name, short_name(file)) for name, file in files)
     lists: dict[str, tuple[str, ...]] = {
-        "What was done so that they fit": tuple(map(str, analysis.notes)),
+        "How inputs were adjusted": tuple(map(str, analysis.notes)),
         "Left out": tuple(map(str, analysis.left_out)),
         "Stored once, used twice": analysis.tied,
         **{f"Not in {m.name}, its delta counted as zero": m.missing for m in analysis.models},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import os
 import shlex
 import sys
@@ -51,7 +52,7 @@ def playground(
 
     def announce(address: str) -> None:
         if json:
-            show.json({"address": address, "pid": os.getpid()})
+            show.json(jsonlib.dumps({"address": address, "pid": os.getpid()}))  # on one line
         else:
             steps = {"open": address, "end": "Ctrl-C"}
             show.next_steps(show.console(), "The playground is running", steps)

@@ -80,28 +80,24 @@ from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.files import read_limited
+from dare.tensors.files import read_beginning, read_limited
 from dare.tensors.header import MAX_METADATA, Described, TensorInfo
 from dare.tensors.mask import MASK_VERSION, check_drop_rate
 from dare.tensors.names import is_embedding
 from dare.tensors.planes import pack
 
 AnyPath = str | PathLike[str]
-Records = Mapping[str, Sequence[Record]]
-"""By tensor, in order of their chunks."""
+Records = Mapping[str, Sequence[Record]]  # by tensor, in order of their chunks
 
 
 @dataclass(frozen=True)
 class Compression:
     """The work for a delta file, of one kind or another."""
 
-    plan: Plan
-    """Its first input is what the chunks' first digests are of."""
+    plan: Plan  # its first input is what the chunks' first digests are of
     make_worker: MakeWorker
-    describe: Callable[[Records], DeltaNotes]
-    """Makes the header's notes when all chunks are coded."""
-    settings: Mapping[str, Any]
-    """The user's settings, for the manifest."""
+    describe: Callable[[Records], DeltaNotes]  # makes the header's notes when all chunks are coded
+    settings: Mapping[str, Any]  # the user's settings, for the manifest
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
     """The other files of the model's folder, and their coded bytes, if the base lacks them."""
 
@@ -148,8 +144,9 @@ def compress(
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
+    identity, how = (_fingerprint(work), plan.stamps), {"resume": resume, "overwrite": overwrite}
     with (
-        PieceOutput(target, chunks, _fingerprint(work), plan.stamps, resume=resume) as partial,
+        PieceOutput(target, chunks, *identity, **how) as partial,
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
         confirm_inputs(plan, partial, display)
@@ -175,7 +172,7 @@ def compress(
             warnings=plan.warnings,
         )
         report = replace(report, warnings=(*plan.warnings, *_size_and_error(report)))
-        _finish(work, header, report, partial, overwrite=overwrite)
+        _finish(work, header, report, partial)
     if verbose:
         for warning in report.warnings:
             warn_caller(str(warning))
@@ -245,14 +242,7 @@ def _metadata(notes: DeltaNotes) -> dict[str, str]:
     return {"format": "pt", KEY: notes.to_json()}
 
 
-def _finish(
-    work: Compression,
-    notes: DeltaNotes,
-    report: DeltaReport,
-    output: PieceOutput,
-    *,
-    overwrite: bool,
-) -> None:
+def _finish(work: Compression, notes: DeltaNotes, report: DeltaReport, output: PieceOutput) -> None:
     """Fill in the check of the header, write the manifest, and give the file its name."""
     layout, recipe = output.layout, work.plan.recipe
     known = [parent for path in recipe.paths for parent in (path, path.parent)]
@@ -272,7 +262,7 @@ def _finish(
         "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
         "report": published.to_dict(),
     }
-    output.finish({name: _metadata(checked)}, manifest, overwrite=overwrite, digests_of_all=True)
+    output.finish({name: _metadata(checked)}, manifest, digests_of_all=True)
 
 
 def _make_notes(
@@ -403,7 +393,10 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
     tensors = [_copied(info, matched.source) for _, info in sorted(model.tensors.items())]
     bases, notes = (matched.source,), matched.notes
     plan = Plan(recipe, model, bases, ("base",), tuple(tensors), (), (), None, notes)
-    files = {file.name: _header(file, header.data_start) for file, header in model.headers.items()}
+    files = {
+        file.name: _described("header", read_beginning(file, header.data_start))
+        for file, header in model.headers.items()
+    }
     folders = [path if path.is_dir() else None for path in places]
     files |= _files_beside(*folders)
     if folders[1] is not None and (index := folders[1] / INDEX_NAME).exists():
@@ -445,11 +438,6 @@ def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -
 
 
 # ---------------------------------------------------------------- what lies beside the weights
-
-
-def _header(file: Path, nbytes: int) -> tuple[StoredFile, bytes]:
-    with file.open("rb") as opened:
-        return _described("header", opened.read(nbytes))
 
 
 def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[StoredFile, bytes]]:

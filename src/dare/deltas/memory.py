@@ -11,7 +11,8 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,16 +26,6 @@ from dare.tensors.header import TensorInfo
 
 WRITING = threading.Lock()  # held while a model is changed; one, as two may share memory
 MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
-
-
-class Memory(Protocol):
-    """The elements of a tensor, as carriers of their type."""
-
-    def read(self, start: int, count: int) -> Raw:
-        """Return `count` elements, or a copy of them."""
-
-    def write(self, start: int, raw: Raw) -> None:
-        """Put elements there from one on, unless they are what was read there without a copy."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,10 @@ class OnDevice:
         torch = sys.modules["torch"]
         whole = torch.from_numpy(raw.view(f"i{raw.itemsize}"))
         self.tensor[start : start + raw.size].copy_(whole)
+
+
+Memory = Flat | Strided | OnDevice
+"""A tensor's elements, as carriers of their type, read with or without a copy and written back."""
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
@@ -153,19 +148,6 @@ class _Extent(NamedTuple):
             return True
 
 
-class _Addresses:
-    """An array's start and steps in bytes, in the form that NumPy reads."""
-
-    def __init__(self, start: int, shape: Any, steps: Any, itemsize: int) -> None:
-        self.__array_interface__ = {
-            "data": (start, False),
-            "shape": tuple(shape),
-            "strides": tuple(steps),
-            "typestr": f"|V{itemsize}",
-            "version": 3,
-        }
-
-
 def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
     """Yield the extents of arrays that have elements and memory of their own."""
     for name, array in arrays.items():
@@ -180,7 +162,14 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
         reaches = [(count - 1) * step for count, step in zip(shape, steps, strict=True)]
         first = start + sum(min(reach, 0) for reach in reaches)
         end = start + sum(max(reach, 0) for reach in reaches) + array.itemsize
-        addresses = np.asarray(_Addresses(start, shape, steps, array.itemsize))
+        described = {
+            "data": (start, False),
+            "shape": tuple(shape),
+            "strides": tuple(steps),
+            "typestr": f"|V{array.itemsize}",
+            "version": 3,
+        }
+        addresses = np.asarray(SimpleNamespace(__array_interface__=described))
         yield _Extent(name, device, first, end, place, addresses)
 
 

@@ -58,21 +58,16 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Sch
 
 
 class _Coder(Worker):
-    """Codes chunks into pieces."""
+    """Codes chunks into pieces by `_pack`."""
 
     takes_spans = False
     _sink: PieceOutput
 
     def _code(self, chunk: Chunk, results: Results, _into: Bytes) -> list[Record]:
         digests = [digest for (digest,) in self._digests(chunk)]
-        if chunk.tensor.is_merged:
-            return [self._merge(chunk, digests, results)]
-        return [self._copy(chunk, digests)]
+        return [self._pack(chunk, digests, results)]
 
-    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
-        raise NotImplementedError
-
-    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
+    def _pack(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
         raise NotImplementedError
 
     def _room(self, *_where: object) -> tuple[Bytes, bool]:
@@ -102,7 +97,7 @@ class _Coder(Worker):
 class LosslessCoder(_Coder):
     """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
 
-    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
+    def _pack(self, chunk: Chunk, digests: Sequence[str], _results: Results) -> Record:
         against = next(iter(chunk.tuned.values()), None)
         if len(digests) == 2 and digests[0] == digests[1]:
             return self._put(chunk, digests, (), AS_IN_BASE)
@@ -122,15 +117,14 @@ class Packer(_Coder):
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)
 
-    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
-        if len(set(digests)) > 1:
+    def _pack(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
+        if not chunk.tensor.is_merged and len(set(digests)) > 1:
             raise MismatchError(
                 f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ "
                 "from the base's and cannot be dropped or rounded; use --lossless"
             )
-        return self._put(chunk, digests, (), AS_IN_BASE)
-
-    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
+        if not chunk.tensor.is_merged:
+            return self._put(chunk, digests, (), AS_IN_BASE)
         (tuned,) = chunk.tuned.values()
         base = self._base[: tuned.size]
         self._run.decode(chunk.base, base)

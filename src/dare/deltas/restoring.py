@@ -89,8 +89,9 @@ def restore(
     clear_leftovers(layout)
     check_target(layout, [*source.files, *source.base.files], overwrite=overwrite)
     fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
+    how = {"resume": resume, "overwrite": overwrite}
     with (
-        PartialOutput(layout, {}, fingerprint, plan.stamps, resume=resume) as partial,
+        PartialOutput(layout, {}, fingerprint, plan.stamps, **how) as partial,
         show_progress(plan.cost.bytes_read, "restoring", visible=verbose) as display,
     ):
         confirm_inputs(plan, partial, display)
@@ -117,7 +118,7 @@ def restore(
             "report": report.to_dict(),
         }
         metadata: dict[str, dict[str, str]] = {name: {} for name in layout.files}
-        partial.finish(metadata, manifest, overwrite=overwrite, digests_of_all=True)
+        partial.finish(metadata, manifest, digests_of_all=True)
     return report
 
 

@@ -61,8 +61,7 @@ class Change:
 
     base: Source
     model: Source
-    places: Mapping[str, LoadedTensor]
-    """Where each tensor of the base is in the loaded model."""
+    places: Mapping[str, LoadedTensor]  # where each tensor of the base is in the loaded model
     notes: tuple[Notice, ...]
 
     @cached_property
@@ -180,7 +179,7 @@ def extract_adapter(
         }
         named = base_name or short_name(base)
         is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
-        writing.finish(report, _config(report, config, named, is_turned), made)
+        writing.complete(report, _config(report, config, named, is_turned), made)
     return report
 
 

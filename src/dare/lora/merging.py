@@ -45,8 +45,7 @@ from dare.tensors.mask import MASK_VERSION
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
-COMBINES = ("linear", "sum", "ties")
-"""Combine stages that need nothing of the base."""
+COMBINES = ("linear", "sum", "ties")  # combine stages that need nothing of the base
 ADDITIVE = ("linear", "sum")
 
 
@@ -55,12 +54,9 @@ class Module:
     """One module of the result: the adapters that have it, and how its factors are stored."""
 
     name: str
-    owners: tuple[int, ...]
-    """The adapters that have it, by their place."""
-    pairs: tuple[Pair, ...]
-    """The factors in each of those."""
-    order: Literal["C", "F"]
-    """The base's order of B·A: by rows, or its transpose."""
+    owners: tuple[int, ...]  # the adapters that have it, by their place
+    pairs: tuple[Pair, ...]  # the factors in each of those
+    order: Literal["C", "F"]  # the base's order of B·A: by rows, or its transpose
     has_bias: bool
 
     @property
@@ -251,7 +247,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             seeds=None if plan.is_additive else plan.recipe.seeds(),
             averaged=averaged,
         )
-        writing.finish(report, _config(plan, modules), _how(plan, writing.target))
+        writing.complete(report, _config(plan, modules), _how(plan, writing.target))
     return report
 
 

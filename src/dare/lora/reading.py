@@ -34,8 +34,7 @@ class Pair:
 
     down: TensorInfo
     """lora_A: rank × inputs, with the kernel's dimensions at the end for a convolution."""
-    up: TensorInfo
-    """lora_B: outputs × rank, with dimensions of 1 at the end for a convolution."""
+    up: TensorInfo  # lora_B: outputs × rank, with dimensions of 1 at the end for a convolution
     scaling: float
 
     @property
@@ -54,18 +53,15 @@ class AdapterFile(LoraSource):
 
     def __init__(self, plain: LoraSource) -> None:
         super().__init__(plain.path, plain.adapter, plain._stored)
-        self.name = self.path.name or str(self.path)
-        """The name of the adapter in messages."""
+        self.name = self.path.name or str(self.path)  # the name of the adapter in messages
         config = self.path / lora.CONFIG_NAME
         self.config = parse_json(read_limited(config, MAX_CONFIG_BYTES), config)
         self.saved = RenamedSource(self._stored, self._whole)
         """Tensors that are stored in full, by the names of the base's."""
         self._whole = {}
         self.tensors = {name: self.tensors[name] for name in self._products}
-        self.biases: set[str] = set()
-        """Modules whose lora_B has a bias."""
-        self.pairs: dict[str, Pair] = {}
-        """The factors of each module."""
+        self.biases: set[str] = set()  # modules whose lora_B has a bias
+        self.pairs: dict[str, Pair] = {}  # the factors of each module
         for tensor, (product,) in self._products.items():
             module = tensor.rpartition(".")[0]
             if product.right is None:

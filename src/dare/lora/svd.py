@@ -30,12 +30,10 @@ Floats = NDArray[np.float32]
 Numbers = NDArray[np.floating[Any]]
 
 OVERSAMPLING = 16
-DEPTH = 2
-"""Times that a sketch is multiplied by the matrix and its transpose."""
+DEPTH = 2  # times that a sketch is multiplied by the matrix and its transpose
 SKETCH_RATIO = 3
 """A sketch is made where its basis is at least this many times smaller than the matrix."""
-FIRST_WIDTH = 64
-"""Rank that is tried first where an energy is asked for."""
+FIRST_WIDTH = 64  # rank that is tried first where an energy is asked for
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,10 @@ class Wanted:
 class LowRank:
     """A matrix as left·right, the root of each singular value in either, and what that loses."""
 
-    left: Floats
-    """Rows × rank."""
-    right: Floats
-    """Rank × columns."""
-    squared: float
-    """The squared Frobenius norm of the matrix."""
-    lost: float
-    """The squared Frobenius norm of what left·right lacks."""
+    left: Floats  # rows × rank
+    right: Floats  # rank × columns
+    squared: float  # the squared Frobenius norm of the matrix
+    lost: float  # the squared Frobenius norm of what left·right lacks
 
     @property
     def rank(self) -> int:

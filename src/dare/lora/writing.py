@@ -1,24 +1,21 @@
 """An adapter on its way to disk: a directory that PEFT loads, complete or not there at all.
 
 Ranks are known only after the work, and with them the places of all tensors. So tensors go into a
-nameless file in `OUTPUT.partial/` first, one by one, and from there to their places in that folder,
-which gets its name when everything is in it and synced. What is in memory at any time is one
-tensor.
+file of pieces in `OUTPUT.partial/` first, one by one, and from there to their places in that
+folder, which gets its name when everything is in it and synced. What is in memory at any time is
+one tensor.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
-from typing import IO, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +29,11 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.output.places import without_folders
-from dare.output.publishing import claim, clear_leftovers, disclaim
-from dare.output.targets import check_target, partial_folder
-from dare.output.writer import PartialOutput, explaining
+from dare.output.publishing import clear_leftovers
+from dare.output.targets import check_target
+from dare.output.writer import PieceOutput
 from dare.planning.layout import OTHER_FORMATS, Layout
-from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.header import Described
 from dare.tensors.json_values import json_ready
 from dare.tensors.names import some_of
 
@@ -46,8 +41,6 @@ Floats = NDArray[np.float32]
 
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
-COPIED_BYTES = 1 << 24
-"""Bytes that are copied at a time."""
 LEFT_OUT_SHOWN = 4
 
 
@@ -212,8 +205,8 @@ class ExtractionReport(_Report):
 # ---------------------------------------------------------------- the files
 
 
-class AdapterOutput:
-    """An adapter under way; use as a context manager, and call `finish` at the end."""
+class AdapterOutput(PieceOutput):
+    """An adapter under way; use as a context manager, and call `complete` at the end."""
 
     def __init__(
         self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
@@ -223,26 +216,18 @@ class AdapterOutput:
         layout = Layout(target, {WEIGHTS_NAME: ()})
         clear_leftovers(layout)
         check_target(layout, inputs, overwrite=overwrite)
+        super().__init__(target, {}, "adapter", resume=False, overwrite=overwrite)
         self.target = target
-        self._folder = partial_folder(target)
         self.bytes_written = 0
         self._inputs = inputs
-        self._overwrite = overwrite
         self._dtype = dtype
-        self._tensors: list[Described] = []
-        self._starts: dict[str, int] = {}
-        self._spool: IO[bytes]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, list[tuple[int, int] | bytes]] = {}
 
     def __enter__(self) -> Self:
-        with explaining(self.target):
-            claim(self._folder)
-            self._spool = tempfile.TemporaryFile(dir=self._folder)
+        super().__enter__()
+        self._is_void = True  # nothing is resumed, so what is incomplete is of no use
         return self
-
-    def __exit__(self, *_error: object) -> None:
-        with suppress(OSError):  # it has no name, and what was needed of it has been copied
-            self._spool.close()
-        disclaim(self._folder)
 
     def put(self, name: str, values: Floats) -> None:
         """Store a tensor, by its name without PEFT's prefix."""
@@ -259,19 +244,16 @@ class AdapterOutput:
     def put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
         """Store a tensor that comes in flat pieces."""
         key = PREFIX + name
-        with explaining(self.target):
-            self._starts[key] = self._spool.tell()
-        self._tensors.append((key, self._dtype, shape))
+        self._shapes[key], self._stored[key] = shape, []
         for piece in pieces:
             raw = np.empty(piece.size, self._dtype.carrier)
             if reference.encode(piece, raw) >= self._dtype.overflow_bits:
                 kind = self._dtype.name
                 raise InputError(f"{name}: has values that {kind} cannot hold; store a wider dtype")
-            with explaining(self.target):
-                self._spool.write(raw.tobytes())
+            self._stored[key].append((self.append(raw.view(np.uint8)), raw.nbytes))
             self.bytes_written += raw.nbytes
 
-    def finish(
+    def complete(
         self,
         report: AdapterReport | ExtractionReport,
         config: Mapping[str, Any],
@@ -295,21 +277,11 @@ class AdapterOutput:
             "machine": platform.machine(),
         }
         readme = _readme(report, config["base_model_name_or_path"])
-        layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
-        with PartialOutput(layout, METADATA, bytes_digest(_json(manifest)), resume=False) as output:
-            for key, dtype, shape in layout.files[WEIGHTS_NAME]:
-                self._copy(output, key, math.prod(shape) * dtype.itemsize)
-            output.add_files({CONFIG_NAME: _json(config), "README.md": readme.encode()})
-            output.finish(
-                {WEIGHTS_NAME: METADATA}, manifest, overwrite=self._overwrite, digests_of_all=True
-            )
-
-    def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
-        for start in range(0, nbytes, COPIED_BYTES):
-            with explaining(self.target):
-                self._spool.seek(self._starts[key] + start)
-                data = self._spool.read(min(COPIED_BYTES, nbytes - start))
-            output.write(key, start, np.frombuffer(data, np.uint8))
+        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
+        self.assemble(Layout(self.target, {WEIGHTS_NAME: tensors}), METADATA, self._stored)
+        self.add_files({CONFIG_NAME: _json(config), "README.md": readme.encode()})
+        self._is_void = False
+        self.finish({WEIGHTS_NAME: METADATA}, manifest, digests_of_all=True)
 
 
 def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:

@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
-from dare.inputs.sources import INDEX_NAME
 from dare.output import publishing, targets
-from dare.output.journal import Journal, JournalContent, Record, read_locked
+from dare.output.journal import Journal, JournalContent, Key, Record, read_locked
 from dare.output.manifest import METADATA_KEY, checked_metadata
-from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, seal, work_folder
+from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, work_folder
 from dare.output.writer import PartialOutput
 from dare.planning.layout import Layout
 from dare.stores import uploading
@@ -47,23 +46,10 @@ SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one th
 UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
 EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
-Key = tuple[str, int]
 
-
-def open_output(
-    layout: Layout,
-    metadata: Mapping[str, str],
-    fingerprint: str,
-    stamps: str = "",
-    *,
-    resume: bool = True,
-    overwrite: bool = False,
-) -> PartialOutput:
-    """An output under way; to be used as a context manager."""
-    if layout.is_sent:
-        given = layout, metadata, fingerprint, stamps
-        return StoreOutput(*given, resume=resume, overwrite=overwrite)
-    return PartialOutput(layout, metadata, fingerprint, stamps, resume=resume)
+def open_output(layout: Layout, *identity: Any, **how: Any) -> PartialOutput:
+    """Return an output under way, a context manager; arguments are those of `PartialOutput`."""
+    return (StoreOutput if layout.is_sent else PartialOutput)(layout, *identity, **how)
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
@@ -183,14 +169,14 @@ def _noted(layout: Layout) -> JournalContent:
 class StoreOutput(PartialOutput):
     """An output that is made in the scratch folder and uploaded file by file."""
 
-    def __init__(self, *given: Any, overwrite: bool = False, **how: Any) -> None:
-        super().__init__(*given, **how)
-        layout, metadata, *_ = given
-        self._overwrite = overwrite
+    def __init__(
+        self, layout: Layout, metadata: Mapping[str, str], *identity: str, **how: Any
+    ) -> None:
+        super().__init__(layout, metadata, *identity, **how)
         self._is_one = len(layout.files) == 1
         if not self._is_one and METADATA_KEY in metadata:
             checked = checked_metadata(layout, json.loads(metadata[METADATA_KEY]))
-            self._files.built = {file: layout.build(checked[file])[file] for file in layout.files}
+            self.built = {file: layout.build(checked[file])[file] for file in layout.files}
         self._ours: set[str] = set()  # names in the store that this merge may have written
         self._sent: dict[str, Stored] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
@@ -226,9 +212,7 @@ class StoreOutput(PartialOutput):
     def _take_over(self, found: JournalContent) -> None:
         self._ours = set(found.ours)
         for file, (size, version) in found.sent.items():
-            seen = (
-                uploading.describe_object(self._place(file)) if file in self._files.built else None
-            )
+            seen = uploading.describe_object(self._place(file)) if file in self.built else None
             if seen is not None and (seen.size, seen.version) == (size, version):
                 self._sent[file] = seen
         super()._take_over(found)
@@ -239,17 +223,15 @@ class StoreOutput(PartialOutput):
         journal.note_synced(ours=sorted(self._ours))
 
     def _open_files(self) -> None:
-        self._files.make(file for file in self._files.built if file not in self._sent)
+        self.make(file for file in self.built if file not in self._sent)
         for file in self._sent:
             (self.folder / file).unlink(missing_ok=True)
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         pass  # each file when it is begun
 
     def _missing_bytes(self) -> int:
-        return sum(
-            sorted(f.unwritten_bytes() for f in self._files.opened.values())[-SCRATCH_FILES:]
-        )
+        return sum(sorted(f.unwritten_bytes() for f in self.opened.values())[-SCRATCH_FILES:])
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records of chunks that are in the store, or here as the journal says."""
@@ -259,29 +241,29 @@ class StoreOutput(PartialOutput):
 
     def confirm(self, records: Iterable[Record]) -> None:
         super().confirm(records)
-        found = {(record.tensor, record.chunk) for record in self.resumed}
+        found = {record.key for record in self.resumed}
         if lacking := [file for file in self._sent if self._chunks(file) - found]:
             for file in lacking:
                 del self._sent[file]
-            self._files.make(lacking)
+            self.make(lacking)
             self.resumed = [r for r in self.resumed if self._file_of(r) not in lacking]
         self._send_complete()
 
     def _file_of(self, record: Record) -> str:
-        return self._files.places[record.tensor][0]
+        return self.places[record.tensor][0]
 
     def _chunks(self, file: str) -> set[Key]:
-        placed = self._files.built[file][1]
+        placed = self.built[file][1]
         return {(n, chunk) for n, t in placed.items() for chunk in range(chunk_count(t.elements))}
 
     # ------------------------------------------------------------ chunks
 
     def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        self._begin(self._files.places[name][0])
+        self._begin(self.places[name][0])
         return super().place(name, offset, nbytes)
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        self._begin(self._files.places[name][0])
+        self._begin(self.places[name][0])
         super().write(name, offset, data)
 
     def _begin(self, file: str) -> None:
@@ -295,7 +277,7 @@ class StoreOutput(PartialOutput):
             if file not in self._begun:
                 self._begun.add(file)
                 with self._explaining(self.folder / file):
-                    self._files.opened[file].reserve()
+                    self.opened[file].reserve()
 
     def _is_full(self, file: str) -> bool:
         here = self._begun - self._sent.keys() - {file}
@@ -309,7 +291,7 @@ class StoreOutput(PartialOutput):
         with self._changed:
             for record in records:
                 if (missing := self._missing.get(self._file_of(record))) is not None:
-                    missing.discard((record.tensor, record.chunk))
+                    missing.discard(record.key)
             self._submit_complete()
             while not self._is_over and self._count_uploads() > SCRATCH_FILES:
                 self._changed.wait(0.2)  # nodes of a cluster do not wait before they begin a file
@@ -319,9 +301,9 @@ class StoreOutput(PartialOutput):
 
     def _send_complete(self) -> None:
         """Begin to upload what an earlier try has left complete."""
-        done = {(record.tensor, record.chunk) for record in self.resumed}
+        done = {record.key for record in self.resumed}
         with self._changed:
-            for file in self._files.built:
+            for file in self.built:
                 if file not in self._sent:
                     self._missing[file] = self._chunks(file) - done
             self._submit_complete()
@@ -351,7 +333,7 @@ class StoreOutput(PartialOutput):
     def _send_now(self, file: str) -> None:
         assert self._journal is not None
         self._free_place()
-        opened, path = self._files.opened[file], self.folder / file
+        opened, path = self.opened[file], self.folder / file
         with self._explaining(path):
             opened.sync()
             stored = self._upload(file, path)
@@ -362,7 +344,7 @@ class StoreOutput(PartialOutput):
 
     def _upload(self, name: str, path: Path) -> Stored:
         size, sent, announced = path.stat().st_size, 0, time.monotonic()
-        if name in self._files.built:
+        if name in self.built:
             self.announce(f"uploading {name} ({show_size(size)})")
 
         def progress(nbytes: int) -> None:
@@ -383,7 +365,7 @@ class StoreOutput(PartialOutput):
             return
         known = {*self._ours, *self._sent}
         found = _replaceable(self.layout, known, overwrite=self._overwrite)
-        self._journal.note_synced(ours=sorted([*found, *self._files.built]))
+        self._journal.note_synced(ours=sorted([*found, *self.built]))
         uploading.delete(self._place(name) for name in found if name not in self._sent)
         self._is_free = True
 
@@ -393,32 +375,36 @@ class StoreOutput(PartialOutput):
             if upload.done() and (error := upload.exception()) is not None:
                 raise error
 
-    def finish(
-        self,
-        metadata: Mapping[str, Mapping[str, str]],
-        manifest: Mapping[str, Any],
-        *,
-        overwrite: bool = False,
-        digests_of_all: bool = False,
-    ) -> list[str]:
-        """Upload what is not there yet, then the index and the manifest; clear the folder away."""
-        del overwrite, digests_of_all  # the one is known, the other is not for merges
-        assert self._journal is not None
+    def _write_headers(
+        self, metadata: Mapping[str, Mapping[str, str]], digests_of_all: bool
+    ) -> dict[str, str]:
+        """Upload the files that are not there yet; merges have digests of headers alone."""
+        del digests_of_all
         if self._is_one:
-            ((file, (_, placed)),) = self._files.built.items()
+            ((file, (_, placed)),) = self.built.items()
             header = self._final_header(file, metadata[file])
-            self._files.built[file] = header, placed
-            with self._explaining(self.folder / file):
-                if file not in self._sent:
-                    self._files.opened[file].write(header, 0)
+            self.built[file] = header, placed
+            if file not in self._sent:
+                self.opened[file].write(header, 0)
         with self._changed:
-            for file in self._files.built:
+            for file in self.built:
                 if file not in self._sent and file not in self._uploads:
                     self._submit(file)
             while self._count_uploads():
                 self._changed.wait(0.2)  # so that Ctrl-C comes through
             self._raise()
-        self._publish(manifest)
+        return {file: bytes_digest(header) for file, (header, _) in self.built.items()}
+
+    def _publish(self, manifest: bytes) -> list[str]:
+        """Upload the index and the manifest, and clear the folder away."""
+        assert self._journal is not None
+        name = manifest_path(self.layout.target).name
+        self._free_place()
+        self._journal.note_synced(ours=sorted([*self._others, name]))
+        self._journal.note_synced(finished=bytes_digest(manifest))
+        for other in self._others:  # of which the index is the last
+            self._upload(other, self.folder / other)
+        uploading.upload(self._place(name), manifest)
         try:
             shutil.rmtree(self.folder)
         except OSError as error:
@@ -426,18 +412,3 @@ class StoreOutput(PartialOutput):
         finally:
             forget()
         return []
-
-    def _publish(self, manifest: Mapping[str, Any]) -> None:
-        assert self._journal is not None
-        if (index := self.layout.index()) is not None:
-            self.add_files({INDEX_NAME: index})
-        headers = {file: bytes_digest(header) for file, (header, _) in self._files.built.items()}
-        text = seal(manifest, {**headers, **self._others})
-        name = manifest_path(self.layout.target).name
-        self._free_place()
-        with self._explaining(self.folder):
-            self._journal.note_synced(ours=sorted([*self._others, name]))
-            self._journal.note_synced(finished=bytes_digest(text))
-        for other in self._others:  # of which the index is the last
-            self._upload(other, self.folder / other)
-        uploading.upload(self._place(name), text)

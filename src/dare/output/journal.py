@@ -40,6 +40,7 @@ LONGEST_LAST_LINE = 1024
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Count = Annotated[int, Field(ge=0)]
+Key = tuple[str, int]  # a chunk: its tensor, and its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ class Record:
     piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
     sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
 
-
-Key = tuple[str, int]  # a chunk: its tensor, and its number
+    @property
+    def key(self) -> Key:
+        return self.tensor, self.chunk
 
 
 def group_by_tensor(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -142,11 +144,10 @@ def read_journal(text: bytes) -> JournalContent:
                 )
             else:
                 record = _adapter(Record).validate_json(json.dumps(line), strict=True)
-                key = record.tensor, record.chunk
-                found.records[key] = found.stamps, record
-                found.makers.pop(key, None)
+                found.records[record.key] = found.stamps, record
+                found.makers.pop(record.key, None)
                 if maker:
-                    found.makers[key] = maker
+                    found.makers[record.key] = maker
         except (ValidationError, KeyError, TypeError, ValueError):
             continue
     return found
@@ -186,23 +187,6 @@ def _check(body: bytes, fingerprint: str) -> str:
     return bytes_digest(fingerprint.encode() + body)
 
 
-def line_of(record: Record) -> dict[str, Any]:
-    """Says that a chunk is done."""
-    line = {name: getattr(record, name) for name in Record.__slots__}
-    if not record.piece:
-        del line["piece"], line["sums"]
-    return line
-
-
-def with_checks(lines: Iterable[dict[str, Any]], fingerprint: str) -> bytes:
-    """The text of some lines, each with its check."""
-    text = bytearray()
-    for line in lines:
-        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-        text += body + f',"check":"{_check(body, fingerprint)}"}}\n'.encode()
-    return bytes(text)
-
-
 class BusyError(OutputError):
     """Another process has the journal."""
 
@@ -240,7 +224,9 @@ class Journal:
 
     def read(self) -> JournalContent:
         """Return its content; the next line that is written begins a new line."""
-        text = read_whole(self._file)
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            text = file.read()
         if text and not text.endswith(b"\n"):
             os.write(self._file, b"\n")
         return read_journal(text)
@@ -262,24 +248,29 @@ class Journal:
     def absorb(self, paths: Iterable[Path]) -> None:
         """Take the lines of other journals of this merge over, which are on the disk then."""
         for path in paths:
-            file = os.open(path, os.O_RDONLY | NO_LINKS)
-            try:
-                text = read_whole(file)
-            finally:
-                os.close(file)
-            first = next(checked_lines(text.partition(b"\n")[0]), {})
-            if first.get("fingerprint") == self.fingerprint:
-                self._write(text.partition(b"\n")[2] + b"\n")
+            with open(path, "rb", opener=lambda p, flags: os.open(p, flags | NO_LINKS)) as file:
+                head, _, rest = file.read().partition(b"\n")
+            if next(checked_lines(head), {}).get("fingerprint") == self.fingerprint:
+                self._write(rest + b"\n")
         os.fsync(self._file)
 
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
-        self._append(map(line_of, records))
+        coded = ("piece", "sums")
+        self._append(
+            {n: getattr(r, n) for n in Record.__slots__ if r.piece or n not in coded}
+            for r in records
+        )
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        self._write(with_checks(lines, self.fingerprint))
+        """Write lines, each with its check."""
+        text = bytearray()
+        for line in lines:
+            body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+            text += body + f',"check":"{_check(body, self.fingerprint)}"}}\n'.encode()
+        self._write(text)
 
-    def _write(self, text: bytes) -> None:
+    def _write(self, text: bytes | bytearray) -> None:
         rest = memoryview(text)
         while rest:
             rest = rest[os.write(self._file, rest) :]
@@ -289,15 +280,6 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-
-def read_whole(file_descriptor: int) -> bytes:
-    """The content of an open file."""
-    size = os.fstat(file_descriptor).st_size
-    text = os.pread(file_descriptor, size, 0)
-    while len(text) < size and (more := os.pread(file_descriptor, size - len(text), len(text))):
-        text += more
-    return text
 
 
 def read_locked(path: Path) -> JournalContent:

@@ -243,14 +243,6 @@ def _mark(folder: Path) -> None:
         os.close(file_descriptor)
 
 
-def disclaim(folder: Path) -> None:
-    """Take mark and folder away again, if nothing was made there."""
-    with suppress(OSError):
-        if os.listdir(folder) == [MARK_NAME]:
-            (folder / MARK_NAME).unlink()
-            folder.rmdir()
-
-
 def write_synced(path: Path, content: bytes | Path) -> str:
     """Write or copy a file, sync it and return its digest; a link of that name is replaced."""
     path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -48,6 +48,7 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
+from dare.tensors.names import some_of
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
 PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
@@ -73,7 +74,7 @@ class SliceReport(Shown):
         """Return what the slice did, and which are not done yet; the report, if it has one."""
         if self.report is not None:
             return self.report.document()
-        waits = f"not done yet: {_listed(self.unfinished)}; the last one publishes the output"
+        waits = f"not done yet: {_first_of(self.unfinished)}; the last one publishes the output"
         return Document(
             title=f"Slice {self.slice} is done in {self.seconds:.1f} s",
             kind="slice",
@@ -98,15 +99,14 @@ class SliceOutput(PartialOutput):
     """The output as one slice of a merge writes it; call `end` at the end."""
 
     def __init__(self, part: Slice, share: Share, *given: Any, overwrite: bool = False) -> None:
-        super().__init__(*given)
+        super().__init__(*given, overwrite=overwrite)
         self.part = part
         self._share = share
-        self._overwrite = overwrite
         self._known: set[tuple[str, int]] = set()  # the chunks that its own journal speaks of
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.record([r for r in self.resumed if (r.tensor, r.chunk) not in self._known])
+        self.record([r for r in self.resumed if r.key not in self._known])
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
@@ -159,7 +159,7 @@ class SliceOutput(PartialOutput):
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
                     f"{self.folder}: this merge is running in {running[0].of} slices "
-                    f"({_listed(running)}); use as many, or stop them first"
+                    f"({_first_of(running)}); use as many, or stop them first"
                 )
             main.absorb(former)
             found = main.read()
@@ -172,7 +172,7 @@ class SliceOutput(PartialOutput):
         if running := self._running():
             raise OutputError(
                 f"{self.folder}: slices of another merge are writing here "
-                f"({_listed(running)}); wait until they are done, or choose another output"
+                f"({_first_of(running)}); wait until they are done, or choose another output"
             )
         if self.layout.target.exists() and not self._overwrite:
             shutil.rmtree(self.folder)
@@ -188,12 +188,12 @@ class SliceOutput(PartialOutput):
     def _open_files(self) -> None:
         """Open the files; make them, unless another slice has."""
         try:
-            self._files.join()
+            self.join()
         except FileNotFoundError:
-            self._files.close()
+            self.close()
             with self._joining():
-                self._files.make()
-            self._files.sync()
+                self.make()
+            self.sync()
 
     def _is_expected(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
@@ -202,7 +202,7 @@ class SliceOutput(PartialOutput):
         """See all chunks to the disk, and say so."""
         assert self._journal is not None
         with self._explaining(self.folder):
-            self._files.sync()
+            self.sync()
             figures = SliceFigures(bytes_read, len(self.resumed))
             self._journal.note_synced(synced=asdict(figures))
 
@@ -236,8 +236,8 @@ class FinishingOutput(PartialOutput):
 
     _HOPELESS = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
 
-    def __init__(self, *given: Any, wait: float = 0) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, overwrite: bool = False, wait: float = 0) -> None:
+        super().__init__(*given, overwrite=overwrite)
         self._wait = wait
         self._found = JournalContent()
         self.bytes_read = self.resumed_chunks = 0
@@ -287,28 +287,24 @@ class FinishingOutput(PartialOutput):
             sync_folder(self.folder)
 
     def _open_files(self) -> None:
-        self._files.join()
+        self.join()
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Hash again what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
-        doubted = {
-            key
-            for record in records
-            if (key := (record.tensor, record.chunk)) in near or not self._found.is_synced(key)
-        }
-        hashed = super().intact([r for r in records if (r.tensor, r.chunk) in doubted])
-        return [r for r in records if (r.tensor, r.chunk) not in doubted] + hashed
+        doubted = {r.key for r in records if r.key in near or not self._found.is_synced(r.key)}
+        hashed = super().intact([record for record in records if record.key in doubted])
+        return [record for record in records if record.key not in doubted] + hashed
 
     def _near_others(self, records: list[Record]) -> set[tuple[str, int]]:
         """The chunks in reach of a page with bytes of another slice, or of the header."""
         spans: dict[str, list[tuple[int, int, tuple[str, int]]]] = {}
         for record in records:
-            file, info = self._files.places[record.tensor]
+            file, info = self.places[record.tensor]
             start, count = chunk_span(record.chunk, info.elements)
             place = info.start + start * info.dtype.itemsize
-            key = record.tensor, record.chunk
-            spans.setdefault(file, []).append((place, place + count * info.dtype.itemsize, key))
+            end = place + count * info.dtype.itemsize
+            spans.setdefault(file, []).append((place, end, record.key))
         near = set()
         for of_file in spans.values():
             of_file.sort()
@@ -326,7 +322,7 @@ class FinishingOutput(PartialOutput):
 
     def check_complete(self, planned: Plan) -> None:
         """Refuse to finish if chunks are missing; say which slices have them to do."""
-        done = {(record.tensor, record.chunk) for record in self.resumed}
+        done = {record.key for record in self.resumed}
         chunks = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
         missing = [key for key in chunks if key not in done]
         if not missing:
@@ -335,13 +331,11 @@ class FinishingOutput(PartialOutput):
         if self._found.parts:
             division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
             owners = sorted({division.owner(*key) for key in missing})
-            what += f", from {_listed([Slice(number, division.of) for number in owners])}"
+            what += f", from {_first_of([Slice(number, division.of) for number in owners])}"
         raise OutputError(
             f"{self.folder}: {what}; run these slices again, or run the merge without --slice"
         )
 
 
-def _listed(slices: Sequence[object]) -> str:
-    """Return the first few of some slices, and how many more there are."""
-    shown, more = ", ".join(map(str, slices[:SLICES_SHOWN])), len(slices) - SLICES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+def _first_of(slices: Iterable[object]) -> str:
+    return some_of([str(part) for part in slices], SLICES_SHOWN)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +39,9 @@ from dare.planning.cost import available_cores
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
-from dare.tensors.files import as_stream, is_there, open_input
-from dare.tensors.header import TensorInfo
+from dare.tensors.files import is_there, read_beginning
+from dare.tensors.header import Header, TensorInfo
 
-Outcome = TypeVar("Outcome")
 Manifest = Mapping[str, Any]
 
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
@@ -105,8 +105,7 @@ def verify(
         return _verify_files(path)
     problems: list[Notice] = []
     manifests = {
-        file: _checked_manifest(file, header.metadata, problems)
-        for file, header in source.headers.items()
+        file: _checked_manifest(file, header, problems) for file, header in source.headers.items()
     }
     nbytes = sum(info.nbytes for info in source.tensors.values())
     with show_progress(nbytes, "verifying", visible=verbose) as display:
@@ -197,20 +196,18 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
     return Verification(path, tuple(problems), tensors, nbytes)
 
 
-def _checked_manifest(file: Path, metadata: Mapping[str, str], problems: list[Notice]) -> Manifest:
+def _checked_manifest(file: Path, header: Header, problems: list[Notice]) -> Manifest:
     """Read the manifest in a file's header and check the header against it."""
-    if METADATA_KEY not in metadata:
+    if METADATA_KEY not in header.metadata:
         raise VerificationError(f"{file}: was not made by dare; its header has no manifest")
     try:
-        manifest = json.loads(metadata[METADATA_KEY])
+        manifest = json.loads(header.metadata[METADATA_KEY])
         check = manifest[SEAL].encode()
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         problems.append(notice("damaged_header", str(file)))
         return {}
-    with as_stream(open_input(file)) as opened:
-        length = opened.read(8)
-        header = length + opened.read(int.from_bytes(length, "little"))
-    if bytes_digest(header.replace(check, UNKNOWN.encode(), 1)) != check.decode():
+    raw = read_beginning(file, header.data_start)
+    if bytes_digest(raw.replace(check, UNKNOWN.encode(), 1)) != check.decode():
         problems.append(notice("damaged_header", str(file)))
     return dict(manifest)
 
@@ -230,27 +227,17 @@ def _digest_tensors(
     infos = sorted(source.tensors.values(), key=lambda info: info.name.encode())
     chunks = ((info, *span) for info in infos for span in chunk_spans(info.elements))
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
-    with source:
-        for name, digest, raw in _in_threads(read_chunk, chunks):
+    cores = available_cores()
+    with source, ThreadPoolExecutor(cores) as pool:
+        reads = (pool.submit(read_chunk, *chunk) for chunk in chunks)
+        waiting = deque(itertools.islice(reads, 2 * cores))  # only so many run ahead
+        while waiting:
+            name, digest, raw = waiting.popleft().result()
+            waiting.extend(itertools.islice(reads, 1))
             by_tensor[name].append(digest)
             if weights is not None:
                 weights.update(raw.view(np.uint8).data)
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
-
-
-def _in_threads(
-    function: Callable[..., Outcome], calls: Iterable[tuple[Any, ...]]
-) -> Iterator[Outcome]:
-    """Yield the results of calls in order; only a few run ahead of the consumer."""
-    cores = available_cores()
-    waiting: deque[Future[Outcome]] = deque()
-    with ThreadPoolExecutor(cores) as pool:
-        for arguments in calls:
-            waiting.append(pool.submit(function, *arguments))
-            if len(waiting) > 2 * cores:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def _compare_weights(

@@ -85,14 +85,18 @@ class OutputFiles:
         self, folder: Path, layout: Layout, metadata: Mapping[str, str], *, resumable: bool = True
     ) -> None:
         self.folder = folder
+        self.opened: dict[str, OutputFile] = {}
         self._resumable = resumable
+        self._lay_out(layout, metadata)
+
+    def _lay_out(self, layout: Layout, metadata: Mapping[str, str]) -> None:
+        self.layout = layout
         self.built = layout.build(metadata)  # by file: its header, and each tensor's place
         self.places = {
             name: (file, info)
             for file, (_, placed) in self.built.items()
             for name, info in placed.items()
         }
-        self.opened: dict[str, OutputFile] = {}
 
     def make(self, files: Iterable[str] | None = None) -> None:
         """Open all files or some; make those that are missing, and write the headers."""
@@ -137,20 +141,23 @@ class OutputFiles:
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         file, info = self.places[name]
-        with explaining(self.folder / file, resumable=self._resumable):
+        with self._explaining(self.folder / file):
             self.opened[file].write(data, info.start + offset)
 
     def record(self, records: Sequence[Record]) -> None:
         pass  # whoever has the journal does
 
+    def _explaining(self, place: Path) -> AbstractContextManager[None]:
+        return explaining(place, resumable=self._resumable)
 
-class PartialOutput:
+
+class PartialOutput(OutputFiles):
     """An output under way; use as a context manager, and call `finish` at the end.
 
     `fingerprint` says which merge it is, and `stamps` by what its inputs are known here and now.
     """
 
-    _HOPELESS: tuple[type[Exception], ...] = (MismatchError, VerificationError, NotFiniteError)
+    _HOPELESS: tuple[type[BaseException], ...] = (MismatchError, VerificationError, NotFiniteError)
     """After these nothing is left behind."""
 
     def __init__(
@@ -161,17 +168,16 @@ class PartialOutput:
         stamps: str = "",
         *,
         resume: bool = True,
+        overwrite: bool = False,
     ) -> None:
-        self.layout = layout
-        self.folder = work_folder(layout)
+        super().__init__(work_folder(layout), layout, metadata, resumable=resume)
         self.resumed: list[Record] = []  # chunks on the disk, made of inputs with these stamps
         self.doubtful: list[Record] = []  # chunks on the disk, made of inputs with other stamps
         self.started_over = ""  # the reason why an earlier try is not used
         self.announce: Callable[[str], None] = lambda _text: None  # shows progress
         self._fingerprint = fingerprint
         self._stamps = stamps
-        self._resume = resume
-        self._files = OutputFiles(self.folder, layout, metadata, resumable=resume)
+        self._overwrite = overwrite
         self._others: dict[str, str] = {}  # digests of the files beside the weights
         self._journal: Journal | None = None
         self._made: list[Path] = []
@@ -186,7 +192,7 @@ class PartialOutput:
             self._is_void = not self.resumed and not self.doubtful
             self._check_free_space()
             self._is_void = False
-            self._reserve()
+            self.reserve()
             self.resumed = self.intact(self.resumed)
             self.doubtful = self.intact(self.doubtful)
         except BaseException:
@@ -195,7 +201,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        self._files.close()
+        self.close()
         hopeless = kind is not None and issubclass(kind, self._HOPELESS)
         if self._journal is not None and (self._is_void or hopeless):
             # Nothing is in it, or this can never be finished as it was planned.
@@ -211,18 +217,15 @@ class PartialOutput:
         return claim(self.folder)
 
     def _open_files(self) -> None:
-        self._files.make()
-
-    def _reserve(self) -> None:
-        self._files.reserve()
+        self.make()
 
     def _open_journal(self) -> None:
         journal = self._journal = self._lock(JOURNAL_NAME)
         self._refuse_beside_slices()
-        if self._resume:
+        if self._resumable:
             journal.absorb(slice_journals(self.folder).values())
         found = journal.read()
-        if self._resume and found.fingerprint == self._fingerprint:
+        if self._resumable and found.fingerprint == self._fingerprint:
             self._take_over(found)
             self._clear({MARK_NAME, JOURNAL_NAME, *self._made_files()})
         else:
@@ -248,7 +251,7 @@ class PartialOutput:
     def _start_over(self, journal: Journal, found: JournalContent) -> None:
         """Forget what was left there, and say why, if that was not asked for."""
         journal.start()
-        if self._clear({MARK_NAME, JOURNAL_NAME}) and self._resume:
+        if self._clear({MARK_NAME, JOURNAL_NAME}) and self._resumable:
             self.started_over = "its journal cannot be read, so it starts over"
             if found.fingerprint is not None:
                 self.started_over = "was left by another merge or version of dare, and is not used"
@@ -267,7 +270,7 @@ class PartialOutput:
 
     def _made_files(self) -> Collection[str]:
         """The files that chunks are written into."""
-        return self._files.built
+        return self.built
 
     def _take_over(self, found: JournalContent) -> None:
         """Sort the chunks that the output has by whether their inputs are known to be the same."""
@@ -276,7 +279,7 @@ class PartialOutput:
                 (self.resumed if stamps == self._stamps else self.doubtful).append(record)
 
     def _is_expected(self, record: Record) -> bool:
-        place = self._files.places.get(record.tensor)
+        place = self.places.get(record.tensor)
         return place is not None and record.chunk in range(chunk_count(place[1].elements))
 
     def confirm(self, records: Iterable[Record]) -> None:
@@ -295,7 +298,7 @@ class PartialOutput:
 
     def _missing_bytes(self) -> int:
         """Room on the disk that is still needed."""
-        return sum(file.unwritten_bytes() for file in self._files.opened.values())
+        return sum(file.unwritten_bytes() for file in self.opened.values())
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk on disk has the digest the journal says."""
@@ -311,22 +314,9 @@ class PartialOutput:
 
     def _read_chunk(self, record: Record) -> bytes:
         """Read back what was written of a chunk."""
-        info = self._files.places[record.tensor][1]
+        info = self.places[record.tensor][1]
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
         return self.read(info.name, start, count)
-
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Read back what was written of a tensor."""
-        return self._files.read(name, offset, nbytes)
-
-    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        return self._files.place(name, offset, nbytes)
-
-    def position(self, name: str, offset: int) -> int:
-        return self._files.position(name, offset)
-
-    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        self._files.write(name, offset, data)
 
     def record(self, records: Sequence[Record]) -> None:
         assert self._journal is not None  # it is open from the first moment on
@@ -346,7 +336,6 @@ class PartialOutput:
         metadata: Mapping[str, Mapping[str, str]],
         manifest: Mapping[str, Any],
         *,
-        overwrite: bool = False,
         digests_of_all: bool = False,
     ) -> list[str]:
         """Write the final headers (metadata for each file) and the manifest, sync, give the name.
@@ -354,36 +343,42 @@ class PartialOutput:
         Of weights the manifest has the digest of the header, as their tensors have digests of
         their own, or that of the whole file. Returns what went wrong when the output was there.
         """
-        assert self._journal is not None
-        headers: dict[str, str] = {}
         with self._explaining(self.folder):
-            for name, file in self._files.opened.items():
-                header = self._final_header(name, metadata[name])
-                file.write(header, 0)
-                file.sync()
-                path = self.folder / name
-                headers[name] = file_digest(path) if digests_of_all else bytes_digest(header)
+            digests = self._write_headers(metadata, digests_of_all)
             if (index := self.layout.index()) is not None:
                 self.add_files({INDEX_NAME: index})
-            text = seal(manifest, {**headers, **self._others})
-            write_synced(self.folder / manifest_path(self.layout.target).name, text)
-            for folder in {(self.folder / name).parent for name in ("x", *self._others)}:
-                sync_folder(folder)
-            self._journal.note_synced(finished=bytes_digest(text))
-            self._clear_up()
-            return publish(self.layout, self._made, overwrite=overwrite)
+            return self._publish(seal(manifest, {**digests, **self._others}))
+
+    def _write_headers(
+        self, metadata: Mapping[str, Mapping[str, str]], digests_of_all: bool
+    ) -> dict[str, str]:
+        """Complete the files of weights; return their digests for the manifest."""
+        digests = {}
+        for name, file in self.opened.items():
+            header = self._final_header(name, metadata[name])
+            file.write(header, 0)
+            file.sync()
+            path = self.folder / name
+            digests[name] = file_digest(path) if digests_of_all else bytes_digest(header)
+        return digests
 
     def _final_header(self, file: str, metadata: Mapping[str, str]) -> bytes:
         header, _ = self.layout.build(metadata)[file]
-        if len(header) != len(self._files.built[file][0]):
+        if len(header) != len(self.built[file][0]):
             raise AssertionError("the final header must be as long as the first one")
         return header
 
+    def _publish(self, manifest: bytes) -> list[str]:
+        assert self._journal is not None
+        write_synced(self.folder / manifest_path(self.layout.target).name, manifest)
+        for folder in {(self.folder / name).parent for name in ("x", *self._others)}:
+            sync_folder(folder)
+        self._journal.note_synced(finished=bytes_digest(manifest))
+        self._clear_up()
+        return publish(self.layout, self._made, overwrite=self._overwrite)
+
     def _clear_up(self) -> None:
         """Remove what only served the making of the output."""
-
-    def _explaining(self, place: Path) -> AbstractContextManager[None]:
-        return explaining(place, resumable=self._resume)
 
 
 @contextmanager
@@ -406,10 +401,8 @@ Bytes = NDArray[np.uint8]
 class PieceOutput(PartialOutput):
     """A file under way of which only the chunks are known; `assemble` it, then `finish`."""
 
-    def __init__(
-        self, target: Path, chunks: Mapping[str, int], *identity: str, resume: bool
-    ) -> None:
-        super().__init__(Layout(target, {}), {}, *identity, resume=resume)
+    def __init__(self, target: Path, chunks: Mapping[str, int], *identity: str, **how: Any) -> None:
+        super().__init__(Layout(target, {}), {}, *identity, **how)
         self._chunks = chunks
         self._appending = threading.Lock()
         self._pieces: OutputFile
@@ -421,7 +414,7 @@ class PieceOutput(PartialOutput):
     def _open_files(self) -> None:
         path = self.folder / PIECES_NAME
         self._end = path.stat().st_size if path.exists() else 0
-        self._pieces = self._files.opened[PIECES_NAME] = OutputFile(path, self._end)
+        self._pieces = OutputFile(path, self._end)
 
     def _is_expected(self, record: Record) -> bool:
         return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
@@ -433,7 +426,7 @@ class PieceOutput(PartialOutput):
     @property
     def size(self) -> int:
         """Bytes of the file, once it is put together."""
-        ((header, placed),) = self._files.built.values()
+        ((header, placed),) = self.built.values()
         return len(header) + sum(info.nbytes for info in placed.values())
 
     def append(self, data: Bytes) -> int:
@@ -452,17 +445,16 @@ class PieceOutput(PartialOutput):
         tensors: Mapping[str, Iterable[tuple[int, int] | bytes]],
     ) -> None:
         """Join each tensor from pieces (start and size) or bytes; `finish` gets equal metadata."""
-        self.layout = layout
-        self._files = OutputFiles(self.folder, layout, metadata, resumable=self._resume)
-        ((name, (_, placed)),) = self._files.built.items()
+        self._lay_out(layout, metadata)
+        ((name, (_, placed)),) = self.built.items()
         with self._explaining(self.folder / name):
-            super()._open_files()
+            self.make()
             self._check_free_space()
             for tensor, pieces in tensors.items():
                 position = placed[tensor].start
                 for piece in pieces:
                     data = piece if isinstance(piece, bytes) else self._pieces.read(*piece)
-                    self._files.opened[name].write(data, position)
+                    self.opened[name].write(data, position)
                     position += len(data)
                 if position != placed[tensor].start + placed[tensor].nbytes:
                     raise AssertionError(f"{tensor}: its pieces do not add up to the planned size")

@@ -13,6 +13,7 @@ from dare.documents.words import show_size
 from dare.errors import RecipeError
 from dare.planning.data import PlanData, TensorPlan
 from dare.recipe.schema import DEFAULT_MEMORY
+from dare.stages import Settings, Stage
 from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
@@ -33,13 +34,13 @@ class Cost:
     @cached_property
     def passes(self) -> int:
         """The most times that a tensor is read, if surveys can remember what they see."""
-        return 1 + max((sum(self._surveys(t)) for t in self.plan.merged()), default=0)
-
-    def _surveys(self, tensor: TensorPlan) -> tuple[int, int]:
-        """Return the most surveys of a tensor by delta stages, and those by the combine stage."""
         stages = self.plan.stages
-        deltas = (tensor.survey_reads(stages, model) for model in tensor.models)
-        return max(deltas, default=0), int(stages[-1].surveys(tensor.combine))
+        surveys = (
+            max((tensor.survey_reads(stages, model) for model in tensor.models), default=0)
+            + stages[-1].surveys(tensor.combine)
+            for tensor in self.plan.merged()
+        )
+        return 1 + max(surveys, default=0)
 
     # ------------------------------------------------------------ bytes
 
@@ -139,25 +140,23 @@ class Cost:
         }
         return max((kind.itemsize for kind in kinds), default=1)
 
+    def _uses(self, tensor: TensorPlan) -> Iterator[tuple[Stage, Settings, int]]:
+        """Yield each stage for each model of a tensor, its settings, and how many models it has."""
+        *stages, combine = self.plan.stages
+        yield combine, tensor.combine, len(tensor.models)
+        for of_model in tensor.settings:
+            for stage, settings in zip(stages, of_model, strict=True):
+                yield stage, settings, 1
+
     @cached_property
     def _largest(self) -> tuple[int, str, str]:
         """The most that one survey takes for a whole matrix, its stage, and the matrix."""
-        *stages, combine = self.plan.stages
-        return max(
-            (
-                (stage.held_bytes(settings, tensor.shape, models), stage.name, tensor.name)
-                for tensor in self.plan.merged()
-                for stage, settings, models in (
-                    (combine, tensor.combine, len(tensor.models)),
-                    *(
-                        (stage, settings, 1)
-                        for of_model in tensor.settings
-                        for stage, settings in zip(stages, of_model, strict=True)
-                    ),
-                )
-            ),
-            default=(0, "", ""),
+        held = (
+            (stage.held_bytes(settings, tensor.shape, models), stage.name, tensor.name)
+            for tensor in self.plan.merged()
+            for stage, settings, models in self._uses(tensor)
         )
+        return max(held, default=(0, "", ""))
 
     @property
     def matrix_work(self) -> int:
@@ -173,24 +172,14 @@ class Cost:
     @cached_property
     def matrix_bytes(self) -> int:
         """The most that all surveys of one tensor leave behind, until its chunks are merged."""
-        *stages, combine = self.plan.stages
-        return max(
-            (
-                combine.left_bytes(tensor.combine, tensor.shape, len(tensor.models))
-                + sum(
-                    stage.left_bytes(settings, tensor.shape, 1)
-                    for of_model in tensor.settings
-                    for stage, settings in zip(stages, of_model, strict=True)
-                )
-                for tensor in self.plan.merged()
-            ),
-            default=0,
+        left = (
+            sum(
+                stage.left_bytes(settings, tensor.shape, models)
+                for stage, settings, models in self._uses(tensor)
+            )
+            for tensor in self.plan.merged()
         )
-
-    @property
-    def ahead_bytes(self) -> int:
-        """The memory for reading ahead from stores."""
-        return sum(source.ahead_bytes for source in self.plan.sources)
+        return max(left, default=0)
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -200,7 +189,8 @@ class Cost:
         observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
         is_sent = layout is not None and layout.is_sent
         sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
-        return max(observed, default=0) + self.ahead_bytes + sent
+        ahead = sum(source.ahead_bytes for source in self.plan.sources)
+        return max(observed, default=0) + ahead + sent
 
     @property
     def least_memory(self) -> int:

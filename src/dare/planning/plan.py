@@ -19,7 +19,6 @@ from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
 from dare.stages import IMPLIED, Stage
-from dare.tensors.header import TensorInfo
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,12 +69,10 @@ class Plan(PlanData, Shown):
     def _places(self) -> dict[str, dict[str, Any]]:
         """File and position, counted from the start of the data, of every tensor."""
         places = {}
-        for file, tensors in self.layout.files.items() if self.layout else ():
-            position = 0
-            for name, dtype, shape in tensors:
-                nbytes = TensorInfo(name, dtype, shape, 0).nbytes
-                places[name] = {"file": file, "data_offsets": [position, position + nbytes]}
-                position += nbytes
+        for file, (header, placed) in (self.layout.build({}) if self.layout else {}).items():
+            for name, info in placed.items():
+                start = info.start - len(header)
+                places[name] = {"file": file, "data_offsets": [start, start + info.nbytes]}
         return places
 
     def to_json(self) -> str:

@@ -28,19 +28,16 @@ else:
 class Access:
     """The means to request objects at a place, or below it; some are secret."""
 
-    password: str = field(default="", repr=False)
-    """`name:password` of the address."""
+    password: str = field(default="", repr=False)  # `name:password` of the address
     query: str = field(default="", repr=False)
     """The part after the `?`: the signature of a signed address, or a token."""
-    url: str = field(default="", repr=False)
-    """The address to use in place of the path's."""
+    url: str = field(default="", repr=False)  # the address to use in place of the path's
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     names: Mapping[str, int] | None = field(default=None, repr=False)
     """All files below the place and their sizes, if those are known and cannot change."""
 
 
-_ACCESS: dict[str, Access] = {}
-"""Access by the text of a path."""
+_ACCESS: dict[str, Access] = {}  # access by the text of a path
 
 
 class Address(_LocalPath):

@@ -19,16 +19,11 @@ from dare.stores import reading
 from dare.stores.addresses import Address, access_to
 from dare.stores.reading import Answer, Stamp
 
-PIECE_BYTES = 8 << 20
-"""The most that one request asks for."""
-AHEAD_BYTES = 32 << 20
-"""The most that is read ahead of what is needed, of one source."""
-LONE_BYTES = 2 << 20
-"""The most that is asked for at once where nothing was read ahead."""
-MOST_RUNS = 16
-"""Places of one file that are read on from at the same time."""
-STALE_SECONDS = 5.0
-"""Time after which unused pieces make room for others."""
+PIECE_BYTES = 8 << 20  # the most that one request asks for
+AHEAD_BYTES = 32 << 20  # the most that is read ahead of what is needed, of one source
+LONE_BYTES = 2 << 20  # the most that is asked for at once where nothing was read ahead
+MOST_RUNS = 16  # places of one file that are read on from at the same time
+STALE_SECONDS = 5.0  # time after which unused pieces make room for others
 NEAR_SIZES = 16
 """A read belongs to a run if it begins at most this many times its own size after it."""
 
@@ -40,8 +35,7 @@ class _Piece:
     begin: int
     end: int
     answer: Future[Answer]
-    left: int
-    """Bytes that were not read yet."""
+    left: int  # bytes that were not read yet
     users: int = 0
     touched: float = field(default_factory=time.monotonic)
 
@@ -51,12 +45,9 @@ class _Run:
     """A part of a file that is read in order."""
 
     begin: int
-    place: int
-    """The last position that was wanted."""
-    end: int
-    """The end of what was requested."""
-    step: int
-    """The bytes that are requested ahead."""
+    place: int  # the last position that was wanted
+    end: int  # the end of what was requested
+    step: int  # the bytes that are requested ahead
 
     def includes(self, begin: int, near: int) -> bool:
         """Tell whether a position is in the run, as far as it has come, or follows it."""

@@ -34,23 +34,16 @@ if TYPE_CHECKING:
 INSTALL_COMMAND = "pip install 'dare-merge[stores]'"
 
 CONNECT_SECONDS = 10.0
-PATIENCE_SECONDS = 30.0
-"""Time that a server may send nothing before it is asked again."""
-REQUEST_SECONDS = 300.0
-"""Time that one answer may take as a whole."""
+PATIENCE_SECONDS = 30.0  # time that a server may send nothing before it is asked again
+REQUEST_SECONDS = 300.0  # time that one answer may take as a whole
 RETRIES = 5
-RETRY_SECONDS = 120.0
-"""Time after which nothing is tried again."""
-MOST_REQUESTS = 64
-"""The most requests of this process at a time."""
-END_SECONDS = 2.0
-"""Time that the end of the process waits for requests that are under way."""
-FIRST_BYTES = 1 << 17
-"""Bytes of a file that the first request asks for: they hold most headers."""
+RETRY_SECONDS = 120.0  # time after which nothing is tried again
+MOST_REQUESTS = 64  # the most requests of this process at a time
+END_SECONDS = 2.0  # time that the end of the process waits for requests that are under way
+FIRST_BYTES = 1 << 17  # bytes of a file that the first request asks for: they hold most headers
 RECENT_SECONDS = 10.0
 """Time that the list of a folder, or the content of a small file, is remembered."""
-MOST_REMEMBERED_BYTES = 1 << 20
-"""The largest file that is remembered."""
+MOST_REMEMBERED_BYTES = 1 << 20  # the largest file that is remembered
 
 FILE_SUFFIXES = {
     *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
@@ -94,10 +87,8 @@ class Answer:
     """Some bytes of an object, and which version of it they are from."""
 
     data: Any = field(repr=False)
-    size: int
-    """The size of the whole object."""
-    version: str
-    """Its ETag, or when it was changed."""
+    size: int  # the size of the whole object
+    version: str  # its ETag, or when it was changed
 
     @property
     def stamp(self) -> Stamp:
@@ -121,7 +112,7 @@ class _Requests:
         self._threads = self._idle = self._process = 0
 
     def start(self, request: Callable[[], Result]) -> Future[Result]:
-        """Run a request in a thread."""
+        """Run a request in a thread that keeps no process from ending."""
         from concurrent.futures import Future
 
         future: Future[Result] = Future()
@@ -160,13 +151,7 @@ class _Requests:
             self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
 
 
-_requests = _Requests()
-
-
-def in_background(action: Callable[[], Result]) -> Future[Result]:
-    """Run an action in a thread that keeps no process from ending."""
-    return _requests.start(action)
-
+in_background = _Requests().start
 
 _stores: dict[Any, Any] = {}
 _recent: dict[tuple[str, str], tuple[float, Any]] = {}
@@ -201,6 +186,8 @@ def _remember(kind: str, path: Address, found: Result) -> Result:
 
 def _insist(path: Address, request: Callable[[], Result]) -> Result:
     """Make a request, and try again what obstore does not: a body that was not asked for."""
+    from obstore.exceptions import GenericError
+
     for attempt in range(RETRIES + 1):
         try:
             return request()
@@ -208,17 +195,12 @@ def _insist(path: Address, request: Callable[[], Result]) -> Result:
             raise
         except Exception as error:
             text = str(error)
-            is_final = _STATUS.search(text) or _RETRIED.search(text) or not _is_passing(error)
+            is_passing = isinstance(error, GenericError) and "without LOCATION" not in text
+            is_final = _STATUS.search(text) or _RETRIED.search(text) or not is_passing
             if is_final or attempt == RETRIES:
                 raise explained(path, error) from None
         time.sleep(min(8.0, 0.1 * 2**attempt))
     raise AssertionError
-
-
-def _is_passing(error: Exception) -> bool:
-    from obstore import exceptions
-
-    return isinstance(error, exceptions.GenericError) and "without LOCATION" not in str(error)
 
 
 def _request(path: Address, ask: Callable[[Any, Any, str], Result]) -> Future[Result]:

@@ -24,18 +24,13 @@ from dare.stores.ahead import StoreFile
 from dare.stores.locations import StorePath
 from dare.stores.reading import explained, locate
 
-MARK = "dare"
-"""The name of our mark among the attributes of an object."""
-PART_BYTES = 16 << 20
-"""The size of a part, unless the object would have too many."""
-MAX_PARTS = 10_000
-"""The most parts of one object in S3."""
-MAX_OBJECT_BYTES = 5 << 40
-"""The limit of S3; other stores allow no less."""
+MARK = "dare"  # the name of our mark among the attributes of an object
+PART_BYTES = 16 << 20  # the size of a part, unless the object would have too many
+MAX_PARTS = 10_000  # the most parts of one object in S3
+MAX_OBJECT_BYTES = 5 << 40  # the limit of S3; other stores allow no less
 PARTS_AT_ONCE = 4
 COMPARED_BYTES = 4 << 20
-SCHEMES = ("s3", "gs", "az")
-"""Stores that can be written to."""
+SCHEMES = ("s3", "gs", "az")  # stores that can be written to
 
 
 @dataclass(frozen=True)
@@ -43,8 +38,7 @@ class Stored:
     """An object as its store describes it."""
 
     size: int
-    version: str
-    """Its ETag, which changes with its content."""
+    version: str  # its ETag, which changes with its content
     is_ours: bool = True
 
 
