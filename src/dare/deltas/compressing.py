@@ -87,21 +87,17 @@ from dare.tensors.names import is_embedding
 from dare.tensors.planes import pack
 
 AnyPath = str | PathLike[str]
-Records = Mapping[str, Sequence[Record]]
-"""By tensor, in order of their chunks."""
+Records = Mapping[str, Sequence[Record]]  # By tensor, in order of their chunks
 
 
 @dataclass(frozen=True)
 class Compression:
     """The work for a delta file, of one kind or another."""
 
-    plan: Plan
-    """Its first input is what the chunks' first digests are of."""
+    plan: Plan  # its first input is what the chunks' first digests are of
     make_worker: MakeWorker
-    describe: Callable[[Records], DeltaNotes]
-    """Makes the header's notes when all chunks are coded."""
-    settings: Mapping[str, Any]
-    """The user's settings, for the manifest."""
+    describe: Callable[[Records], DeltaNotes]  # makes the header's notes when all chunks are coded
+    settings: Mapping[str, Any]  # the user's settings, for the manifest
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
     """The other files of the model's folder, and their coded bytes, if the base lacks them."""
 
