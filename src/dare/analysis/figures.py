@@ -106,9 +106,9 @@ def draw_figures(
 def _figure(name: str, spec: Spec, numbers: Table | Iterable[Any], **known: str) -> Figure:
     """Return a figure with its texts and the table of its numbers, all filled in."""
     texts = TEXTS[name]
-    is_made = isinstance(numbers, Table)
-    table = numbers if is_made else fill_table(texts["columns"], numbers)
-    return make_figure(texts, name, spec, table, known)
+    if not isinstance(numbers, Table):
+        numbers = fill_table(texts["columns"], numbers)
+    return make_figure(texts, name, spec, numbers, known)
 
 
 def _tooltip(name: str) -> list[Any]:

@@ -28,12 +28,12 @@ from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
 from dare.analysis.judge.relations import is_against
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.notices import Notice, notice
+from dare.documents.shown import json_ready
 from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.directory import read_config
 from dare.stages import parse_method
 from dare.stores.locations import to_path
-from dare.tensors.json_values import json_ready
 
 OUTPUT = "merged.safetensors"
 """Where the recipe merges to."""
