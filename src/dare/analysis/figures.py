@@ -67,13 +67,10 @@ LEAST_RANGE = 2.0
 WIDE_RANGE = 5
 """Largest over smallest change from which colours follow the logarithm."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
-"""Drop rates of the curves."""
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Drop rates of the tables."""
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
-"""The colour of text on a cell of a matrix."""
 LEFT_OUT = "left_out"
 """The parameter with the names of models that the advice does not merge."""
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"

@@ -61,7 +61,6 @@ Given = Arrays | str | PathLike[str]
 SIGNIFICANT = 0.9
 """A layer has significant updates if its sparsity is below this."""
 NAME = "delta"
-"""What the delta is called in findings."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,6 @@ WEIGHTS = "model.safetensors"
 TIMES_TOO_FAR = 30
 PERMUTATION_SEED = 1
 NAN_AT = ("model.layers.2.mlp.up_proj.weight", 5000)
-"""The tensor and the element that is not a number."""
 
 Weights = dict[str, Floats]
 

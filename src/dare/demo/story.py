@@ -45,9 +45,7 @@ FIRST_SEED = 42
 PLAIN = ("linear", "sum", "ties", "trim+ties")
 """What is tried without DARE; the last is TIES as published, which trims to the largest fifth."""
 DROPPED = ("sum", "ties")
-"""What is tried with it."""
 FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
-"""The merge that is shown at work."""
 
 SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
 """Held-out prompts whose answers are easily checked by eye."""

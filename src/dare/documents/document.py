@@ -81,7 +81,6 @@ class Figure:
     """A chart with what has to be said about it."""
 
     name: str
-    """Of files and anchors: `magnitudes`."""
     title: str
     caption: str
     """What is seen, and how to read it."""
@@ -162,7 +161,6 @@ class Document:
     lead: str = ""
     """A phrase after the title: of what, how many, how fast."""
     facts: tuple[tuple[str, str], ...] = ()
-    """Labels and sentences: what decides."""
     tiles: tuple[tuple[str, str, str], ...] = ()
     """Label, value and remark of the most telling numbers; for pages."""
     code: Code | None = None
@@ -183,7 +181,6 @@ class Document:
 # ---------------------------------------------------------------- tables
 
 Columns = Mapping[str, Callable[[Any], str]]
-"""Columns by name, each with the function that fills its cells."""
 
 
 def tabulate(items: Iterable[Any], columns: Columns, **looks: Any) -> Table:

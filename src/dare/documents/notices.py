@@ -37,7 +37,6 @@ class Notice:
     """Something that was seen and should be known."""
 
     code: str
-    """Its name in the table."""
     severity: Severity
     subjects: tuple[str, ...]
     """The models, tensors or files that it is about; empty if it is about all of them."""
@@ -100,7 +99,6 @@ class Entry:
     figures: str = ""
     """The names of the values that stand beside the text."""
     details: str = ""
-    """What else the docs say of it, in Markdown."""
 
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))

@@ -58,7 +58,6 @@ COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
 MESSAGE_SECONDS = 0.1
 """The least time between two messages of progress."""
 ANALYSIS = "analysis.json"
-"""The file that an analysis writes into the folder of its job."""
 INTERRUPTED = 130
 
 

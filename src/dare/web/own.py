@@ -53,10 +53,8 @@ WEIGHTS = {
     ".gguf": "GGUF",
     **dict.fromkeys((".bin", ".pt", ".pth"), "pickle"),
 }
-"""Formats of files of weights, by the ends of their names."""
 RECIPES = (".toml", ".yaml", ".yml")
 MOST_ENTRIES = 500
-"""The most entries of a folder that are shown."""
 
 Given = Mapping[str, Any]
 """The values of a request: of its query, its body and its path."""
@@ -269,7 +267,6 @@ class Entry:
     holds: str = ""
     """The form of a model: safetensors, GGUF, pickle or adapter."""
     nbytes: int = 0
-    """The size of a model's weights."""
     opens: bool = False
     """True for a folder that may hold more."""
 

@@ -197,7 +197,6 @@ class MeasureStep(Step):
 
     subject: Subject
     nbytes: int
-    """What will be read."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,6 @@ class Inside(Additive):
     """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
-    """How many are left out."""
     magnitude: float = 0.0
     squares: float = 0.0
     fourths: float = 0.0
