@@ -100,6 +100,7 @@ class Inliers:
     """
 
     outliers: Count
+    """Elements that are left out."""
     norm: Size
     mean_magnitude: Size
     largest: Size
@@ -196,6 +197,7 @@ class TensorAnalysis:
     """-1 for a tensor that stands in no layer."""
     shape: tuple[Count, ...]
     dtype: str
+    """Of the model's copy."""
     statistics: Statistics
     spectrum: Spectrum | None
 
@@ -253,6 +255,7 @@ class Overlap:
     agreeing: Share
     """Share, of the elements that both change, of those changed in the same direction."""
     both: Count
+    """Elements that both change."""
     top_conflict: Share
     """Share of opposite directions among the elements that are in the top 1 % of both."""
     top_overlap: Share
@@ -295,6 +298,7 @@ class Interference:
     conflicted: Share
     """Share, of the elements that two models or more change, where not all signs agree."""
     by_layer: dict[Layer, Share]
+    """The first figure for each layer."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -305,6 +309,7 @@ class AnalysisData:
 
     base: str
     base_dtypes: dict[str, Count]
+    """Elements by storage type."""
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
     together: Interference
@@ -313,6 +318,7 @@ class AnalysisData:
     vocabularies: dict[str, str]
     """How vocabularies differ from the base's, for models whose rows were matched by token."""
     left_out: tuple[LeftOut, ...]
+    """Tensors that could not be compared."""
     tied: tuple[str, ...]
     """Tensors that the base stores once and uses twice, as far as its configuration tells."""
     bytes_read: Count

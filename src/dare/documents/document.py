@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import compress
 from typing import Any
 
 from dare.documents.notices import Notice, Severity
@@ -184,10 +185,12 @@ Columns = Mapping[str, Callable[[Any], str]]
 
 
 def tabulate(items: Iterable[Any], columns: Columns, **looks: Any) -> Table:
-    """Return a table with a row for each item."""
-    cells = columns.values()
-    rows = tuple(tuple(cell(item) for cell in cells) for item in items)
-    return Table(tuple(columns), rows, **looks)
+    """Return a table with a row for each item; columns without any text are left out."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    filled = [any(cells) for cells in zip(*rows, strict=True)] or [True] * len(columns)
+    filled[0] = True
+    kept = tuple(tuple(compress(row, filled)) for row in rows)
+    return Table(tuple(compress(columns, filled)), kept, **looks)
 
 
 def finite(value: float) -> float | None:

@@ -37,6 +37,7 @@ class Notice:
     """Something that was seen and should be known."""
 
     code: str
+    """Its name in the table."""
     severity: Severity
     subjects: tuple[str, ...]
     """The models, tensors or files that it is about; empty if it is about all of them."""
@@ -105,10 +106,7 @@ _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_tex
 LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
 LIMIT = Limits({name: limit.value for name, limit in LIMITS.items()})
 CATALOGUE = {
-    code: Entry(
-        code,
-        **{**entry, "severity": Severity(entry["severity"])},
-    )
+    code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
     for code, entry in _TABLE["notices"].items()
 }
 

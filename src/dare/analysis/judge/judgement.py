@@ -103,10 +103,12 @@ class Suggestion:
     setting: str
     """As in a recipe: `method`, `scale`, `on_missing`; or `models`, for one that is left out."""
     value: float | str
+    """For `models`: left out."""
     model: str | None
     """Whose setting it is; None: of the whole recipe."""
     reason: str
     source: str
+    """Where the rule comes from."""
     evidence: Evidence
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ class Advice(Shown):
     recipe: dict[str, Any]
     """The document of a recipe, ready for TOML; empty if no model is fit."""
     doubts: tuple[Notice, ...]
+    """Caveats: what the advice cannot know."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
