@@ -244,11 +244,6 @@ class Window:
     columns: NDArray[np.intp]
     is_whole: bool
 
-    @property
-    def height(self) -> int:
-        """How many rows it has."""
-        return sum(count for _, count in self.runs)
-
 
 def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
     """All of a matrix, or evenly spread runs of rows and evenly spread columns.
