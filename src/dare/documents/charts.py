@@ -152,14 +152,14 @@ class _Cells(Formatter):
         return written(value) if written else super().format_field(value, form)
 
 
-def fill_table(columns: Mapping[str, str], items: Iterable[Any]) -> Table:
+def fill_table(columns: Mapping[str, str], items: Iterable[Any], **looks: Any) -> Table:
     """Return a table with a row for each item, which fills in the texts of the columns.
 
     >>> fill_table({"model": "{0[name]}", "left >": "{0[left]:share}"}, [{"name": "a", "left": 1}])
     Table(columns=('model', 'left >'), rows=(('a', '100%'),), ...)
     """
     fill = _Cells().format
-    return tabulate(items, {name: partial(fill, text) for name, text in columns.items()})
+    return tabulate(items, {name: partial(fill, text) for name, text in columns.items()}, **looks)
 
 
 # ---------------------------------------------------------------- looks
