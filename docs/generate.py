@@ -318,7 +318,7 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
-NOT_IN_ANALYSES = {"Outcome", "Fit", "_Judgement", "Limit", "Limits", "Entry"}
+NOT_IN_ANALYSES = {"Outcome", "Fit", "Limit", "Limits", "Entry"}
 
 
 def analysis() -> str:

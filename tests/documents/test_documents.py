@@ -126,7 +126,8 @@ def test_a_result_shows_itself():
 
 
 def test_a_table_is_made_of_items():
-    table = tabulate([1, 2], {"n": str, "square >": lambda n: str(n * n)}, title="Squares")
+    columns = {"n": str, "remarks": lambda _n: "", "square >": lambda n: str(n * n)}
+    table = tabulate([1, 2], columns, title="Squares")
     assert table.rows == (("1", "1"), ("2", "4"))
     assert table.title == "Squares"
 

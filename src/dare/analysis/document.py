@@ -8,12 +8,13 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
-from dare.analysis.figures import cosine_text, draw_figures
+from dare.analysis.figures import TEXTS, cosine_text, draw_figures
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import VERDICT_TONES, Advice, Readiness
 from dare.analysis.judge.readiness import chance_cancelled
 from dare.analysis.judge.relations import cosines_text
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin, Outcome
+from dare.documents.charts import fill_table
 from dare.documents.document import (
     Code,
     Columns,
@@ -55,20 +56,6 @@ ORIGINS = {
     Origin.LORA: "LoRA",
     Origin.FULL: "full fine-tune",
     Origin.UNKNOWN: "not known",
-}
-NUMBER_COLUMNS: Columns = {
-    "model": lambda model: model.name,
-    "mean |δ| >": lambda model: number(model.total.mean_magnitude),
-    "99% below >": lambda model: number(model.total.quantiles.p99),
-    "largest |δ| >": lambda model: number(model.total.largest),
-    "not changed >": lambda model: share(model.total.sparsity),
-    "NaN or infinite >": lambda model: f"{model.total.not_finite:,}",
-    "excess kurtosis >": lambda model: number(model.total.excess_kurtosis),
-}
-PAIR_COLUMNS: Columns = {
-    "models": lambda pair: f"{pair.first} and {pair.second}",
-    "cosine >": lambda pair: cosine_text(pair.total.cosine),
-    "opposed >": lambda pair: share(pair.total.conflict),
 }
 MERGED_COLUMNS: Columns = {
     "model": lambda model: model.name,
@@ -254,15 +241,11 @@ def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice
         bars=bar_lengths(changes),
         of_models=True,
     )
-    kurtosis = (
-        "Excess kurtosis says how much a few large changes stand out: 0 for a Gaussian, 3 for a "
-        "Laplace distribution."
-    )
-    numbers = tabulate(analysis.models, NUMBER_COLUMNS, hint=kurtosis, of_models=True)
+    numbers = fill_table(**TEXTS["numbers"], items=analysis.models, of_models=True)
     parts: list[Part] = [table, Folded("More numbers", (numbers,))]
     pairs = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
     if pairs:
-        parts.append(Folded("Closest pairs", (tabulate(pairs, PAIR_COLUMNS),)))
+        parts.append(Folded("Closest pairs", (fill_table(**TEXTS["pairs"], items=pairs),)))
     return Section("models", "Models", tuple(parts), is_brief=True)
 
 

@@ -22,7 +22,6 @@ from dare.analysis.results import (
     ModelAnalysis,
     Origin,
     Outcome,
-    PairAnalysis,
     Spectrum,
     Statistics,
 )
@@ -33,6 +32,7 @@ from dare.documents.charts import (
     alt,
     bright_if,
     by_name,
+    fill_table,
     finish_chart,
     logarithmic,
     make_figure,
@@ -42,7 +42,7 @@ from dare.documents.charts import (
     tooltip_of,
     zoom,
 )
-from dare.documents.document import Columns, Figure, Row, Spec, Table, finite, tabulate
+from dare.documents.document import Figure, Row, Spec, Table, finite
 from dare.documents.notices import LIMIT
 from dare.documents.words import NOTHING, listed, number, share, times
 from dare.errors import InputError
@@ -67,13 +67,10 @@ LEAST_RANGE = 2.0
 WIDE_RANGE = 5
 """Largest over smallest change from which colours follow the logarithm."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
-"""Drop rates of the curves."""
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Drop rates of the tables."""
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
-"""The colour of text on a cell of a matrix."""
 LEFT_OUT = "left_out"
 """The parameter with the names of models that the advice does not merge."""
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
@@ -103,9 +100,12 @@ def draw_figures(
     return found
 
 
-def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
-    """Return a figure with its texts, in which the known values are filled in."""
-    return make_figure(TEXTS[name], name, spec, table, known)
+def _figure(name: str, spec: Spec, numbers: Table | Iterable[Any], **known: str) -> Figure:
+    """Return a figure with its texts and the table of its numbers, all filled in."""
+    texts = TEXTS[name]
+    if not isinstance(numbers, Table):
+        numbers = fill_table(texts["columns"], numbers)
+    return make_figure(texts, name, spec, numbers, known)
 
 
 def _tooltip(name: str) -> list[Any]:
@@ -246,11 +246,7 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
     low, high = domain
     scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
     middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
-    place = alt.Chart().encode(
-        x=_layer_axis(),
-        y=y,
-        tooltip=_tooltip(name),
-    )
+    place = alt.Chart().encode(x=_layer_axis(), y=y, tooltip=_tooltip(name))
     colour = alt.Color("change:Q", title="‖δ‖ / ‖base‖").scale(scale)
     colour = colour.legend(
         format=".2~%", gradientLength=180, gradientThickness=10, values=[low, middle, high]
@@ -295,20 +291,10 @@ def spectra(analysis: AnalysisData) -> Figure | None:
         opacity=alt.value(0), tooltip=_tooltip("spectra")
     )
     layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
-    columns: Columns = {
-        "matrix": lambda row: row[1],
-        "model": lambda row: row[0],
-        "shape": lambda row: f"{row[2].rows}×{row[2].columns}",
-        "effective rank >": lambda row: number(row[2].effective_rank),
-        "stable rank >": lambda row: number(row[2].stable_rank),
-        "rank for 99% >": lambda row: f"{row[2].rank_99:,}",
-        "above the noise >": lambda row: f"{row[2].outliers:,}",
-        "their share >": lambda row: share(row[2].outlier_share),
-    }
     figure = _figure(
         "spectra",
         _finish(layers.add_params(zoom()), rows, height=300),
-        tabulate(chosen, columns),
+        chosen,
         names=listed(names),
         matrices=times(len(rows), "matrix", "matrices"),
         shown=f" Shown are {len(rows)} of {available}." if len(rows) < available else "",
@@ -357,41 +343,23 @@ def _spectrum_row(line: int, model: str, tensor: str, spectrum: Spectrum) -> Row
 
 def cosines(analysis: AnalysisData) -> Figure | None:
     """Draw in how far every two models change the same way."""
-    columns: Columns = {
-        "models": _pair_name,
-        "cosine >": lambda pair: cosine_text(pair.total.cosine),
-        "multiple of the first nearest to the second >": lambda pair: number(pair.ratio),
-    }
     colour = alt.Color("cosine:Q", title="cosine").scale(domain=[-1, 1], range="diverging")
-    notable = f"abs(datum.cosine) >= {LIMIT.apart_cosine}"
-    return _matrix(analysis, "cosines", colour, "+.2f", notable, columns)
+    return _matrix(analysis, "cosines", colour, "+.2f", 0.0, LIMIT.apart_cosine)
 
 
 def conflicts(analysis: AnalysisData) -> Figure | None:
     """Draw in how many elements every two models disagree."""
-    columns: Columns = {
-        "models": _pair_name,
-        "in opposite directions >": lambda pair: share(pair.total.conflict),
-        "elements both change >": lambda pair: f"{pair.total.both:,}",
-        "of the top 1%: shared >": lambda pair: share(pair.total.top_overlap),
-        "of those: opposite >": lambda pair: share(pair.total.top_conflict),
-    }
     colour = alt.Color("conflict:Q", title="opposite (chance: 50%)")
     colour = colour.scale(domain=[0, 1], range="diverging", reverse=True)
-    notable = f"abs(datum.conflict - 0.5) >= {LIMIT.conflict - 0.5:g}"
-    return _matrix(analysis, "conflicts", colour, ".0%", notable, columns)
-
-
-def _pair_name(pair: PairAnalysis) -> str:
-    return f"{pair.first} · {pair.second}"
+    return _matrix(analysis, "conflicts", colour, ".0%", 0.5, LIMIT.conflict - 0.5)
 
 
 def _matrix(
-    analysis: AnalysisData, name: str, colour: Any, form: str, notable: str, columns: Columns
+    analysis: AnalysisData, name: str, colour: Any, form: str, chance: float, notable: float
 ) -> Figure | None:
-    """Return a cell for every two models; the second of the columns shows what is drawn.
+    """Return a cell for every two models; the table's second column shows what is drawn.
 
-    Where there are many, only the cells have a text for which `notable` holds.
+    Where there are many, only the cells have a text that are so far from chance as to be notable.
     """
     names, field = analysis.names, name.removesuffix("s")
     rows: list[Row] = [
@@ -419,17 +387,17 @@ def _matrix(
     cells = place.mark_rect(cornerRadius=3).encode(color=colour)
     contrast = alt.expr(CONTRAST.format(field=field))
     size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
-    texts = place.transform_filter("true" if few else notable)
+    is_notable = f"abs(datum.{field} - {chance}) >= {notable:g}"
+    texts = place.transform_filter("true" if few else is_notable)
     texts = texts.mark_text(fontSize=size, color=contrast, aria=False)
     texts = texts.encode(text=alt.Text(f"{field}:Q", format=form))
-    chance = 0.5 if field == "conflict" else 0.0
     largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field) - chance))
-    _, shown, *_ = columns.values()
+    table = fill_table(TEXTS[name]["columns"], analysis.pairs)
     return _figure(
         name,
         _finish(alt.layer(cells, texts), rows, max(140, (48 if few else 32) * len(names))),
-        tabulate(analysis.pairs, columns),
-        largest=shown(largest),
+        table,
+        largest=table.rows[analysis.pairs.index(largest)][1],
         first=largest.first,
         second=largest.second,
     )
@@ -482,17 +450,10 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
     y = y.scale(type="log", nice=False).axis(logarithmic("y", percent=True))
     chart = _lines("predicted-error", everyone, x, y, shown=names)
-    columns: Columns = {
-        "drop rate": lambda row: f"{row['rate']:g}",
-        "model": lambda row: row["model"],
-        "error of outputs, at most >": lambda row: share(row["error"]),
-        "error of the delta >": lambda row: share(row["relative"]),
-    }
-    found = [row for model in models for row in prediction_rows(model, TABLE_RATES)]
     return _figure(
         "predicted-error",
         _finish(chart, _dashed(curves, everyone), height=320),
-        tabulate(found, columns),
+        [row for model in models for row in prediction_rows(model, TABLE_RATES)],
         names=listed(tuple(names)),
         out=f" Left out: {listed(out)}." if out else "",
     )
@@ -528,15 +489,10 @@ def kept(outcome: Outcome) -> Figure | None:
         for model in outcome.models
         for step, (stage, left) in enumerate(outcome.kept.get(model.name, {}).items())
     ]
-    columns: Columns = {
-        "model": lambda row: row["model"],
-        "stage": lambda row: row["stage"],
-        "elements left >": lambda row: share(row["kept"]),
-    }
     stages = list(dict.fromkeys(row["stage"] for row in rows))
     x = alt.X("kept:Q", title="elements left").scale(domain=[0, 1.15])  # room for what is written
     return _model_bars(
-        *("kept", rows, columns, 30),
+        *("kept", rows, 30),
         lambda row: f"{row['model']} after {row['label']}",
         x=x.axis(format="~%", values=[0, 0.2, 0.4, 0.6, 0.8, 1]),
         yOffset=alt.YOffset("stage:N", sort=stages),
@@ -554,27 +510,17 @@ def survival(outcome: Outcome) -> Figure | None:
         }
         for pair in outcome.survival
     ]
-    columns: Columns = {
-        "model": lambda row: row["model"],
-        "share of its delta >": lambda row: row["label"],
-        "cosine with the merged delta >": lambda row: row["cosine"],
-    }
     ratios = [0.0, *(row["ratio"] for row in rows)]
     x = alt.X("ratio:Q", title="share of the model's delta in the merged one")
     return _model_bars(
-        *("survival", rows, columns, 36),
+        *("survival", rows, 36),
         lambda row: f"{row['model']} {row['label']}",
         x=x.scale(domain=[min(ratios), 1.3 * max(0.01, *ratios)]).axis(format="~%", tickCount=5),
     )
 
 
 def _model_bars(
-    name: str,
-    rows: Sequence[Row],
-    columns: Columns,
-    height: int,
-    said: Callable[[Row], str],
-    **places: Any,
+    name: str, rows: Sequence[Row], height: int, said: Callable[[Row], str], **places: Any
 ) -> Figure | None:
     """Return a bar for each row, with its label behind it."""
     if not rows:
@@ -586,7 +532,7 @@ def _model_bars(
     bars = bars.encode(color=by_name(alt.Color, names, legend=None))
     texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
     spec = _finish(alt.layer(bars, texts), rows, height=max(3 * height, height * len(rows)))
-    return _figure(name, spec, tabulate(rows, columns), shares="; ".join(map(said, rows)))
+    return _figure(name, spec, rows, shares="; ".join(map(said, rows)))
 
 
 # ---------------------------------------------------------------- what figures share

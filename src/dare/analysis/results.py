@@ -25,13 +25,13 @@ import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dare.documents.notices import Notice
+from dare.documents.shown import json_ready
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.inputs.fit import LeftOut
 from dare.output.report import ModelReport
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
-from dare.tensors.json_values import json_ready
 
 SCHEMA = "dare-analysis/4"
 """Of the JSON document; a change that old readers cannot take changes the number."""

@@ -48,12 +48,12 @@ from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.checks.large_deltas import Exposure
 from dare.checks.structure import NONE
 from dare.documents.notices import CATALOGUE, LIMIT, notice
+from dare.documents.shown import json_ready
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.json_values import json_ready
 
 Given = Arrays | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
@@ -61,7 +61,6 @@ Given = Arrays | str | PathLike[str]
 SIGNIFICANT = 0.9
 """A layer has significant updates if its sparsity is below this."""
 NAME = "delta"
-"""What the delta is called in findings."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from typing import Any
 
 from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice
-from dare.documents.shown import Shown
+from dare.documents.shown import Shown, json_ready
 from dare.documents.words import pace_text, show_size, times
 from dare.inputs.delta_notes import DeltaNotes
 from dare.output.journal import Record
-from dare.tensors.json_values import json_ready
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,6 @@ class Score:
     bits_per_byte: float
     """Bits for a byte of held-out English; less is better. NaN where it was not measured."""
 
-    @property
-    def mean(self) -> float:
-        """The percentage over all tasks."""
-        return fmean(self.correct.values())
-
 
 @dataclass(frozen=True)
 class Row:
@@ -144,7 +139,7 @@ class Row:
     @property
     def mean(self) -> Figure:
         """The percentage right over all tasks."""
-        return Figure.of([score.mean for score in self.scores])
+        return Figure.of([fmean(score.correct.values()) for score in self.scores])
 
     @property
     def bits_per_byte(self) -> Figure:
@@ -249,7 +244,6 @@ WEIGHTS = "model.safetensors"
 TIMES_TOO_FAR = 30
 PERMUTATION_SEED = 1
 NAN_AT = ("model.layers.2.mlp.up_proj.weight", 5000)
-"""The tensor and the element that is not a number."""
 
 Weights = dict[str, Floats]
 

@@ -45,9 +45,7 @@ FIRST_SEED = 42
 PLAIN = ("linear", "sum", "ties", "trim+ties")
 """What is tried without DARE; the last is TIES as published, which trims to the largest fifth."""
 DROPPED = ("sum", "ties")
-"""What is tried with it."""
 FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
-"""The merge that is shown at work."""
 
 SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
 """Held-out prompts whose answers are easily checked by eye."""
@@ -244,10 +242,10 @@ MARKS = ("o", "s", "^", "D")
 
 def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Writing]) -> Document:
     """Return the models, their tasks, and what each writes, right answers marked."""
-    tasks = tuple(
-        (task.name, f"{task.title}: {example.prompt}{example.answer}", changes[task.name])
+    tasks = {
+        task.name: f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})"
         for task, example in zip(TASKS, SHOWN, strict=True)
-    )
+    }
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
@@ -262,7 +260,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         title="Three models become one",
         kind="demonstration",
         lead=f"fine-tunes of a base of {parameters:,} parameters that has read the Bible",
-        facts=tuple((name, f"{text} (mean |δ| {change:.4f})") for name, text, change in tasks),
+        facts=tuple(tasks.items()),
         sections=(Section("writings", "Answers", (table,), is_brief=True),),
     )
 

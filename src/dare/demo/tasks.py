@@ -125,4 +125,3 @@ TASKS: tuple[Task, ...] = (
     Task("sort", "sorting letters", lambda: map(sort, words())),
     Task("say", "numbers in words", lambda: map(say, range(100, 1000))),
 )
-"""The tasks, in the order in which they are shown."""

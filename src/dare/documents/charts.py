@@ -6,12 +6,15 @@ The only module that imports Altair, which writes Vega-Lite.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
+from string import Formatter
 from typing import Any
 
-from dare.documents.document import Figure, Row, Spec, Table
+from dare.documents.document import Figure, Row, Spec, Table, tabulate
+from dare.documents.words import number, share
 
 FAINT = 0.12
 
@@ -43,13 +46,13 @@ def by_name(
 
 
 def room_for(names: Sequence[str]) -> Any:
-    """As many columns of a legend as there is room for."""
+    """Return as many columns of a legend as there is room for."""
     pixels = min(190, 50 + 8 * max(map(len, names), default=0))  # labels are cut at 150
     return alt.expr(f"max(1, floor(width / {pixels}))")
 
 
 def repeated(values: Sequence[Any], count: int) -> list[Any]:
-    """So many values, begun again where there are fewer."""
+    """Return so many values, begun again where there are fewer."""
     return [values[place % len(values)] for place in range(count)]
 
 
@@ -126,14 +129,14 @@ def finish_chart(
 
 
 def read_texts(package: str) -> dict[str, Any]:
-    """What a package's `figures.toml` says, by the figures' names."""
+    """Return the contents of a package's `figures.toml`, by the figures' names."""
     return tomllib.loads(files(package).joinpath("figures.toml").read_text("utf-8"))
 
 
 def make_figure(
     texts: Mapping[str, Any], name: str, spec: Spec, table: Table, known: Mapping[str, str]
 ) -> Figure:
-    """A figure with its texts, in which the known values are filled in."""
+    """Return a figure with its texts, in which the known values are filled in."""
     title, caption, description = (
         texts[part].format_map(known) for part in ("title", "caption", "description")
     )
@@ -141,12 +144,26 @@ def make_figure(
     return Figure(name, title, caption, description, spec, table, **looks)
 
 
+class _Cells(Formatter):
+    """Texts of cells, with the formats `share` and `number` besides the usual ones."""
+
+    def format_field(self, value: Any, form: str) -> Any:
+        written = {"share": share, "number": number}.get(form)
+        return written(value) if written else super().format_field(value, form)
+
+
+def fill_table(columns: Mapping[str, str], items: Iterable[Any], **looks: Any) -> Table:
+    """Return a table with a row for each item, which fills in the texts of the columns.
+
+    >>> fill_table({"model": "{0[name]}", "left >": "{0[left]:share}"}, [{"name": "a", "left": 1}])
+    Table(columns=('model', 'left >'), rows=(('a', '100%'),), ...)
+    """
+    fill = _Cells().format
+    return tabulate(items, {name: partial(fill, text) for name, text in columns.items()}, **looks)
+
+
 # ---------------------------------------------------------------- looks
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-FONTS = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
-HALO = {"strokeWidth": 4, "strokeJoin": "round"}
-"""Of what is drawn below a text, so that it can be read on top of lines."""
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "stroke")
 DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3])
 
@@ -161,49 +178,20 @@ class Theme:
     opposites: list[str]
 
 
-_FILE = files("dare.documents").joinpath("themes.toml").read_text("utf-8")
-THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
+_LOOKS = tomllib.loads(files("dare.documents").joinpath("themes.toml").read_text("utf-8"))
+THEMES = {name: Theme(**_LOOKS[name]) for name in ("light", "dark")}
 
 
 def vega_config(theme: Theme) -> dict[str, Any]:
-    """The configuration that gives figures the page's looks."""
-    colours = theme.colours
-    return {
-        "font": FONT,
-        "background": None,
-        "padding": 4,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": colours["muted"],
-            "titleColor": colours["muted"],
-            **FONTS,
-            "titlePadding": 8,
-            "gridColor": colours["line"],
-            "domainColor": colours["line"],
-            "tickColor": colours["line"],
-            "labelLimit": 140,
-        },
-        "legend": {
-            "labelColor": colours["ink"],
-            "titleColor": colours["muted"],
-            **FONTS,
-            "labelLimit": 150,
-            "symbolSize": 80,
-            "orient": "top",
-        },
-        "title": {"color": colours["ink"], "fontSize": 15, "anchor": "start", "offset": 12},
-        "text": {"color": colours["ink"], "fontSize": 12},
-        "rule": {"color": colours["muted"]},
-        "style": {"halo": {"fill": colours["panel"], "stroke": colours["panel"], **HALO}},
-        "bar": {"color": theme.models[0]},
-        "tick": {"color": colours["ink"]},
-        "line": {"color": theme.models[0], "strokeWidth": 2},
-        "range": {
-            "category": theme.models,
-            "ordinal": theme.amounts,
-            "ramp": theme.amounts,
-            "heatmap": theme.amounts,
-            "diverging": theme.opposites,
-            "symbol": list(SHAPES),
-        },
-    }
+    """Return the configuration that gives figures the page's looks."""
+    known = {**theme.colours, **vars(theme), "shapes": list(SHAPES), "none": None}
+    known["first"] = theme.models[0]
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(each) for key, each in value.items()}
+        is_name = isinstance(value, str) and value.startswith("@")
+        return known[value[1:]] if is_name else value
+
+    looks: dict[str, Any] = fill(_LOOKS["vega"])
+    return looks

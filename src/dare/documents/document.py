@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import compress
 from typing import Any
 
 from dare.documents.notices import Notice, Severity
@@ -81,7 +82,6 @@ class Figure:
     """A chart with what has to be said about it."""
 
     name: str
-    """Of files and anchors: `magnitudes`."""
     title: str
     caption: str
     """What is seen, and how to read it."""
@@ -162,7 +162,6 @@ class Document:
     lead: str = ""
     """A phrase after the title: of what, how many, how fast."""
     facts: tuple[tuple[str, str], ...] = ()
-    """Labels and sentences: what decides."""
     tiles: tuple[tuple[str, str, str], ...] = ()
     """Label, value and remark of the most telling numbers; for pages."""
     code: Code | None = None
@@ -183,14 +182,15 @@ class Document:
 # ---------------------------------------------------------------- tables
 
 Columns = Mapping[str, Callable[[Any], str]]
-"""Columns by name, each with the function that fills its cells."""
 
 
 def tabulate(items: Iterable[Any], columns: Columns, **looks: Any) -> Table:
-    """Return a table with a row for each item."""
-    cells = columns.values()
-    rows = tuple(tuple(cell(item) for cell in cells) for item in items)
-    return Table(tuple(columns), rows, **looks)
+    """Return a table with a row for each item; columns without any text are left out."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    filled = [any(cells) for cells in zip(*rows, strict=True)] or [True] * len(columns)
+    filled[0] = True
+    kept = tuple(tuple(compress(row, filled)) for row in rows)
+    return Table(tuple(compress(columns, filled)), kept, **looks)
 
 
 def finite(value: float) -> float | None:

@@ -100,17 +100,13 @@ class Entry:
     figures: str = ""
     """The names of the values that stand beside the text."""
     details: str = ""
-    """What else the docs say of it, in Markdown."""
 
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
 LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
 LIMIT = Limits({name: limit.value for name, limit in LIMITS.items()})
 CATALOGUE = {
-    code: Entry(
-        code,
-        **{**entry, "severity": Severity(entry["severity"])},
-    )
+    code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
     for code, entry in _TABLE["notices"].items()
 }
 

@@ -122,17 +122,9 @@ def _environment(package: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {
-        "ensure_ascii": False,
-        "allow_nan": False,
-        "separators": (",", ":"),
-    }
-    environment.filters |= {
-        "number": number,
-        "listed": listed,
-        "cell": value_text,
-        "grouped": _grouped,
-    }
+    compact = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = compact
+    environment.filters.update(number=number, listed=listed, cell=value_text, grouped=_grouped)
     return environment
 
 

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 COMPILING = "compiling kernels (once; a few seconds)"
-"""The announcement for kernels that are not compiled yet."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ ELLIPSIS = "…"
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width."""
 TEXT_WIDTH = 100
-"""Columns of a document as text."""
 LEAST_NAME = 12
 """Columns that names have at least."""
 MOST_NAME = 25

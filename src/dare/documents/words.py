@@ -18,10 +18,8 @@ def share(value: float | None) -> str:
     >>> share(0.9), share(0.999951)
     ('90.0%', '100%')
     """
-    if value is None or math.isnan(value):
-        return NOTHING
-    if math.isinf(value):
-        return _infinite(value)
+    if value is None or not math.isfinite(value):
+        return number(value)
     return f"{_plain(100 * value, trailing=True)}%"
 
 
@@ -33,7 +31,9 @@ def number(value: float | None) -> str:
     """
     if value is None or math.isnan(value):
         return NOTHING
-    return _infinite(value) if math.isinf(value) else _plain(value)
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return _plain(value)
 
 
 def amount(value: int) -> str:
@@ -88,8 +88,7 @@ def value_text(value: Any) -> str:
         return NOTHING
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{value:.4g}" if isinstance(value, float) else text
+    return f"{value:.4g}" if isinstance(value, float) else exact_text(value)
 
 
 def weight_text(weight: float | Sequence[float]) -> str:
@@ -185,7 +184,3 @@ def _plain(value: float, *, trailing: bool = False) -> str:
         return f"{float(mantissa):g}e{int(exponent)}"
     text = f"{rounded:,.{max(digits, 0)}f}"
     return text if trailing or "." not in text else text.rstrip("0").rstrip(".")
-
-
-def _infinite(value: float) -> str:
-    return "∞" if value > 0 else "-∞"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dare import __version__
 from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice
-from dare.documents.shown import Shown
+from dare.documents.shown import Shown, json_ready
 from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
@@ -34,7 +34,6 @@ from dare.output.targets import check_target
 from dare.output.writer import PieceOutput
 from dare.planning.layout import OTHER_FORMATS, Layout
 from dare.tensors.dtypes import StorageType
-from dare.tensors.json_values import json_ready
 from dare.tensors.names import some_of
 
 Floats = NDArray[np.float32]
@@ -103,10 +102,6 @@ class _Report(Shown):
         modules = [{**asdict(module), "energy": module.energy} for module in self.modules]
         total = {"rank": self.rank, "error": self.error, "energy": self.energy}
         return {**asdict(self), "output": str(self.output), "modules": modules, **total}
-
-    def to_json(self) -> str:
-        """Return the report as JSON; a number that is not finite becomes a string."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
     @property
     def counts(self) -> str:

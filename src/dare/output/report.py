@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
 from dare.tensors.digest import model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
-from dare.tensors.json_values import json_ready
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,6 @@ class Report(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         return {**asdict(self), "output": None if self.output is None else str(self.output)}
-
-    def to_json(self) -> str:
-        """The report as JSON; a number that is not finite becomes a string."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
     def __repr__(self) -> str:
         """The report in a line."""

@@ -14,7 +14,6 @@ another slice is hashed again.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from bisect import bisect_left
@@ -47,7 +46,6 @@ from dare.output.writer import PartialOutput
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
-from dare.tensors.json_values import json_ready
 from dare.tensors.names import some_of
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
@@ -89,10 +87,6 @@ class SliceReport(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         return {**asdict(self), "report": self.report and self.report.to_dict()}
-
-    def to_json(self) -> str:
-        """The report as JSON; a number that is not finite becomes a string."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
 
 class SliceOutput(PartialOutput):

@@ -5,7 +5,6 @@ Everything that can be found wrong without reading weights is found before there
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -74,10 +73,6 @@ class Plan(PlanData, Shown):
                 start = info.start - len(header)
                 places[name] = {"file": file, "data_offsets": [start, start + info.nbytes]}
         return places
-
-    def to_json(self) -> str:
-        """The plan as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __repr__(self) -> str:
         """The plan in a line."""

@@ -17,8 +17,8 @@ from enum import StrEnum
 from typing import Any
 
 from dare.documents.notices import Notice
+from dare.documents.shown import json_ready
 from dare.documents.words import value_text
-from dare.tensors.json_values import json_ready
 
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""

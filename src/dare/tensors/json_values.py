@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import operator
 from pathlib import Path
 from typing import Any
 
+from dare.documents.shown import json_ready
 from dare.errors import ACTS, InputError
 
 MAX_CONFIG_BYTES = 10_000_000
-
-
-def json_ready(value: Any) -> Any:
-    """Return a value with NaN and infinities as the strings that `float` takes: JSON has none.
-
-    >>> json_ready({"largest": float("inf"), "shares": (0.5, float("nan"))})
-    {'largest': 'inf', 'shares': [0.5, 'nan']}
-    """
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            ready = {key: json_ready(item) for key, item in value.items()}
-            return value if all(ready[key] is item for key, item in value.items()) else ready
-        case list() | tuple():
-            items = [json_ready(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else items
-        case _:
-            return value
 
 
 def printable_json(document: str) -> str:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
 from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
 from dare.demo.tasks import TASKS, held_out_english
+from dare.documents.document import Section
 from dare.documents.page import PACKAGE as SHELL
 from dare.documents.page import read_template, render_template
 from dare.errors import OutputError
@@ -37,22 +37,15 @@ MODELS: Mapping[str, Callable[[], bytes]] = {
 DIGEST_BYTES = 32
 
 
-class PagePart(NamedTuple):
-    """A part of the playground with its template."""
-
-    name: str
-    title: str
-    template: str
-
-
 SECTIONS = (
-    PagePart("drop", "Drop and rescale", "drop.html.jinja"),
-    PagePart("signs", "Signs and conflict", "signs.html.jinja"),
-    PagePart("live", "Merge live", "live.html.jinja"),
-    PagePart("predict", "Predict first", "predict.html.jinja"),
-    PagePart("breaking", "Break it", "breaking.html.jinja"),
-    PagePart("own", "Your own models", "own.html.jinja"),
+    Section("drop", "Drop and rescale"),
+    Section("signs", "Signs and conflict"),
+    Section("live", "Merge live"),
+    Section("predict", "Predict first"),
+    Section("breaking", "Break it"),
+    Section("own", "Your own models"),
 )
+"""The parts of the playground; each has a template of its name."""
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
     "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; style-src 'unsafe-inline'"

@@ -35,7 +35,6 @@ MOST_BODY_BYTES = 1 << 20
 MOST_ITEMS = 200
 """The most items in each list and table of a body: models, rules, settings."""
 MOST_DEPTH = 16
-"""The most levels of lists and tables in a body."""
 MOST_DIGITS = 20
 """The most digits of a whole number; a seed has no more."""
 HEADERS = {
@@ -45,7 +44,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer."""
 REMEDY = (
     "The command `dare playground` printed an address with a token. Copy all "
     "of it from the terminal to the address bar. If that command has ended, "

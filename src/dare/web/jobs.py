@@ -38,12 +38,12 @@ from dare import api
 from dare.analysis.judge.advice import judge, to_json
 from dare.analysis.measure import analyzing
 from dare.documents.progress import Display, progress_shown_by
+from dare.documents.shown import json_ready
 from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification
 from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
 from dare.studies.processes import describe_status
-from dare.tensors.json_values import json_ready
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -58,7 +58,6 @@ COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
 MESSAGE_SECONDS = 0.1
 """The least time between two messages of progress."""
 ANALYSIS = "analysis.json"
-"""The file that an analysis writes into the folder of its job."""
 INTERRUPTED = 130
 
 

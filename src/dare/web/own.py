@@ -30,6 +30,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from dare import api
+from dare.documents.shown import json_ready
 from dare.documents.words import show_size, times
 from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
@@ -44,7 +45,6 @@ from dare.recipe.entries import as_path, distinct
 from dare.recipe.schema import Recipe
 from dare.run.rates import estimate
 from dare.stores.locations import StorePath
-from dare.tensors.json_values import json_ready
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
@@ -53,10 +53,8 @@ WEIGHTS = {
     ".gguf": "GGUF",
     **dict.fromkeys((".bin", ".pt", ".pth"), "pickle"),
 }
-"""Formats of files of weights, by the ends of their names."""
 RECIPES = (".toml", ".yaml", ".yml")
 MOST_ENTRIES = 500
-"""The most entries of a folder that are shown."""
 
 Given = Mapping[str, Any]
 """The values of a request: of its query, its body and its path."""
@@ -269,7 +267,6 @@ class Entry:
     holds: str = ""
     """The form of a model: safetensors, GGUF, pickle or adapter."""
     nbytes: int = 0
-    """The size of a model's weights."""
     opens: bool = False
     """True for a folder that may hold more."""
 

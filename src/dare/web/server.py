@@ -118,7 +118,6 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
 
 
 File = tuple[bytes, str]
-"""The content of a file, and its ETag."""
 
 
 class Files:

@@ -28,18 +28,16 @@ from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
 from dare.analysis.judge.relations import is_against
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.notices import Notice, notice
+from dare.documents.shown import json_ready
 from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.directory import read_config
 from dare.stages import parse_method
 from dare.stores.locations import to_path
-from dare.tensors.json_values import json_ready
 
 OUTPUT = "merged.safetensors"
-"""Where the recipe merges to."""
 EVIDENCE = "docs/evidence.md"
 DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
-"""Drop rates for which errors are predicted."""
 TEXTS: dict[str, Any] = tomllib.loads(
     files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
 )
@@ -64,7 +62,6 @@ class Outcome:
     record: str
     scale: float = 1.0
     models: int | None = None
-    """How many, if that matters."""
     cosine: float = -math.inf
     """The least mean cosine of two of them."""
     change: float = math.inf
@@ -97,7 +94,6 @@ class Habit:
     applies_to: str
     method: str
     models: tuple[int, float]
-    """How many models it is for, from and to."""
     relation: str = "diverse"
     """Of the models: diverse, alike or lora; or large, whatever else they are."""
 

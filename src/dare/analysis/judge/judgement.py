@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +13,6 @@ from dare.documents.words import named, setting, times
 from dare.errors import printable
 from dare.recipe.naming import in_our_form
 from dare.recipe.toml import write_toml
-from dare.tensors.json_values import json_ready
 
 LEFT_OUT = "left out"
 """The value that advice gives to a model that it does not merge."""
@@ -40,20 +38,8 @@ VERDICT_TONES = {
 }
 
 
-class _Judgement(Shown):
-    """A judgement that can be stored."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, ready for JSON; a number that is not finite is a string."""
-        return dict(json_ready(asdict(self)))  # type: ignore[call-overload]
-
-    def to_json(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
-
-
 @dataclass(frozen=True, repr=False)
-class Readiness(_Judgement):
+class Readiness(Shown):
     """The verdict on a set of models and on each of them."""
 
     verdict: Verdict
@@ -134,7 +120,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, repr=False)
-class Advice(_Judgement):
+class Advice(Shown):
     """Settings that suit the models, each with its reason, and the recipe made of them."""
 
     suggestions: tuple[Suggestion, ...]

@@ -163,16 +163,13 @@ def _subjects(analysis: AnalysisData, configs: Configs, output_error: float) -> 
 def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
     total, exposures = model.total, exposures_of(model)
     return {
+        **vars(total),
+        **vars(model),
+        **vars(body),
         "about": "model",
         "concerns": (model.name,),
-        "file": model.file,
-        "elements": total.elements,
-        "not_finite": total.not_finite,
         "broken": times(total.not_finite, "element is", "elements are"),
         "where": first_few(t.name for t in model.tensors if t.statistics.not_finite),
-        "norm": total.norm,
-        "mean_magnitude": body.mean_magnitude,
-        "ratio": body.ratio,
         "left_out": f", {times(body.outliers, 'outlier')} left out" if body.outliers else "",
         "is_foreign": body.is_foreign,
         "is_changed": any(exposure.carriers for exposure in exposures),
@@ -182,8 +179,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "missing": len(model.missing),
         "missing_count": times(len(model.missing), "tensor"),
         "missing_names": first_few(model.missing),
-        "is_adapter": model.is_adapter,
-        "was_dropped": model.was_dropped,
         "is_lora": model.origin is Origin.LORA,
         "rank": float(model.likely_rank or 0),
         "about_rank": f" of about {model.likely_rank}" if model.likely_rank else "",

@@ -72,7 +72,6 @@ RELATIONS: dict[str, Callable[[Link], bool]] = {
     "alike": lambda link: link.is_alike and not link.is_far,
     "opposed": lambda link: link.is_opposed,
 }
-"""The relation that each rule looks for."""
 
 
 def find_groups(

@@ -155,7 +155,6 @@ class Study:
     """Whether those of each tensor are kept, and not only those of a layer's tensors of a kind."""
     bytes_read: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)
-    """By tensor."""
     statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
     """By tensor and model."""
     spectra: dict[tuple[str, int], Spectrum | None] = field(default_factory=dict)

@@ -197,7 +197,6 @@ class MeasureStep(Step):
 
     subject: Subject
     nbytes: int
-    """What will be read."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ def list_steps(
             window = tallies.window_of((rows, columns), whole=matrices[name])
             for model, size in sizes.items():
                 both = size + base_size * (not models[model].holds_delta(name))
-                seen = window.height * columns
+                seen = sum(count for _, count in window.runs) * columns
                 yield MeasureSpectrum(
                     *((name, "of", model), (), 0, seen, subject, seen * both, model, window)
                 )

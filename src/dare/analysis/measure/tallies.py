@@ -99,7 +99,6 @@ class Inside(Additive):
     """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
-    """How many are left out."""
     magnitude: float = 0.0
     squares: float = 0.0
     fourths: float = 0.0
@@ -244,11 +243,6 @@ class Window:
     """Its rows: the first of a run and how many."""
     columns: NDArray[np.intp]
     is_whole: bool
-
-    @property
-    def height(self) -> int:
-        """How many rows it has."""
-        return sum(count for _, count in self.runs)
 
 
 def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
