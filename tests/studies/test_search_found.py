@@ -13,6 +13,7 @@ import study_sample as sample
 from rich.console import Console
 
 import dare
+from dare.cli.search import parse_over
 from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.schema import Recipe
@@ -21,7 +22,7 @@ from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import trial_line
-from dare.studies.space import Space, parse_over
+from dare.studies.space import Space
 from dare.studies.study import BASELINE, Study
 from helpers import save
 

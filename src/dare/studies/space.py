@@ -20,7 +20,6 @@ from dare.recipe.document import (
     FIELDS,
     INCLUDE,
     applies,
-    read_value,
     recipe_from_document,
     set_by_name,
     with_settings,
@@ -38,34 +37,6 @@ MOST_IN_GRID = 100_000
 METHOD = "method"
 PART = 0.4
 """The factor of task arithmetic that its authors recommend where none can be chosen."""
-
-
-def parse_over(text: str) -> tuple[str, Choices | Range]:
-    """Read `NAME=VALUE,VALUE…` or `NAME=FROM:TO[:log][:step=X][:layers=N]`.
-
-    >>> parse_over("drop_rate=0.8,0.9")
-    ('drop_rate', (0.8, 0.9))
-    >>> parse_over("scale=0.5:2:log")[1].log
-    True
-    """
-    name, equals, values = text.partition("=")
-    name = name.strip()
-    if not name or not equals or not values.strip():
-        raise RecipeError(f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO")
-    parts = [part.strip() for part in values.split(":")]
-    numbers = [read_value(part) for part in parts[:2]]
-    if len(parts) == 1 or not all(isinstance(number, int | float) for number in numbers):
-        return name, tuple(read_value(word.strip()) for word in values.split(","))
-    table: dict[str, Any] = {"from": float(numbers[0]), "to": float(numbers[1])}
-    for part in parts[2:]:
-        key, _, value = part.partition("=")
-        if key not in ("log", "step", "layers"):
-            raise RecipeError(f"--over {text!r}: {part!r} is not log, step=X or layers=N")
-        table[key] = True if key == "log" and not value else read_value(value)
-    try:
-        return name, Range(**table)
-    except RecipeError as error:
-        raise RecipeError(f"--over {text!r}: {error}") from None
 
 
 @dataclass(frozen=True)
