@@ -41,8 +41,7 @@ class _LockFile:
         fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, byte)
 
 
-_open_files: dict[tuple[int, int], _LockFile] = {}
-"""By device and inode."""
+_open_files: dict[tuple[int, int], _LockFile] = {}  # by device and inode
 _opening = threading.Lock()
 
 

@@ -40,16 +40,12 @@ from dare.studies.results import (
 from dare.studies.space import recipe_of
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 
-MOST_NAMED = 3
-"""Settings that are named in a sentence; more are counted."""
+MOST_NAMED = 3  # settings that are named in a sentence; more are counted
 MOST_LABEL = 25
 """Characters of a label that a terminal surely shows; trial numbers tell longer ones apart."""
-MOST_MESSAGES = 5
-"""Different messages of failed trials in the terminal."""
-MOST_FAILED = 50
-"""Failed trials that a page shows with their output."""
-MOST_OUTPUT = 4000
-"""Characters of the output: the last ones."""
+MOST_MESSAGES = 5  # different messages of failed trials in the terminal
+MOST_FAILED = 50  # failed trials that a page shows with their output
+MOST_OUTPUT = 4000  # characters of the output: the last ones
 ROUNDING = 1e-12
 COMPARED = "The best compared with the others, item by item"
 VERDICT_TONES = {
@@ -222,7 +218,6 @@ def objective_text(weights: dict[str, float]) -> str:
 
 
 def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
-    """Yield what was searched, and how."""
     yield "Evaluator", data.evaluator
     if data.holdout_evaluator:
         yield "Holdout", data.holdout_evaluator
@@ -281,7 +276,6 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str) -> Table:
 
 
 def _trials(data: StudyData) -> SortableTable:
-    """Return a row for each baseline and trial."""
     settings, scores, trials = setting_names(data), data.score_names, data.all_trials
 
     def cells(trial: Trial) -> tuple[float | str | None, ...]:

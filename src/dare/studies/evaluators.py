@@ -60,8 +60,7 @@ LoadModel = Callable[[Path], Any]
 FORMS = ("tensors", "model", "path")
 FILE_SUFFIX = ".py"
 MODEL, ITEMS = "{model}", "{items}"
-ALL_ITEMS = "all"
-"""The text in place of `{items}` where all of them are to be scored."""
+ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
 QUOTED_LINE, QUOTED_VALUE = 200, 60
 """Characters of a last line and of a wrong value that a message quotes."""
 READY_SECONDS = 600.0
@@ -251,8 +250,7 @@ def _import(place: str) -> Any:
 class Scorer:
     """Makes candidates and scores them, one at a time."""
 
-    takes_items = False
-    """True if `score` may be given some of the items."""
+    takes_items = False  # True if `score` may be given some of the items
     form: Form
     _is_made = False
 
@@ -364,7 +362,6 @@ def _filled(command: str, model: Path, items: str) -> str:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """Return the object on the last line that a command printed."""
     if not line:
         raise EvaluationError("printed nothing; its last line must be a JSON object of numbers")
     try:

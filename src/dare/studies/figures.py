@@ -31,21 +31,16 @@ from dare.documents.words import NOTHING, listed, share, times, value_text
 from dare.studies.judging import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
-MOST_RANKED = 12
-"""Settings in the figure of the ranking."""
+MOST_RANKED = 12  # settings in the figure of the ranking
 MOST_CURVES = 8
-MOST_GROUPS = 7
-"""Lines in one figure that colours can tell apart."""
-MOST_NUMBERS = 200
-"""Rows of the table below a figure; the table of trials has all."""
-WIDE_RANGE = 100
-"""Largest over smallest value from which an axis is logarithmic."""
+MOST_GROUPS = 7  # lines in one figure that colours can tell apart
+MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
+WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
 GREY = "#888"
 """A colour that stands out from light and dark grounds alike."""
 KINDS = ("best", "within noise", "other setting", "baseline")
 SHORT = ".4~g"
-INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")
-"""Fields of tooltips."""
+INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")  # fields of tooltips
 
 
 def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
@@ -416,7 +411,6 @@ def _score_text(name: str, row: Row) -> str:
 
 
 def _score_rows(conclusion: Conclusion) -> list[Row]:
-    """Return a row for each setting and baseline, with its scores by name."""
     found = [*conclusion.ranking, *conclusion.baselines]
     return [
         {

@@ -22,8 +22,7 @@ from dare.documents.words import value_text
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
 Scores = Mapping[str, float]
-ALONE = " alone"
-"""The end of the name of each single model, and of no other."""
+ALONE = " alone"  # the end of the name of each single model, and of no other
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""
 
@@ -142,12 +141,10 @@ def groups_of_scores(scored: Scored) -> dict[str, str]:
 class Scored:
     """The scores of one candidate."""
 
-    scores: dict[str, float]
-    """By name; all are finite numbers."""
+    scores: dict[str, float]  # by name; all are finite numbers
     items: dict[str, float] = field(default_factory=dict)
     """By id; empty if the evaluator gives none."""
-    seconds: float = 0.0
-    """Without making the candidate."""
+    seconds: float = 0.0  # without making the candidate
     output: str = ""
 
 
@@ -163,16 +160,12 @@ class Trial:
     settings: dict[str, Any]
     seed: int
     state: State
-    scored: Scored | None = None
-    """If it was stopped early, on the items that it was scored on."""
+    scored: Scored | None = None  # if it was stopped early, on the items that it was scored on
     objective: float | None = None
-    broken: tuple[str, ...] = ()
-    """The guards that it breaks, each as a sentence."""
+    broken: tuple[str, ...] = ()  # the guards that it breaks, each as a sentence
     digest: str | None = None
-    same_as: int | None = None
-    """The trial that has the same weights, whose scores these are."""
-    seconds: float = 0.0
-    """For making and scoring."""
+    same_as: int | None = None  # the trial that has the same weights, whose scores these are
+    seconds: float = 0.0  # for making and scoring
     message: str = ""
     output: str = ""
     name: str = ""
@@ -203,12 +196,10 @@ class StudyData:
     recipe: dict[str, Any]
     space: dict[str, Any]
     sampler: str
-    planned: int
-    """The number of trials; of baselines, where nothing is searched over."""
+    planned: int  # the number of trials; of baselines, where nothing is searched over
     seeds: tuple[int, ...]
     evaluator: str
-    objective: dict[str, float]
-    """The weight of each score; empty for the mean of all."""
+    objective: dict[str, float]  # the weight of each score; empty for the mean of all
     guards: tuple[str, ...]
     baselines: tuple[Trial, ...]
     trials: tuple[Trial, ...]
@@ -218,8 +209,7 @@ class StudyData:
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
-    left_out: tuple[str, ...] = ()
-    """The models that the advice leaves out."""
+    left_out: tuple[str, ...] = ()  # the models that the advice leaves out
     output: str | None = None
 
     @property
@@ -285,10 +275,8 @@ class Ranked:
     trials: tuple[int, ...]
     """The numbers of its trials; of a baseline, of the one among the baselines."""
     objective: Estimate
-    scores: dict[str, float]
-    """Means over the seeds."""
-    broken: tuple[str, ...] = ()
-    """Guards that it breaks, by its mean scores."""
+    scores: dict[str, float]  # means over the seeds
+    broken: tuple[str, ...] = ()  # guards that it breaks, by its mean scores
     baseline: str = ""
 
     @property
@@ -321,13 +309,11 @@ class Holdout:
 
     objective: Estimate
     against: tuple[Difference, ...]
-    validation: float
-    """The objective of the same weights where they were chosen."""
+    validation: float  # the objective of the same weights where they were chosen
     loss: float
     usual_loss: float | None
     """The same of the baselines, on average, which were not chosen; None if none has both."""
-    looks: int
-    """Winners that have been scored on it; after the first, it is no longer held out."""
+    looks: int  # winners that have been scored on it; after the first, it is no longer held out
 
 
 @dataclass(frozen=True)
@@ -340,8 +326,7 @@ class Conclusion:
     best: Ranked | None = None
     """The best setting; where nothing is searched over, the simplest baseline that none beats."""
     against: tuple[Difference, ...] = ()
-    tied: tuple[Ranked, ...] = ()
-    """Settings and baselines that the best cannot be told apart from."""
+    tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
     better: tuple[Ranked, ...] = ()
     """Baselines that beat the best setting, beyond chance; those first that no other beats."""
     chosen: Ranked | None = None

@@ -48,7 +48,7 @@ from dare.studies.results import (
     group_means,
     key_of,
 )
-from dare.studies.space import Space, baseline_recipes, recipe_of, seed_shifts
+from dare.studies.space import Space, baseline_recipes, is_random, recipe_of, seed_shifts
 from dare.studies.statistics import rungs
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
@@ -58,8 +58,7 @@ SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 """Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
-CONCLUDE_SECONDS = 1.0
-"""Between two conclusions from the trials of a running search."""
+CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
 def search(
@@ -121,8 +120,7 @@ class SearchRequest:
     holdout: Evaluator | None
     judge: Judge
     seed: int
-    output: Path | None
-    """The path for the merge of the best; candidates are not written there."""
+    output: Path | None  # the path for the merge of the best; candidates are not written there
 
     @property
     def charter(self) -> Charter:
@@ -194,7 +192,7 @@ def _grid_plan(space: Space, seeds: int) -> list[Planned]:
         Planned(setting, shift)
         for shift in seed_shifts(seeds)
         for setting in space.grid()
-        if shift == 0 or space.is_random(setting)
+        if shift == 0 or is_random(space.candidate(setting))
     ]
 
 
@@ -239,12 +237,9 @@ class _Rules:
 
     judge: Judge
     stop: threading.Event
-    singles: Sequence[Mapping[str, float]] = ()
-    """The scores of each model alone."""
-    reference: Scored | None = None
-    """Scores with the names and items that all must have."""
-    has_items: bool = True
-    """True if items are the same each time, so that they can be compared."""
+    singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
+    reference: Scored | None = None  # scores with the names and items that all must have
+    has_items: bool = True  # True if items are the same each time, so that they can be compared
     rungs: Sequence[Sequence[str]] = ()
     """Growing parts of the items, of which each has what is new in it."""
 
@@ -325,8 +320,6 @@ Scoring = Callable[[Scorer], Any]
 
 @dataclass
 class _Search:
-    """A search under way."""
-
     request: SearchRequest
     study: Study
     display: SearchProgress
@@ -429,7 +422,6 @@ class _Search:
             self._note(lack)
 
     def _announce(self) -> None:
-        """Say how long it will take."""
         each = fmean(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
         left = self.request.planned - len(self.study.trials())
         if left > 0:
@@ -440,22 +432,22 @@ class _Search:
     # ------------------------------------------------------------ trials
 
     def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
-        choose, planned = self._chooser(), self.request.planned
+        choose, planned, space = self._chooser(), self.request.planned, self.request.space
 
         def take() -> Scoring | None:
-            claim = self.study.take_next(self.request.space, planned, choose, retry_before)
-            return None if claim is None else partial(self._score_trial, claim)
+            claim = self.study.take_next(space, planned, choose, retry_before)
+            return None if claim is None else partial(score, claim)
+
+        def score(claim: Claim, scorer: Scorer) -> None:
+            trials = _by_digest(placed.trial for placed in self.study.trials())
+            recipe = space.candidate(claim.settings, claim.shift)
+            ended = self.rules.score(scorer, claim, recipe, trials | self.known_baselines)
+            self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
         begun = [placed.trial for placed in self.study.trials()]
         again = [t for t in begun if t.state is State.FAILED and t.number < retry_before]
         self.display.begin(planned, len(begun) - len(again))
         self._work(scorers, take, self.study.is_busy)
-
-    def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
-        known = _by_digest(placed.trial for placed in self.study.trials()) | self.known_baselines
-        recipe = self.request.space.candidate(claim.settings, claim.shift)
-        ended = self.rules.score(scorer, claim, recipe, known)
-        self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:
         """Return the function that says what stands at a place of the plan."""

@@ -24,13 +24,10 @@ from dare.studies.results import Scored, Settings, State, Trial
 from dare.studies.space import Space
 from dare.studies.statistics import REDUCTION
 
-FORMAT = 2
-"""Format 1 had formulas as objectives."""
-SQLITE = b"SQLite format 3\0"
-"""The first bytes of such a file."""
+FORMAT = 2  # format 1 had formulas as objectives
+SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
-BASELINE, HOLDOUT = "baseline", "holdout"
-"""The kinds of what is beside the trials."""
+BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
 KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
 """Fields of a trial that are written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
@@ -167,7 +164,6 @@ class Study:
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
     def _describe_other(self, charter: Charter) -> str:
-        """Say what makes this the study of another search."""
         ours, theirs = self.charter.document, charter.document
         key = next(f.name for f in fields(Charter) if ours[f.name] != theirs[f.name])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
@@ -328,13 +324,11 @@ class Claim:
     """A trial that this process works on."""
 
     study: Study
-    _within: Any
-    """The Optuna study that it is in."""
+    _within: Any  # the Optuna study that it is in
     _taken: Any
     settings: Mapping[str, Any]
     shift: int
-    name: str
-    """The name of a baseline, or of what goes to the holdout."""
+    name: str  # the name of a baseline, or of what goes to the holdout
 
     @property
     def number(self) -> int:
@@ -366,7 +360,6 @@ class Claim:
 
 
 def _read(found: Any) -> Trial:
-    """Return a trial of Optuna as a plain value."""
     state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
     taken = found.user_attrs[TAKEN]
     kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
