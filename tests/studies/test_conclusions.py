@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -628,7 +628,7 @@ def test_the_same_study_has_the_same_conclusion_ready_for_json():
     data = study(noisy(6, 3, 40), [baseline("average", noisy(1, 1, 40)[0].scored)], seeds=(0, 1, 2))
     found = conclude(data, resamples=300)
     assert conclude(data, resamples=300) == found
-    assert json.loads(json.dumps(found.to_dict()))["best"]["settings"] == found.best.settings
+    assert json.loads(json.dumps(asdict(found)))["best"]["settings"] == found.best.settings
 
 
 def test_of_equal_settings_the_best_is_rarely_called_better_than_the_runner_up():

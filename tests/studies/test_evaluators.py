@@ -29,7 +29,6 @@ from dare.studies.evaluators import (
     open_scorer,
     read_scores,
 )
-from dare.studies.processes import MOST_SHOWN_BYTES, Tail
 from dare.studies.results import Scored
 from helpers import listing, write_recipe
 
@@ -181,24 +180,6 @@ FIRST = Scored({"add": 0.5}, {"add/1": 1.0, "add/2": 0.0})
 def test_other_items_are_told(now, asked, said):
     found = compare_items(FIRST, now, asked)
     assert found == said or (said is not None and said in found)
-
-
-@given(st.lists(st.binary(max_size=300), max_size=40))
-def test_the_end_of_what_is_printed_is_kept(pieces):
-    tail = Tail(100)
-    for piece in pieces:
-        tail.add(piece)
-        assert len(tail._bytes) <= 200 + len(piece)
-    whole = b"".join(pieces)
-    assert whole.endswith(bytes(tail._bytes))
-    assert len(tail._bytes) >= min(100, len(whole))
-
-
-def test_lines_are_shown_as_a_terminal_would():
-    tail = Tail(MOST_SHOWN_BYTES)
-    tail.add(b"first\r\n 10 %\r 99 %\rdone\n\xff\x1b[2J\n\n")
-    assert tail.shown() == "first\ndone\n\ufffd\\x1b[2J"
-    assert tail.last_line() == "\ufffd\x1b[2J"
 
 
 # ---------------------------------------------------------------- commands
@@ -677,7 +658,7 @@ HANGING = """
 """
 LOOKING = "from dare.studies.evaluators import check_evaluator; check_evaluator('own:score')"
 RUNNING = (
-    "from dare.studies.processes import Watched; Watched(['sh', '-c', "
+    "from dare.run.processes import Watched; Watched(['sh', '-c', "
     "'echo $$ >p; mv p pid; sleep 60; true']).pump(lambda: False, None)"
 )
 

@@ -13,6 +13,7 @@ import study_sample as sample
 from rich.console import Console
 
 import dare
+from dare.cli.search import parse_over
 from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.schema import Recipe
@@ -21,7 +22,7 @@ from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import trial_line
-from dare.studies.space import Space, parse_over
+from dare.studies.space import Space, is_random
 from dare.studies.study import BASELINE, Study
 from helpers import save
 
@@ -73,7 +74,7 @@ def test_a_study_that_somebody_works_on_is_left_alone(tmp_path: Path, monkeypatc
 )
 def test_a_setting_that_drops_anywhere_is_tried_with_every_seed(settings, is_drawn):
     recipe = Recipe(base="base", models=["math", "code"], method="dare+sum")
-    assert Space(recipe, {}).is_random(settings) is is_drawn
+    assert is_random(Space(recipe, {}).candidate(settings)) is is_drawn
 
 
 def test_no_digit_of_a_score_is_cut():

@@ -12,10 +12,11 @@ import optuna
 import pytest
 from study_sample import CHARTER
 
+from dare.cli.search import parse_over
 from dare.errors import InputError
 from dare.recipe.schema import Recipe
 from dare.studies.results import Scored, State
-from dare.studies.space import Space, parse_over
+from dare.studies.space import Space
 from dare.studies.study import BASELINE, Planned, Study  # noqa: F401 (by the processes)
 
 SPACE = Space(

@@ -28,12 +28,12 @@ from dare.cli.flags import (
 )
 from dare.cli.texts import COMMANDS, SUBCOMMANDS
 from dare.documents.words import times
-from dare.errors import OutputError
-from dare.recipe.search import Sampler, Search
+from dare.errors import OutputError, RecipeError
+from dare.recipe.document import read_value
+from dare.recipe.search import Choices, Range, Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
 from dare.studies.searching import make_request, study_place
 from dare.studies.searching import search as run_search
-from dare.studies.space import parse_over
 
 RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
 
@@ -168,6 +168,34 @@ def run(
         console.print(_written(result, options.write, overwrite=overwrite))
     _write_beside(console, result, options.html, overwrite=overwrite, json=json)
     return DONE if result.best is not None else FAILED
+
+
+def parse_over(text: str) -> tuple[str, Choices | Range]:
+    """Read `NAME=VALUE,VALUE…` or `NAME=FROM:TO[:log][:step=X][:layers=N]`.
+
+    >>> parse_over("drop_rate=0.8,0.9")
+    ('drop_rate', (0.8, 0.9))
+    >>> parse_over("scale=0.5:2:log")[1].log
+    True
+    """
+    name, equals, values = text.partition("=")
+    name = name.strip()
+    if not name or not equals or not values.strip():
+        raise RecipeError(f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO")
+    parts = [part.strip() for part in values.split(":")]
+    numbers = [read_value(part) for part in parts[:2]]
+    if len(parts) == 1 or not all(isinstance(number, int | float) for number in numbers):
+        return name, tuple(read_value(word.strip()) for word in values.split(","))
+    table: dict[str, Any] = {"from": float(numbers[0]), "to": float(numbers[1])}
+    for part in parts[2:]:
+        key, _, value = part.partition("=")
+        if key not in ("log", "step", "layers"):
+            raise RecipeError(f"--over {text!r}: {part!r} is not log, step=X or layers=N")
+        table[key] = True if key == "log" and not value else read_value(value)
+    try:
+        return name, Range(**table)
+    except RecipeError as error:
+        raise RecipeError(f"--over {text!r}: {error}") from None
 
 
 def sweep(*recipe: Path, options: Options | None = None, **flags: Any) -> int:

@@ -106,6 +106,42 @@ def rows_named(name: str) -> Any:
     return alt.NamedData(name=name)
 
 
+def named_levels(name: str, tooltip: Sequence[Any]) -> list[Any]:
+    """Dashed lines at `level`, and on the right their names, `label`, at `at`."""
+    chart = alt.Chart(rows_named(name))
+    line = chart.mark_rule(strokeDash=[4, 3], size=1.2, aria=False, clip=True)
+    label = chart.encode(y="at:Q", x=alt.value(alt.expr("width")), text="label:N")
+    return [
+        line.encode(y="level:Q", tooltip=tooltip),
+        haloed_text(label, align="right", baseline="bottom", dx=-4, dy=-2),
+    ]
+
+
+def staggered_names(chart: Any, field: str) -> list[Any]:
+    """Names beside points, above and below by a row's `turn`, for points that lie on each other."""
+    named = chart.encode(text=f"{field}:N")
+    return [
+        haloed_text(
+            named.transform_filter(f"datum.turn === {turn}"), align="left", dx=8, dy=dy, limit=110
+        )
+        for turn, dy in enumerate((0, -11, 11))
+    ]
+
+
+def corner_labels(across: str, up: str) -> list[Any]:
+    """Values of two parameters as titles of axes, which cannot change; one row is in `corner`."""
+    corner = alt.Chart(rows_named("corner"))
+    looks = {"fontWeight": 600, "aria": False, "opacity": 0.8}
+    right = corner.mark_text(
+        align="right", text=alt.expr(f"{across} + ' →'"), dx=-4, dy=-8, **looks
+    )
+    left = corner.mark_text(align="left", text=alt.expr(f"'↑ ' + {up}"), dx=6, dy=10, **looks)
+    return [
+        right.encode(x=alt.value(alt.expr("width")), y=alt.value(alt.expr("height"))),
+        left.encode(x=alt.value(0), y=alt.value(0)),
+    ]
+
+
 def finish_chart(
     chart: Any, rows: Sequence[Row], height: int = 280, **others: Sequence[Row]
 ) -> Spec:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ from dare.tensors.names import some_of
 
 Arrays = dict[str, NDArray[Any]]
 LoadModel = Callable[[Path], Any]
-ALIGN_BYTES = 64
-"""The start of an array is a multiple of this, counted from the first."""
+ALIGN_BYTES = 64  # the start of an array is a multiple of this, counted from the first
 F32 = STORAGE_TYPES["F32"]
 
 
@@ -204,20 +203,16 @@ def _fresh(plan: Plan) -> Arrays:
 
 def _checked(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
     """Refuse arrays that are not like those of a candidate."""
-
-    def described(found: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:
-        return "absent" if found is None else f"{found[1]} {list(found[0])}"
-
-    expected = {t.name: (t.shape, t.dtype.numpy_type) for t in plan.tensors}
-    for name in sorted(expected.keys() | into.keys()):
-        array = into.get(name)
-        found = None if array is None else (array.shape, array.dtype)
-        if found != expected.get(name):
+    wanted = {t.name: f"{t.dtype.numpy_type} {list(t.shape)}" for t in plan.tensors}
+    given = {name: f"{array.dtype} {list(array.shape)}" for name, array in into.items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        expected, found = (known.get(name, "absent") for known in (wanted, given))
+        if found != expected:
             raise InputError(
-                f"{name}: the array to fill must be {described(expected.get(name))}, not "
-                f"{described(found)}; give the arrays of a candidate with the same types"
+                f"{name}: the array to fill must be {expected}, not {found}; "
+                "give the arrays of a candidate with the same types"
             )
-    return {name: into[name] for name in expected}
+    return {name: into[name] for name in wanted}
 
 
 class _Home(NamedTuple):
@@ -225,8 +220,7 @@ class _Home(NamedTuple):
 
     memory: Memory
     kind: StorageType
-    merged: StorageType
-    """The type of the merged tensor; that of the memory, `kind`, may be wider."""
+    merged: StorageType  # the type of the merged tensor; that of the memory, `kind`, may be wider
 
     def put(self, start: int, raw: Raw) -> None:
         """Write merged elements from one on."""
@@ -298,7 +292,6 @@ def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -
 
 
 def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
-    """Tell if a type has every value of another."""
     return kind == narrower or (
         kind.is_weight
         and narrower.is_weight
@@ -310,16 +303,8 @@ def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
 # ---------------------------------------------------------------- forms for evaluators
 
 
-class Form(Protocol):
-    """Makes one candidate after the other; `candidate` is what the evaluator is given."""
-
-    candidate: Any
-
-    def make(self, recipe: Recipe) -> str:
-        """Make the candidate of a recipe in place of the last; return the digest of its weights."""
-
-    def close(self) -> None:
-        """Let go of the candidate."""
+# A form makes one candidate after the other, each in place of the last, and returns the digest of
+# its weights; `candidate` is what the evaluator is given.
 
 
 def make_form(
@@ -344,7 +329,7 @@ class _InMemory:
         self._held = held
         self._arrays: Arrays = {}
         self._shape: object = None
-        self.candidate: Arrays = {}
+        self.candidate: Any = {}
 
     def make(self, recipe: Recipe) -> str:
         files = tuple(entry.file for entry in recipe.models)
@@ -398,7 +383,7 @@ class _OnDisk:
         self._name = "candidate.safetensors" if is_file else "candidate"
         self._work = work
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.candidate: Path = Path()
+        self.candidate: Any = None
 
     def make(self, recipe: Recipe) -> str:
         self.close()
@@ -410,6 +395,9 @@ class _OnDisk:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+Form = _InMemory | _Live | _OnDisk
 
 
 def _quiet(recipe: Recipe, **changes: Any) -> Recipe:

@@ -23,6 +23,7 @@ from dare.studies.results import (
     State,
     StudyData,
     Trial,
+    is_number,
     key_of,
 )
 from dare.studies.statistics import (
@@ -35,8 +36,7 @@ from dare.studies.statistics import (
     verdict,
 )
 
-_NEAR = 0.02
-"""A value is at the end of a range if it is nearer to it than this share of the range."""
+_NEAR = 0.02  # a value is at the end of a range if it is nearer to it than this share of the range
 
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
@@ -59,10 +59,9 @@ class _Contest:
         self.table = resample(entries, judge.objective, resamples=resamples)
         alone = (entry.scored for entry in entries if Role.of(entry.name) is Role.SINGLE)
         self.singles: list[Scores] = [one.scores for scored in alone for one in scored]
-        estimates = map(self.table.estimate, range(len(entries)))
         self.standing = [
-            judge.ranked(entry, estimate, self.singles)
-            for entry, estimate in zip(entries, estimates, strict=True)
+            judge.ranked(entry, self.table.estimate(place), self.singles)
+            for place, entry in enumerate(entries)
         ]
         self.places: dict[str, int] = {}
         """By settings as text, or by the name of a baseline that keeps to the guards."""
@@ -85,8 +84,7 @@ class _Contest:
         place, rival = self.places.get(one.key), self.places.get(other.key)
         if place is None or rival is None or place == rival:
             return False
-        among = () if one.baseline else self.among
-        return self.difference(place, rival, among).verdict == WORSE
+        return self.difference(place, rival, () if one.baseline else self.among).verdict == WORSE
 
     def against_all(self, one: Ranked) -> tuple[Difference, ...]:
         """Return one minus each of the others, by intervals that hold for all of them at once."""
@@ -118,13 +116,13 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
     )
     ranking = tuple(standing[n] for n in order)
     holdout, held, on_holdout = _holdout(data, judge, best, resamples)
-    contests = [contest, *([held] if held else ())]
+    contests = [contest, *held]
     rivals = [standing[n] for n in rest if not standing[n].broken]
     better, chosen = _choose(best, rivals, contests) if best else ([], None)
     simplest = chosen
     if best is not None and chosen is best:
         merges = judge.simplest_first(best, tied)
-        merges = [one for one in merges if not _beating(one, [best], contests[1:])]  # held out
+        merges = [one for one in merges if not _beating(one, [best], held)]
         simplest = next(o for o in merges if o is best or not _beating(o, rivals, contests))
     noise = _noise(data.baselines, judge)
     verdicts = {difference.verdict for n, difference in differences.items() if n in feasible}
@@ -201,7 +199,7 @@ def _among_baselines(
     rivals = [r for r in contest.standing if 0 < data.planned <= ended and not r.broken]
     best = _unbeaten(rivals, [contest])
     holdout, held, on_holdout = _holdout(data, judge, best, resamples)
-    chosen = _unbeaten(rivals, [contest, *([held] if held else ())])
+    chosen = _unbeaten(rivals, [contest, *held])
     against = contest.against_all(best) if best else ()
     tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
     return Conclusion(
@@ -225,12 +223,8 @@ def _among_baselines(
 
 def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked | None:
     """Return the best that nothing beats in any contest; of equal ones the simplest."""
-
-    def rank(ranked: Ranked) -> tuple[float, int]:
-        level = next(place for place, level in enumerate(LEVELS) if ranked.role in level)
-        return -ranked.objective.value, level
-
-    for best in sorted(rivals, key=rank):
+    levels = {role: place for place, roles in enumerate(LEVELS) for role in roles}
+    for best in sorted(rivals, key=lambda one: (-one.objective.value, levels[one.role])):
         found = [d.verdict for contest in contests for d in contest.against_all(best)]
         if WORSE not in found:
             return best
@@ -239,16 +233,16 @@ def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked 
 
 def _holdout(
     data: StudyData, judge: Judge, best: Ranked | None, resamples: int
-) -> tuple[Holdout | None, _Contest | None, tuple[Notice, ...]]:
+) -> tuple[Holdout | None, list[_Contest], list[Notice]]:
     """Compare the winner on the second evaluator with all else that was scored there."""
     if best is None:
-        return None, None, ()
+        return None, [], []
     names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
     winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
         problems = [f"The winner has no score on the holdout: {t.message}" for t in winners[-1:]]
-        return None, None, tuple(notice("holdout_failed", problem=p) for p in problems)
+        return None, [], [notice("holdout_failed", problem=problem) for problem in problems]
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = tuple(t for t in done if t.settings == latest)
     others = judge.entries(t for t in data.holdout if t not in winners)
@@ -257,7 +251,7 @@ def _holdout(
         contest = _Contest(judge, [winner_entry, *others], resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
-        return None, None, (notice("holdout_failed", problem=problem),)
+        return None, [], [notice("holdout_failed", problem=problem)]
     seeds = {trial.seed for trial in trials}
     chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
     validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
@@ -278,7 +272,7 @@ def _holdout(
         usual_loss=fmean(usual) if usual else None,
         looks=winners_seen,
     )
-    return holdout, contest, tuple(_of_holdout(winner, best, latest, winners_seen))
+    return holdout, [contest], list(_of_holdout(winner, best, latest, winners_seen))
 
 
 # ------------------------------------------------------------------------------------- notices
@@ -328,12 +322,12 @@ def _of_others(
     data: StudyData,
 ) -> Iterator[Notice]:
     """Say what the others mean for the best, or why there is none."""
-    table, standing = contest.table, contest.standing
+    table = contest.table
+    if not order:
+        yield notice("not_scored", what="No setting")
+        return
     if not feasible:
-        if not order:
-            yield notice("not_scored", what="No setting")
-            return
-        first, settings = standing[order[0]], times(len(order), "setting")
+        first, settings = contest.standing[order[0]], times(len(order), "setting")
         broken = "; ".join(first.broken)
         yield notice("all_break_guards", settings=settings, first=first.label, broken=broken)
         return
@@ -365,7 +359,6 @@ def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
 
 
 def _of_failures(data: StudyData) -> Iterator[Notice]:
-    """Count what could not be scored."""
     ended = [trial for trial in data.trials if trial.state.is_final]
     if failed := sum(trial.state is State.FAILED for trial in ended):
         yield notice("trials_failed", failed=failed, trials=times(len(ended), "trial"))
@@ -376,7 +369,6 @@ def _of_failures(data: StudyData) -> Iterator[Notice]:
 
 
 def _of_scores(judge: Judge, contest: _Contest) -> Iterator[Notice]:
-    """Say what is doubtful in the objective and the guards."""
     scores = contest.standing[0].scores
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
@@ -389,7 +381,7 @@ def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iter
     for name, over in space.items():
         value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
         values = [over["from"], over["to"]] if isinstance(over, Mapping) else over
-        if not all(map(_is_number, [value, *values])) or min(values) >= max(values):
+        if not all(map(is_number, [value, *values])) or min(values) >= max(values):
             continue
         low, high = min(values), max(values)
         for end, edge, other in (("smallest", low, high), ("largest", high, low)):
@@ -403,7 +395,3 @@ def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iter
             could = judge.recipe is None or judge.with_settings({**settings, name: further})
             if share <= _NEAR and could:
                 yield notice("end_of_range", name=name, end=end, value=value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

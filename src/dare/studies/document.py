@@ -25,7 +25,7 @@ from dare.documents.document import (
 from dare.documents.words import NOTHING, listed, number, share, time_text, times, value_text
 from dare.errors import RecipeError
 from dare.recipe.toml import write_toml
-from dare.studies.figures import draw_figures, is_number, setting_names
+from dare.studies.figures import draw_figures, setting_names
 from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
@@ -35,21 +35,17 @@ from dare.studies.results import (
     State,
     StudyData,
     Trial,
-    settings_text,
+    is_number,
 )
 from dare.studies.space import recipe_of
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 
-MOST_NAMED = 3
-"""Settings that are named in a sentence; more are counted."""
+MOST_NAMED = 3  # settings that are named in a sentence; more are counted
 MOST_LABEL = 25
 """Characters of a label that a terminal surely shows; trial numbers tell longer ones apart."""
-MOST_MESSAGES = 5
-"""Different messages of failed trials in the terminal."""
-MOST_FAILED = 50
-"""Failed trials that a page shows with their output."""
-MOST_OUTPUT = 4000
-"""Characters of the output: the last ones."""
+MOST_MESSAGES = 5  # different messages of failed trials in the terminal
+MOST_FAILED = 50  # failed trials that a page shows with their output
+MOST_OUTPUT = 4000  # characters of the output: the last ones
 ROUNDING = 1e-12
 COMPARED = "The best compared with the others, item by item"
 VERDICT_TONES = {
@@ -81,7 +77,7 @@ def study_document(
         _ranked(data, conclusion.baselines, "Baselines"),
         _ranked(data, conclusion.ranking[:rows], best),
     )
-    failed = tuple(_failed(data.failed, outputs))
+    failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (
         Section("against", "Against the others", _filled(against), ("ranking",), is_brief=True),
@@ -89,7 +85,7 @@ def study_document(
         Section("scores", "Scores", figures=("pareto",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=True, on_page=False),
         Section("trials", "Trials", (_trials(data),)),
-        Section("failed", "Failed", failed, is_brief=True),
+        Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=True),
         Section("recipe", "Recipe", tuple(_recipes(data, conclusion))),
         Section("notices", "Caveats"),
         Section("study", "The study", (what,)),
@@ -222,13 +218,12 @@ def objective_text(weights: dict[str, float]) -> str:
 
 
 def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
-    """Yield what was searched, and how."""
     yield "Evaluator", data.evaluator
     if data.holdout_evaluator:
         yield "Holdout", data.holdout_evaluator
     yield "Objective", objective_text(data.objective)
     yield "Guards", "; ".join(data.guards) or "none"
-    seconds = sum(trial.seconds for trial in (*data.baselines, *data.trials))
+    seconds = sum(trial.seconds for trial in data.all_trials)
     yield "Trials", f"{counted(data)}, in {time_text(seconds)} by {data.sampler}"
     yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
     for name, values in data.space.items():
@@ -267,8 +262,8 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str) -> Table:
         "objective >": lambda item: value_text(item.objective.value),
         "95% interval >": lambda item: item.objective.interval() or NOTHING,
     }
-    scores = {f"{name} >": partial(_score, name) for name in data.score_names}
-    scores = {name: cell for name, cell in scores.items() if name not in columns}
+    names = [name for name in data.score_names if f"{name} >" not in columns]
+    scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in names}
     columns |= scores
     if any(len(item.label) > MOST_LABEL for item in ranked):
         columns["trial >"] = lambda item: str(item.trials[0])
@@ -280,14 +275,8 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str) -> Table:
     return tabulate(ranked, columns, title=title, tones=tones, optional=tuple(scores))
 
 
-def _score(name: str, ranked: Ranked) -> str:
-    return number(ranked.scores.get(name))
-
-
 def _trials(data: StudyData) -> SortableTable:
-    """Return a row for each baseline and trial."""
-    settings, scores = setting_names(data), data.score_names
-    trials = (*data.baselines, *data.trials)
+    settings, scores, trials = setting_names(data), data.score_names, data.all_trials
 
     def cells(trial: Trial) -> tuple[float | str | None, ...]:
         given = trial.scored.scores if trial.scored else {}
@@ -339,9 +328,8 @@ def _failed(trials: Sequence[Trial], outputs: bool) -> Iterator[Part]:
         lines.append(f"and {times(len(alike) - MOST_MESSAGES, 'other message')}")
     yield Listing(f"{times(len(trials), 'trial')} failed", tuple(lines))
     for place, trial in enumerate(trials if outputs else trials[:MOST_FAILED]):
-        title = f"{trial.label} {settings_text(trial.settings)} seed={trial.seed}"
         text = f"{trial.message or _state(trial)}\n{trial.output[-MOST_OUTPUT:]}"
-        code = Code(title, f"output-{place}", text)
+        code = Code(f"{trial.label} {trial.text}", f"output-{place}", text)
         yield code if outputs else Folded(f"{trial.label}: {trial.message or NOTHING}", (code,))
 
 

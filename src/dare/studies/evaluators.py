@@ -30,7 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
 from operator import attrgetter
@@ -39,16 +40,15 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.words import times
 from dare.errors import DareError, EvaluationError, RecipeError, did_you_mean
-from dare.studies import harness
-from dare.studies.processes import (
+from dare.run.processes import (
     SHELL,
     AnsweringProcess,
     Watched,
-    answer_requests,
     describe_error,
     describe_status,
     foreign_error,
 )
+from dare.studies import harness
 from dare.studies.results import UNGROUPED, Scored, group_means
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ LoadModel = Callable[[Path], Any]
 FORMS = ("tensors", "model", "path")
 FILE_SUFFIX = ".py"
 MODEL, ITEMS = "{model}", "{items}"
-ALL_ITEMS = "all"
-"""The text in place of `{items}` where all of them are to be scored."""
+ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
 QUOTED_LINE, QUOTED_VALUE = 200, 60
 """Characters of a last line and of a wrong value that a message quotes."""
 READY_SECONDS = 600.0
@@ -88,11 +87,9 @@ def open_scorer(
     if time_limit is not None and not time_limit > 0:
         raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
     if isinstance(evaluator, str):
-        if _is_command(evaluator):
-            check_evaluator(evaluator)
-            return CommandScorer(evaluator, recipe, time_limit, work, threads)
-        _check_form(evaluator)
-        return ProcessScorer(evaluator, recipe, time_limit, work, threads)
+        _check_text(evaluator)
+        kind = CommandScorer if _is_command(evaluator) else ProcessScorer
+        return kind(evaluator, recipe, time_limit, work, threads)
     if time_limit is not None:
         raise RecipeError('a time limit needs a function by name, as "module:function"')
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
@@ -104,32 +101,25 @@ def open_scorer(
 # ---------------------------------------------------------------- checking before any model is read
 
 
-def check_evaluator(evaluator: str, *, time_limit: float | None = READY_SECONDS) -> None:
+def check_evaluator(evaluator: str) -> None:
     """Refuse an evaluator that cannot work: a function is imported, a command is not run."""
-    if _is_command(evaluator):
-        _check_command(evaluator)
-        return
-    _check_form(evaluator)
-    if not evaluator.startswith(harness.PREFIX):
-        process = _start_process(evaluator, threads=1)
-        try:
-            process.ask("find", evaluator, time_limit)
-        finally:
-            process.close()
+    _check_text(evaluator)
+    if not evaluator.startswith(harness.PREFIX) and not _is_command(evaluator):
+        with closing(AnsweringProcess(evaluator, Answering, threads=1)) as process:
+            process.ask("find", evaluator, READY_SECONDS)
 
 
 def _is_command(evaluator: str) -> bool:
     return MODEL in evaluator and not evaluator.startswith(harness.PREFIX)
 
 
-def _check_form(evaluator: str) -> None:
+def _check_text(evaluator: str) -> None:
     if evaluator.startswith(harness.PREFIX):
         harness.check_name(evaluator)
-    elif split_name(evaluator) is None:
-        raise RecipeError(
-            f"{evaluator!r}: is not an evaluator. Write module:function or "
-            f"file.py:function, a command with {MODEL} in it, or lm_eval:task@folder"
-        )
+    elif _is_command(evaluator):
+        _check_command(evaluator)
+    else:
+        split_name(evaluator)
 
 
 def _check_command(command: str) -> None:
@@ -170,15 +160,20 @@ class Function:
     load_model: LoadModel | None = None
 
 
-def split_name(text: str) -> tuple[str, str] | None:
+def split_name(text: str) -> tuple[str, str]:
     """Return place and function of `module:function` or `folder/file.py:function`.
 
-    >>> split_name("scores.demo:validation"), split_name("my scores.py:test"), split_name("ls -l")
-    (('scores.demo', 'validation'), ('my scores.py', 'test'), None)
+    >>> split_name("scores.demo:validation"), split_name("my scores.py:test")
+    (('scores.demo', 'validation'), ('my scores.py', 'test'))
     """
     place, _, name = text.rpartition(":")
     parts = name.split(".") + ([] if place.endswith(FILE_SUFFIX) else place.split("."))
-    return (place, name) if all(part.isidentifier() for part in parts) else None
+    if not all(part.isidentifier() for part in parts):
+        raise RecipeError(
+            f"{text!r}: is not an evaluator. Write module:function or file.py:function, "
+            f"a command with {MODEL} in it, or lm_eval:task@folder"
+        )
+    return place, name
 
 
 def find_function(text: str) -> Function:
@@ -186,10 +181,7 @@ def find_function(text: str) -> Function:
     if text.startswith(harness.PREFIX):
         tasks = harness.Harness(text)
         return Function(tasks.score, "model", tasks.takes_items, tasks.load_model)
-    named = split_name(text)
-    if named is None:
-        raise RecipeError(f"{text}: is not the name of a function; write module:function")
-    place, name = named
+    place, name = split_name(text)
     module = _import(place)
     try:
         function = attrgetter(name)(module)
@@ -258,8 +250,7 @@ def _import(place: str) -> Any:
 class Scorer:
     """Makes candidates and scores them, one at a time."""
 
-    takes_items = False
-    """True if `score` may be given some of the items."""
+    takes_items = False  # True if `score` may be given some of the items
     form: Form
     _is_made = False
 
@@ -291,22 +282,17 @@ class Scorer:
         raise NotImplementedError
 
 
-@dataclass(eq=False)
 class FunctionScorer(Scorer):
     """Scores candidates by a function, in this process."""
 
-    function: Function
-    recipe: InitVar[Recipe]
-    work: InitVar[Path | None]
-    threads: InitVar[int | None]
-
-    def __post_init__(self, recipe: Recipe, work: Path | None, threads: int | None) -> None:
+    def __init__(
+        self, function: Function, recipe: Recipe, work: Path | None, threads: int | None
+    ) -> None:
         from dare.studies.candidates import make_form
 
-        kind, load_model = self.function.form, self.function.load_model
-        self.takes_items = self.function.takes_items
+        self._call, self.takes_items = function.call, function.takes_items
         try:
-            self.form = make_form(kind, recipe, work, threads, load_model)
+            self.form = make_form(function.form, recipe, work, threads, function.load_model)
         except DareError:
             raise
         except (Exception, SystemExit) as error:
@@ -316,7 +302,7 @@ class FunctionScorer(Scorer):
         more = {"items": items} if self.takes_items else {}
         started = time.perf_counter()
         try:
-            returned = self.function.call(self.form.candidate, **more)
+            returned = self._call(self.form.candidate, **more)
         except (Exception, SystemExit) as error:
             raise foreign_error("the evaluator failed", error) from error
         seconds = time.perf_counter() - started
@@ -324,20 +310,30 @@ class FunctionScorer(Scorer):
 
 
 @dataclass(eq=False)
-class CommandScorer(Scorer):
-    """Scores candidates by a shell command, which is given a file or directory."""
+class TextScorer(Scorer):
+    """Scores candidates in other processes, by an evaluator that is a text."""
 
-    command: str
+    evaluator: str
     recipe: Recipe
     time_limit: float | None
     work: Path | None
     threads: int | None
 
     def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> Any:
+        raise NotImplementedError
+
+
+class CommandScorer(TextScorer):
+    """Scores candidates by a shell command, which is given a file or directory."""
+
+    def _start(self) -> None:
         from dare.studies.candidates import make_form
 
         self.form = make_form("path", self.recipe, self.work)
-        self.takes_items = ITEMS in self.command
+        self.takes_items = ITEMS in self.evaluator
 
     def _score(self, items: list[str] | None) -> Scored:
         candidate, asked = self.form.candidate, ALL_ITEMS
@@ -345,13 +341,11 @@ class CommandScorer(Scorer):
             file = candidate.with_name("items.json")
             file.write_text(json.dumps(items), encoding="utf-8")
             asked = str(file)
-        command, name = _filled(self.command, candidate, asked), repr(self.command)
+        command, name = _filled(self.evaluator, candidate, asked), repr(self.evaluator)
         started = time.perf_counter()
         process = Watched([SHELL, "-c", command], name=name, threads=self.threads)
-        try:
+        with closing(process):
             status = process.pump(lambda: False, self.time_limit)
-        finally:
-            process.close()
         seconds, printed = time.perf_counter() - started, process.printed.shown()
         try:
             if status:
@@ -368,7 +362,6 @@ def _filled(command: str, model: Path, items: str) -> str:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """Return the object on the last line that a command printed."""
     if not line:
         raise EvaluationError("printed nothing; its last line must be a JSON object of numbers")
     try:
@@ -384,26 +377,17 @@ def _parsed(line: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- functions in another process
 
 
-@dataclass(eq=False)
-class ProcessScorer(Scorer):
+class ProcessScorer(TextScorer):
     """Scores candidates by a function in a process, which is started anew when it has ended."""
 
-    evaluator: str
-    recipe: Recipe
-    time_limit: float | None
-    work: Path | None
-    threads: int | None
     _process: AnsweringProcess | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __post_init__(self) -> None:
-        self._start()
 
     def _start(self) -> AnsweringProcess:
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        self._process = process = _start_process(self.evaluator, self.threads)
+        process = self._process = AnsweringProcess(self.evaluator, Answering, self.threads)
         try:
             limit = None if self.time_limit is None else max(self.time_limit, READY_SECONDS)
             found = process.ask("find", self.evaluator, limit)
@@ -424,18 +408,18 @@ class ProcessScorer(Scorer):
         return process
 
     def _make(self, recipe: Recipe) -> str:
-        process = self._process or self._start()
-        return str(self._ask(process, "make", recipe.to_document(), None))
+        digest, _ = self._ask("make", recipe.to_document(), None)
+        return str(digest)
 
     def _score(self, items: list[str] | None) -> Scored:
-        assert self._process is not None
-        process = self._process
-        scored = self._ask(process, "score", items, self.time_limit)
-        return Scored(**{**scored, "output": process.printed})
+        scored, printed = self._ask("score", items, self.time_limit)
+        return Scored(**{**scored, "output": printed})
 
-    def _ask(self, process: AnsweringProcess, verb: str, given: Any, limit: float | None) -> Any:
+    def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
+        """Return the reply, and what was printed meanwhile."""
+        process = self._process or self._start()
         try:
-            return process.ask(verb, given, limit)
+            return process.ask(verb, given, limit), process.printed.shown()
         except BaseException:
             if not process.is_running:
                 self.close()
@@ -451,21 +435,8 @@ class ProcessScorer(Scorer):
             self._folder = None
 
 
-def _start_process(evaluator: str, threads: int | None) -> AnsweringProcess:
-    start = "from dare.studies.evaluators import answer; answer({})"
-    return AnsweringProcess(evaluator, start, threads)
-
-
-def answer(descriptor: int) -> None:
-    """Answer the requests of a `ProcessScorer`, in its process."""
-    answer_requests(_Answering(), descriptor)
-
-
-class _Answering:
+class Answering:
     """The function and the scorer of a process; the requests come in this order."""
-
-    function: Function
-    scorer: FunctionScorer
 
     def find(self, evaluator: str) -> dict[str, Any]:
         self.function = find_function(evaluator)

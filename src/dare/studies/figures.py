@@ -9,40 +9,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dare.documents.charts import (
     SHAPES,
     alt,
     by_name,
+    corner_labels,
     finish_chart,
-    haloed_text,
     make_figure,
+    named_levels,
     read_texts,
     rows_named,
+    staggered_names,
     tooltip_of,
     zoom,
 )
 from dare.documents.document import Columns, Figure, Row, Spec, finite, tabulate
 from dare.documents.words import NOTHING, listed, share, times, value_text
 from dare.studies.judging import Judge
-from dare.studies.results import Conclusion, Ranked, StudyData, settings_text
+from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
-MOST_RANKED = 12
-"""Settings in the figure of the ranking."""
+MOST_RANKED = 12  # settings in the figure of the ranking
 MOST_CURVES = 8
-MOST_GROUPS = 7
-"""Lines in one figure that colours can tell apart."""
-MOST_NUMBERS = 200
-"""Rows of the table below a figure; the table of trials has all."""
-WIDE_RANGE = 100
-"""Largest over smallest value from which an axis is logarithmic."""
+MOST_GROUPS = 7  # lines in one figure that colours can tell apart
+MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
+WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
 GREY = "#888"
 """A colour that stands out from light and dark grounds alike."""
 KINDS = ("best", "within noise", "other setting", "baseline")
 SHORT = ".4~g"
-INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")
-"""Fields of tooltips."""
+INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")  # fields of tooltips
 
 
 def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
@@ -59,11 +57,6 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
 def _figure(name: str, spec: Spec, rows: Sequence[Row], columns: Columns, **known: str) -> Figure:
     texts = read_texts("dare.studies")[name]
     return make_figure(texts, name, spec, tabulate(rows[:MOST_NUMBERS], columns), known)
-
-
-def is_number(value: Any) -> bool:
-    """Tell if a value has a place on an axis."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def setting_names(data: StudyData) -> tuple[str, ...]:
@@ -112,15 +105,15 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         finish_chart(chart, rows, height=38 * len(rows)),
         rows,
         columns,
-        shown=(f" Only the first {MOST_RANKED} settings are shown." if is_cut else "") + _far(far),
+        shown=(f" Only the first {MOST_RANKED} settings are shown." if is_cut else "") + far,
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=times(len(conclusion.baselines), "baseline"),
         first=f"{rows[0]['label']} with {value_text(rows[0]['objective'])}",
     )
 
 
-def _ranking_rows(conclusion: Conclusion) -> tuple[list[Row], list[str]]:
-    """Return the best settings and the baselines, the best first, and baselines too far away."""
+def _ranking_rows(conclusion: Conclusion) -> tuple[list[Row], str]:
+    """Return the best settings and the baselines, the best first, and which are too far away."""
     tied = {ranked.label for ranked in conclusion.tied}
 
     def make_row(ranked: Ranked) -> Row:
@@ -133,12 +126,11 @@ def _ranking_rows(conclusion: Conclusion) -> tuple[list[Row], list[str]]:
         [row for row in map(make_row, found) if row["objective"] is not None]
         for found in (conclusion.ranking[:MOST_RANKED], conclusion.baselines)
     )
-    near = others
+    near, far = others, ""
     if settings:
         low, high = min(row["low"] for row in settings), max(row["high"] for row in settings)
-        near = [row for row in others if _is_near(row["objective"], low, high)]
+        near, far = _split_by_distance(others, low, high)
     rows = sorted([*settings, *near], key=lambda row: -row["objective"])
-    far = [f"{row['label']} {row['objective']:.3g}" for row in others if row not in near]
     return [{**row, "place": place} for place, row in enumerate(rows)], far
 
 
@@ -152,20 +144,18 @@ def _estimate(ranked: Ranked) -> Row:
     return {"objective": value, "low": low, "high": high, "seeds": len(ranked.trials)}
 
 
-def _is_near(value: float, low: float, high: float) -> bool:
-    """Tell if a value can be drawn together with others without squeezing them."""
-    span = (high - low) or abs(high) or 1.0
-    return low - span / 2 <= value <= high + span / 2
+def _split_by_distance(rows: Sequence[Row], low: float, high: float) -> tuple[list[Row], str]:
+    """Return rows that can be drawn beside values without squeezing them, and name the others."""
+    room = ((high - low) or abs(high) or 1.0) / 2
+    near = [row for row in rows if low - room <= row["objective"] <= high + room]
+    far = [f"{row['label']} {row['objective']:.3g}" for row in rows if row not in near]
+    return near, f" Too far away to be drawn: {', '.join(far)}." if far else ""
 
 
 def _interval(row: Row) -> str:
     if row["low"] == row["high"]:
         return NOTHING
     return f"{value_text(row['low'])} … {value_text(row['high'])}"
-
-
-def _far(far: list[str]) -> str:
-    return f" Too far away to be drawn: {', '.join(far)}." if far else ""
 
 
 # ---------------------------------------------------------------- settings
@@ -202,7 +192,8 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     dots = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
     fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:Q", "settings:N")
     dots = dots.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
-    layers = [*_level_lines(), dots.add_params(zoom())]
+    of_level = tooltip_of(("label:N", "baseline"), ("level:Q", "objective", SHORT))
+    layers = [*named_levels("levels", of_level), dots.add_params(zoom())]
     layers += _mean_lines(x, y, colour, name) if means else []
     height = 300 if len(groups) > 1 else 280
     columns: Columns = {
@@ -229,7 +220,7 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
         columns,
         setting=name,
         means=text + (f" The colours stand for {by}." if by and len(groups) > 1 else ""),
-        levels=(" Dashed lines are baselines." if levels else "") + _far(far),
+        levels=(" Dashed lines are baselines." if levels else "") + far,
         points=times(len(points), "trial"),
         best=f", the largest {value_text(best['objective'])} at {value_text(best['x'])}",
     )
@@ -253,7 +244,10 @@ def curve_rows(
             for ranked in sorted(line, key=lambda ranked: ranked.settings[name])
         ]
     else:  # the first setting with few values, which colours can show
-        others = [other for other in others if 1 < len(_values(data, other)) < MOST_GROUPS][:1]
+        values: dict[str, set[str]] = {}
+        for other, value in (pair for trial in data.trials for pair in trial.settings.items()):
+            values.setdefault(other, set()).add(value_text(value))
+        others = [other for other in others if 1 < len(values[other]) < MOST_GROUPS][:1]
     points = [
         {
             "x": finite(trial.settings[name]),
@@ -269,29 +263,21 @@ def curve_rows(
     return points, means, ", ".join(others)
 
 
-def _values(data: StudyData, name: str) -> set[str]:
-    return {value_text(t.settings[name]) for t in data.trials if name in t.settings}
-
-
-def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Row], list[str]]:
-    """Return baselines that lie near the values from low to high, and names of the others.
+def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Row], str]:
+    """Return baselines that lie near the values from low to high, and name the others.
 
     Labels have places of their own: lines that lie close together would hide each other's.
     """
-    near: list[Row] = []
-    far: list[str] = []
-    for ranked in conclusion.baselines:
-        value = finite(ranked.objective.value)
-        if value is not None and _is_near(value, low, high):
-            near.append({"label": ranked.baseline, "level": value})
-        elif value is not None:
-            far.append(f"{ranked.baseline} {value:.3g}")
-    near.sort(key=lambda row: row["level"])
-    levels = [low, high, *(row["level"] for row in near)]
+    found = [(r.baseline, finite(r.objective.value)) for r in conclusion.baselines]
+    rows = [{"label": label, "objective": v} for label, v in found if v is not None]
+    near, far = _split_by_distance(rows, low, high)
+    levels = [low, high, *(row["objective"] for row in near)]
     room, last = (max(levels) - min(levels)) / 15, -math.inf
-    for row in near:
-        last = row["at"] = max(row["level"], last + room)
-    return near, far
+    placed = []
+    for row in sorted(near, key=lambda row: row["objective"]):
+        last = max(row["objective"], last + room)
+        placed.append({"label": row["label"], "level": row["objective"], "at": last})
+    return placed, far
 
 
 def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
@@ -321,18 +307,6 @@ def _objective_axis(heights: Sequence[float]) -> Any:
     room = 0.06 * ((high - low) or abs(high) or 1.0)
     y = alt.Y("objective:Q", title="objective").axis(tickCount=5, format="~g")
     return y.scale(domain=[low - room, high + room], nice=False, zero=False)
-
-
-def _level_lines() -> list[Any]:
-    """Return baselines as dashed lines, their names on the right; their rows are `levels`."""
-    chart = alt.Chart(rows_named("levels"))
-    line = chart.mark_rule(strokeDash=[4, 3], size=1.2, aria=False, clip=True)
-    label = chart.encode(y="at:Q", x=alt.value(alt.expr("width")), text="label:N")
-    tooltip = tooltip_of(("label:N", "baseline"), ("level:Q", "objective", SHORT))
-    return [
-        line.encode(y="level:Q", tooltip=tooltip),
-        haloed_text(label, align="right", baseline="bottom", dx=-4, dy=-2),
-    ]
 
 
 def importance(conclusion: Conclusion) -> Figure | None:
@@ -410,13 +384,13 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         rings.encode(color=alt.value(GREY)),
         points.encode(tooltip=tooltip, color=colour),
         diamonds.encode(tooltip=tooltip),
-        *_baseline_names(baselines),
-        *_corner_labels(),
+        *staggered_names(baselines, "baseline"),
+        *corner_labels("across", "up"),
     ]
     chart = alt.layer(*layers).add_params(alt.param(name="signs", value=signs), *chosen)
     columns: Columns = {
         "setting": lambda row: row["label"],
-        **{f"{name} >": _score_cell(name) for name in names},
+        **{f"{name} >": partial(_score_text, name) for name in names},
         "": lambda row: "on the front" if row["front"] else "",
     }
     count = sum(row["kind"] == "setting" for row in rows)
@@ -432,8 +406,11 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     )
 
 
+def _score_text(name: str, row: Row) -> str:
+    return value_text(row["scores"].get(name))
+
+
 def _score_rows(conclusion: Conclusion) -> list[Row]:
-    """Return a row for each setting and baseline, with its scores by name."""
     found = [*conclusion.ranking, *conclusion.baselines]
     return [
         {
@@ -446,31 +423,4 @@ def _score_rows(conclusion: Conclusion) -> list[Row]:
             "turn": place % 3,
         }
         for place, ranked in enumerate(found)
-    ]
-
-
-def _score_cell(name: str) -> Any:
-    return lambda row: value_text(row["scores"].get(name))
-
-
-def _baseline_names(chart: Any) -> list[Any]:
-    """Return names beside points, above and below in turn: baselines often lie on each other."""
-    named = chart.encode(text="baseline:N")
-    return [
-        haloed_text(
-            named.transform_filter(f"datum.turn === {turn}"), align="left", dx=8, dy=dy, limit=110
-        )
-        for turn, dy in enumerate((0, -11, 11))
-    ]
-
-
-def _corner_labels() -> list[Any]:
-    """Return which score goes which way; titles of axes cannot change with the choice."""
-    corner = alt.Chart(rows_named("corner"))
-    looks = {"fontWeight": 600, "aria": False, "opacity": 0.8}
-    across = corner.mark_text(align="right", text=alt.expr("across + ' →'"), dx=-4, dy=-8, **looks)
-    up = corner.mark_text(align="left", text=alt.expr("'↑ ' + up"), dx=6, dy=10, **looks)
-    return [
-        across.encode(x=alt.value(alt.expr("width")), y=alt.value(alt.expr("height"))),
-        up.encode(x=alt.value(0), y=alt.value(0)),
     ]

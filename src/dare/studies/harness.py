@@ -21,10 +21,8 @@ PREFIX = "lm_eval:"
 INSTALL = "pip install 'dare-merge[eval]'"
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
 """Metrics by preference: a task's score is the first that it has, otherwise its own first."""
-BATCH_SIZE = 8
-"""Always the same, as sums over a batch depend on it in the last bits."""
-SEED = 1234
-"""For everything that the harness draws."""
+BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
+SEED = 1234  # for everything that the harness draws
 
 
 def split_tasks(text: str) -> tuple[list[str], Path | None]:
@@ -108,7 +106,6 @@ class Harness:
         return {**scores, "items": values}
 
     def _wrap(self, model: Any) -> Any:
-        """Return the model as the harness wants it."""
         from lm_eval.models.huggingface import HFLM
 
         known, wrapped = self._wrapped
@@ -141,7 +138,6 @@ def _load(names: Sequence[str], folder: Path | None) -> dict[str, Any]:
 
 
 def _metric_of(name: str, task: Any) -> str:
-    """Return the metric that is a task's score."""
     better: Mapping[str, bool] = task.higher_is_better()
     upward = [metric for metric, is_better in better.items() if is_better]
     if not upward:

@@ -128,10 +128,8 @@ class Guard:
     """A bound on a score, which a merge must keep to be taken at all."""
 
     text: str
-    name: str
-    """The score's name; `*` for each score of the objective."""
-    kind: str
-    """`max`, `min`, or `keep`: a share of the best that a single model has."""
+    name: str  # the score's name; `*` for each score of the objective
+    kind: str  # `max`, `min`, or `keep`: a share of the best that a single model has
     bound: float
     objective: Objective = field(default_factory=Objective)
     """It tells which scores `*` stands for, and which are the better the smaller."""
@@ -218,8 +216,7 @@ class Entry:
     """The scored trials of a setting with its seeds, or of a baseline."""
 
     trials: tuple[Trial, ...]
-    name: str = ""
-    """The name of a baseline."""
+    name: str = ""  # the name of a baseline
     is_random: bool = True
     """True if another seed would give other weights; if not, one trial is all there is."""
 

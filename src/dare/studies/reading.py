@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from dare.documents.document import Document
 from dare.documents.notices import notice, notice_from_dict
 from dare.documents.page import render_page
-from dare.documents.shown import Shown
+from dare.documents.shown import Shown, json_ready
 from dare.errors import InputError, printable
 from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
@@ -45,7 +45,7 @@ class SearchResult(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values, ready for JSON; the items stay in the study."""
-        document = self.data.to_dict()
+        document = json_ready(asdict(self.data))
         for table in ("baselines", "trials", "holdout"):
             for trial in document[table]:
                 scored = trial.pop("scored") or {}
@@ -53,11 +53,11 @@ class SearchResult(Shown):
                 trial["items"] = len(scored.get("items", ()))
         for name in ("advice", "output", "importance"):
             document.pop(name)
+        found = {"best": self.best, "simplest": self.simplest}
         recipes = {
-            name: None if recipe is None else recipe.to_document()
-            for name, recipe in (("best", self.best), ("simplest", self.simplest))
+            name: None if made is None else made.to_document() for name, made in found.items()
         }
-        conclusion = self.conclusion.to_dict()
+        conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
     def document(self, *, rows: int = 12, outputs: bool = False) -> Document:
@@ -152,8 +152,7 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
 
     Candidates are kept by their settings: a search that went on may have another winner.
     """
-    ranked = {Role.RUNNER_UP: runner_up(conclusion), Role.WINNER: conclusion.best}
-    keys = {key_of(found.settings): role for role, found in ranked.items() if found is not None}
+    keys = {key_of(found.settings): role for role, found in winners(conclusion).items()}
     named = []
     for trial in scored:
         if not trial.settings:
@@ -165,7 +164,8 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
     return named
 
 
-def runner_up(conclusion: Conclusion) -> Ranked | None:
-    """Return the second best setting, if there is one that keeps to the guards."""
-    rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
-    return next((ranked for ranked in rest if not ranked.broken), None)
+def winners(conclusion: Conclusion) -> dict[Role, Ranked]:
+    """Return the best, and the second best setting, if one keeps to the guards."""
+    rest = [r for r in conclusion.ranking if r != conclusion.best and not r.broken]
+    best = [] if conclusion.best is None else [conclusion.best]
+    return dict(zip((Role.WINNER, Role.RUNNER_UP), [*best, *rest[:1]], strict=False))

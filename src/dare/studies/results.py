@@ -12,19 +12,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from dare.documents.notices import Notice
-from dare.documents.shown import json_ready
 from dare.documents.words import value_text
 
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
 Scores = Mapping[str, float]
-ALONE = " alone"
-"""The end of the name of each single model, and of no other."""
+ALONE = " alone"  # the end of the name of each single model, and of no other
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""
 
@@ -36,14 +34,12 @@ class Role(StrEnum):
     SINGLE = ALONE
     BASE = "base"
     AVERAGE = "average"
-    WITHOUT_STRANGERS = "average without strangers"
-    """The average of the models that the advice does not leave out."""
+    WITHOUT_STRANGERS = "average without strangers"  # without models that the advice leaves out
     SUM = "sum"
     PART = "sum × 0.4"
     ADVICE = "advice"
     RECIPE = "recipe"
-    AGAIN = "average again"
-    """Scored for the noise of the evaluator."""
+    AGAIN = "average again"  # scored for the noise of the evaluator
     WINNER = "winner"
     RUNNER_UP = "runner-up"
     EARLIER_WINNER = "winner before"
@@ -68,8 +64,7 @@ class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
-    STOPPED = "stopped early"
-    """By racing: it was among the worst on a part of the items."""
+    STOPPED = "stopped early"  # by racing: it was among the worst on a part of the items
     FAILED = "failed"
 
     @property
@@ -83,6 +78,11 @@ class State(StrEnum):
 def key_of(settings: Settings) -> str:
     """Return a text that equal settings share, in whatever order."""
     return json.dumps(dict(settings), sort_keys=True, default=str)
+
+
+def is_number(value: Any) -> bool:
+    """Tell if a value is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def settings_text(settings: Settings) -> str:
@@ -141,39 +141,33 @@ def groups_of_scores(scored: Scored) -> dict[str, str]:
 class Scored:
     """The scores of one candidate."""
 
-    scores: dict[str, float]
-    """By name; all are finite numbers."""
+    scores: dict[str, float]  # by name; all are finite numbers
     items: dict[str, float] = field(default_factory=dict)
     """By id; empty if the evaluator gives none."""
-    seconds: float = 0.0
-    """Without making the candidate."""
+    seconds: float = 0.0  # without making the candidate
     output: str = ""
-    """The last lines that the evaluator printed."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what became of it; a baseline is one too, whose settings are empty."""
+    """A candidate and what became of it; a baseline is one too, whose settings are empty.
+
+    `message` says why it failed or where it was stopped, `output` has the last lines that its
+    evaluator printed before that.
+    """
 
     number: int
     settings: dict[str, Any]
     seed: int
     state: State
-    scored: Scored | None = None
-    """If it was stopped early, on the items that it was scored on."""
+    scored: Scored | None = None  # if it was stopped early, on the items that it was scored on
     objective: float | None = None
-    """The larger, the better; None if it has no scores."""
-    broken: tuple[str, ...] = ()
-    """The guards that it breaks, each as a sentence."""
+    broken: tuple[str, ...] = ()  # the guards that it breaks, each as a sentence
     digest: str | None = None
-    same_as: int | None = None
-    """The trial that has the same weights, whose scores these are."""
-    seconds: float = 0.0
-    """For making and scoring."""
+    same_as: int | None = None  # the trial that has the same weights, whose scores these are
+    seconds: float = 0.0  # for making and scoring
     message: str = ""
-    """Why it failed, or where it was stopped."""
     output: str = ""
-    """The last lines that the evaluator printed before it failed."""
     name: str = ""
     """A baseline's: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
 
@@ -186,40 +180,37 @@ class Trial:
         return self.name or f"trial {self.number}"
 
     @property
+    def text(self) -> str:
+        """Its settings and its seed."""
+        return f"{settings_text(self.settings)} seed={self.seed}"
+
+    @property
     def is_done(self) -> bool:
         return self.state is State.DONE
 
 
 @dataclass(frozen=True)
 class StudyData:
-    """Everything that a study holds."""
+    """Everything that a study holds; recipe, space and advice are documents, as TOML has them."""
 
     recipe: dict[str, Any]
-    """The document of the recipe that is searched around."""
     space: dict[str, Any]
-    """The document of `[search.over]`."""
     sampler: str
-    planned: int
-    """The number of trials; of baselines, where nothing is searched over."""
+    planned: int  # the number of trials; of baselines, where nothing is searched over
     seeds: tuple[int, ...]
     evaluator: str
-    objective: dict[str, float]
-    """The weight of each score; empty for the mean of all."""
+    objective: dict[str, float]  # the weight of each score; empty for the mean of all
     guards: tuple[str, ...]
     baselines: tuple[Trial, ...]
     trials: tuple[Trial, ...]
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
-    """The winner, the runner-up and the baselines, scored by that evaluator."""
     notices: tuple[Notice, ...] = ()
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
-    """The document of the advised recipe."""
-    left_out: tuple[str, ...] = ()
-    """The models that the advice leaves out."""
+    left_out: tuple[str, ...] = ()  # the models that the advice leaves out
     output: str | None = None
-    """The path for the merge of the best."""
 
     @property
     def is_searched(self) -> bool:
@@ -232,19 +223,14 @@ class StudyData:
         return self.trials if self.is_searched else self.baselines
 
     @property
-    def score_names(self) -> tuple[str, ...]:
-        """The names of all scores, in the order they first occur."""
-        scored = (trial.scored for trial in (*self.baselines, *self.trials))
-        return tuple({name: None for item in scored if item for name in item.scores})
+    def all_trials(self) -> tuple[Trial, ...]:
+        return (*self.baselines, *self.trials)
 
     @property
-    def failed(self) -> list[Trial]:
-        """Trials and baselines that failed."""
-        return [t for t in (*self.baselines, *self.trials) if t.state is State.FAILED]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, ready for JSON."""
-        return dict(json_ready(asdict(self)))
+    def score_names(self) -> tuple[str, ...]:
+        """The names of all scores, in the order they first occur."""
+        scored = [trial.scored for trial in self.all_trials if trial.scored is not None]
+        return tuple({name: None for item in scored for name in item.scores})
 
 
 # ---------------------------------------------------------------- conclusions
@@ -259,9 +245,8 @@ class Estimate:
     high: float | None = None
 
     def __neg__(self) -> Estimate:
-        if self.low is None or self.high is None:
-            return Estimate(0.0 - self.value)
-        return Estimate(0.0 - self.value, 0.0 - self.high, 0.0 - self.low)  # never -0
+        ends = (None if end is None else 0.0 - end for end in (self.high, self.low))  # never -0
+        return Estimate(0.0 - self.value, *ends)
 
     def interval(self, sign: str = "") -> str:
         """Return the bounds alone; empty if there are none."""
@@ -290,12 +275,9 @@ class Ranked:
     trials: tuple[int, ...]
     """The numbers of its trials; of a baseline, of the one among the baselines."""
     objective: Estimate
-    scores: dict[str, float]
-    """Means over the seeds."""
-    broken: tuple[str, ...] = ()
-    """Guards that it breaks, by its mean scores."""
+    scores: dict[str, float]  # means over the seeds
+    broken: tuple[str, ...] = ()  # guards that it breaks, by its mean scores
     baseline: str = ""
-    """Its name, if it is a baseline."""
 
     @property
     def role(self) -> Role:
@@ -316,7 +298,6 @@ class Difference:
     """The best minus another, item by item."""
 
     other: str
-    """The label of the other."""
     estimate: Estimate
     verdict: str
     """`better`, `worse`, `no difference shown`, or `not known` where nothing tells chance."""
@@ -328,14 +309,11 @@ class Holdout:
 
     objective: Estimate
     against: tuple[Difference, ...]
-    validation: float
-    """The objective of the same weights where they were chosen."""
+    validation: float  # the objective of the same weights where they were chosen
     loss: float
-    """Validation minus holdout."""
     usual_loss: float | None
     """The same of the baselines, on average, which were not chosen; None if none has both."""
-    looks: int
-    """Winners that have been scored on it; after the first, it is no longer held out."""
+    looks: int  # winners that have been scored on it; after the first, it is no longer held out
 
 
 @dataclass(frozen=True)
@@ -348,9 +326,7 @@ class Conclusion:
     best: Ranked | None = None
     """The best setting; where nothing is searched over, the simplest baseline that none beats."""
     against: tuple[Difference, ...] = ()
-    """The best against the runner-up and each baseline."""
-    tied: tuple[Ranked, ...] = ()
-    """Settings and baselines that the best cannot be told apart from."""
+    tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
     better: tuple[Ranked, ...] = ()
     """Baselines that beat the best setting, beyond chance; those first that no other beats."""
     chosen: Ranked | None = None
@@ -365,7 +341,6 @@ class Conclusion:
     """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None
     notices: tuple[Notice, ...] = ()
-    """The limits of all this."""
 
     @property
     def no_recipe(self) -> str:
@@ -384,7 +359,3 @@ class Conclusion:
         if candidates and all(ranked.broken for ranked in candidates):
             return "every candidate breaks a guard"
         return "not all is scored yet"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the conclusion as plain values, ready for JSON."""
-        return dict(json_ready(asdict(self)))

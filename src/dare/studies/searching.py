@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,8 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
@@ -37,7 +36,7 @@ from dare.recipe.search import Choices, Range, Search
 from dare.studies.document import counted
 from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
 from dare.studies.judging import Judge
-from dare.studies.reading import SearchResult, read_study, result_of, runner_up
+from dare.studies.reading import SearchResult, read_study, result_of, winners
 from dare.studies.results import (
     Conclusion,
     Role,
@@ -48,9 +47,8 @@ from dare.studies.results import (
     Trial,
     group_means,
     key_of,
-    settings_text,
 )
-from dare.studies.space import Space, baseline_recipes, recipe_of, seed_shifts
+from dare.studies.space import Space, baseline_recipes, is_random, recipe_of, seed_shifts
 from dare.studies.statistics import rungs
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
@@ -60,8 +58,7 @@ SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 """Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
-CONCLUDE_SECONDS = 1.0
-"""Between two conclusions from the trials of a running search."""
+CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
 def search(
@@ -92,8 +89,9 @@ def search(
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
         raise RecipeError("jobs: give the function by name, as in 'score.py:score'")
     with closing(Study(place, request.charter)) as opened:
-        with show_search(visible=verbose) as display:
-            running = _Search(request, opened, display, jobs, None if work is None else Path(work))
+        display = SearchProgress(visible=verbose)
+        running = _Search(request, opened, display, jobs, None if work is None else Path(work))
+        with nullcontext() if display.bar.disable else display.bar:
             running.run(retry=retry, advice=advice)
         return result_of(opened)
 
@@ -122,18 +120,11 @@ class SearchRequest:
     holdout: Evaluator | None
     judge: Judge
     seed: int
-    output: Path | None
-    """The path for the merge of the best; candidates are not written there."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe that is searched around."""
-        return self.space.recipe
+    output: Path | None  # the path for the merge of the best; candidates are not written there
 
     @property
     def charter(self) -> Charter:
-        """The subject of the study."""
-        document = self.recipe.to_document()
+        document = self.space.recipe.to_document()
         for name in ("threads", "verbose", "max_memory"):  # which change no candidate
             document.pop(name, None)
         table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
@@ -201,7 +192,7 @@ def _grid_plan(space: Space, seeds: int) -> list[Planned]:
         Planned(setting, shift)
         for shift in seed_shifts(seeds)
         for setting in space.grid()
-        if shift == 0 or space.is_random(setting)
+        if shift == 0 or is_random(space.candidate(setting))
     ]
 
 
@@ -246,12 +237,9 @@ class _Rules:
 
     judge: Judge
     stop: threading.Event
-    singles: Sequence[Mapping[str, float]] = ()
-    """The scores of each model alone."""
-    reference: Scored | None = None
-    """Scores with the names and items that all must have."""
-    has_items: bool = True
-    """True if items are the same each time, so that they can be compared."""
+    singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
+    reference: Scored | None = None  # scores with the names and items that all must have
+    has_items: bool = True  # True if items are the same each time, so that they can be compared
     rungs: Sequence[Sequence[str]] = ()
     """Growing parts of the items, of which each has what is new in it."""
 
@@ -332,8 +320,6 @@ Scoring = Callable[[Scorer], Any]
 
 @dataclass
 class _Search:
-    """A search under way."""
-
     request: SearchRequest
     study: Study
     display: SearchProgress
@@ -368,12 +354,13 @@ class _Search:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        space, no_advice = self.request.space, (None, (), None)
+        space = self.request.space
         if advice:
             self.display.say("analysing the models for the advice")
-        recipe, left_out, lack = advised_for(space.recipe) if advice else no_advice
-        starts = [] if recipe is None else [space.nearest(recipe, left_out)]
-        starts.append(space.nearest(space.recipe))
+        recipe, left_out, lack = advised_for(space.recipe) if advice else (None, (), None)
+        starts = [space.nearest(space.recipe)]
+        if recipe is not None:
+            starts.insert(0, space.nearest(recipe, left_out))
         different = {key_of(start): start for start in starts if start is not None}
         with self.study.turn():
             if self.study.note("starts") is None:
@@ -400,8 +387,7 @@ class _Search:
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
-        plain: dict[str, tuple[Recipe, Settings]] = {n: (r, {}) for n, r in recipes.items()}
-        self._score_beside(scorers, BASELINE, plain, self.rules)
+        self._score_beside(scorers, BASELINE, recipes, self.rules)
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -411,20 +397,18 @@ class _Search:
 
     def _set_rules(self, scorer: Scorer) -> None:
         """Learn from the baselines which items there are, and whether they can be compared."""
-        done = [trial for trial in self.study.beside(BASELINE) if trial.scored is not None]
-        self.known_baselines = _by_digest(done)
-        scores = [trial.scored for trial in done if trial.scored is not None]
-        first = scores[0]
-        singles = [t.scored.scores for t in done if t.role is Role.SINGLE and t.scored is not None]
-        differences = [d for d in (compare_items(first, other) for other in scores[1:]) if d]
-        if any(other.scores.keys() != first.scores.keys() for other in scores):
+        done = [(t, t.scored) for t in self.study.beside(BASELINE) if t.scored is not None]
+        self.known_baselines = _by_digest(trial for trial, _ in done)
+        (_, first), *others = done
+        singles = [scored.scores for trial, scored in done if trial.role is Role.SINGLE]
+        differences = list(filter(None, (compare_items(first, other) for _, other in others)))
+        if any(other.scores.keys() != first.scores.keys() for _, other in others):
             raise InputError(
                 "the evaluator gives different scores each time, so nothing can be "
                 f"compared: {differences[0]}; return the same names each time"
             )
         has_items = bool(first.items) and not differences
-        parts: Sequence[Sequence[str]] = ()
-        lack = None
+        parts, lack = list[list[str]](), None
         if differences:
             lack = notice("items_differ", difference=differences[0])
         elif self.request.table.race and not (has_items and scorer.takes_items):
@@ -432,15 +416,12 @@ class _Search:
             lack = notice("no_race", lack=how)
         elif self.request.table.race:
             parts = rungs(first.items, seed=self.request.seed)
-        self.rules = _Rules(
-            *(self.request.judge, self.stop, singles, first, has_items),
-            rungs=parts if len(parts) > 1 else (),
-        )
+        parts = parts if len(parts) > 1 else []
+        self.rules = _Rules(self.request.judge, self.stop, singles, first, has_items, parts)
         with self.study.turn():
             self._note(lack)
 
     def _announce(self) -> None:
-        """Say how long it will take."""
         each = fmean(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
         left = self.request.planned - len(self.study.trials())
         if left > 0:
@@ -451,22 +432,22 @@ class _Search:
     # ------------------------------------------------------------ trials
 
     def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
-        choose, planned = self._chooser(), self.request.planned
+        choose, planned, space = self._chooser(), self.request.planned, self.request.space
 
         def take() -> Scoring | None:
-            claim = self.study.take_next(self.request.space, planned, choose, retry_before)
-            return None if claim is None else partial(self._score_trial, claim)
+            claim = self.study.take_next(space, planned, choose, retry_before)
+            return None if claim is None else partial(score, claim)
+
+        def score(claim: Claim, scorer: Scorer) -> None:
+            trials = _by_digest(placed.trial for placed in self.study.trials())
+            recipe = space.candidate(claim.settings, claim.shift)
+            ended = self.rules.score(scorer, claim, recipe, trials | self.known_baselines)
+            self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
         begun = [placed.trial for placed in self.study.trials()]
         again = [t for t in begun if t.state is State.FAILED and t.number < retry_before]
         self.display.begin(planned, len(begun) - len(again))
         self._work(scorers, take, self.study.is_busy)
-
-    def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
-        known = _by_digest([placed.trial for placed in self.study.trials()]) | self.known_baselines
-        recipe = self.request.space.candidate(claim.settings, claim.shift)
-        ended = self.rules.score(scorer, claim, recipe, known)
-        self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:
         """Return the function that says what stands at a place of the plan."""
@@ -500,34 +481,35 @@ class _Search:
             if before not in (None, evaluator):
                 raise InputError(f"{self.study.path}: its holdout was {before}; keep that one")
             self.study.keep("holdout", evaluator)
-        ranked = {Role.WINNER: conclusion.best, Role.RUNNER_UP: runner_up(conclusion)}
-        recipes = {
-            f"{role} {key_of(found.settings)}": (recipe_of(data, found), found.settings)
-            for role, found in ranked.items()
-            if found is not None and not found.baseline
+        ranked = {
+            f"{role} {key_of(found.settings)}": found
+            for role, found in winners(conclusion).items()
+            if not found.baseline
         }
-        for baseline in conclusion.baselines:
-            recipes[baseline.baseline] = recipe_of(data, baseline), {}
-        self._score_beside(scorers, HOLDOUT, recipes, _Rules(self.request.judge, self.stop))
+        ranked |= {found.baseline: found for found in conclusion.baselines}
+        recipes = {name: recipe_of(data, found) for name, found in ranked.items()}
+        settings = {name: found.settings for name, found in ranked.items()}
+        rules = _Rules(self.request.judge, self.stop)
+        self._score_beside(scorers, HOLDOUT, recipes, rules, settings)
 
     def _score_beside(
         self,
         scorers: Sequence[Scorer],
         kind: str,
-        recipes: Mapping[str, tuple[Recipe, Settings]],
+        recipes: Mapping[str, Recipe],
         rules: _Rules,
+        settings: Mapping[str, Settings] | None = None,
     ) -> None:
-        """Score candidates that are no trials, by name; each has settings to be known by."""
-        wanted = {name: settings for name, (_, settings) in recipes.items()}
+        """Score candidates that are no trials, by name; `settings` tell some of them apart."""
+        wanted = settings or {name: {} for name in recipes}
 
         def take() -> Scoring | None:
             claim = self.study.take_beside(kind, wanted)
             if claim is None:
                 return None
             self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
-            recipe, _ = recipes[claim.name]
             known = {} if claim.name == Role.AGAIN else _by_digest(self.study.beside(kind))
-            return partial(rules.score, claim=claim, recipe=recipe, known=known)
+            return partial(rules.score, claim=claim, recipe=recipes[claim.name], known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 
@@ -539,7 +521,7 @@ class _Search:
         open_one = partial(
             open_scorer,
             evaluator,
-            self.request.recipe,
+            self.request.space.recipe,
             time_limit=self.request.table.time_limit,
             work=self.work,
             threads=max(1, available_cores() // self.jobs),
@@ -591,60 +573,54 @@ class _Search:
 
 
 class SearchProgress:
-    """The progress of a search: a bar if there is one, else a line for each event if visible."""
+    """The progress of a search, on stderr: a bar on a terminal, else a line for each event."""
 
-    def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
-        self._visible, self._bar = visible, bar
-        self._task = TaskID(0) if bar is None else bar.add_task("", total=None)
+    def __init__(self, *, visible: bool) -> None:
+        plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
+        plain["soft_wrap"] = True
+        console = Console(stderr=True, quiet=not visible, force_jupyter=False, **plain)
+        columns = (
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        has_bar = visible and sys.stderr.isatty()
+        self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
+        self._task = self.bar.add_task("", total=None)
         self._planned = self._done = self._first = 0
         self._began = self._concluded = time.monotonic()
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
         """Say what is being done."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=escape(printable(text)))
-        else:
+        if self.bar.disable:
             self.announce(text)
+        else:
+            self.bar.update(self._task, description=printable(text))
 
     def announce(self, text: str) -> None:
         """Say something that is not to go away."""
-        if self._bar is not None:
-            self._bar.console.print(escape(printable(text)), highlight=False)
-        elif self._visible:
-            print(printable(text), file=sys.stderr, flush=True)
+        self.bar.console.print(printable(text))
 
     def begin(self, planned: int, done: int) -> None:
         """Say how many trials are planned, and how many are done."""
         self._planned, self._done, self._first = planned, done, done
         self._began = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, total=planned, completed=done, description="")
+        self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
         """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
         with self._turn:
             self._done += 1
             now = time.monotonic()
-            if self._bar is None:
-                self.say(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
+            if self.bar.disable:
+                self.announce(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
                 return
-            self._bar.advance(self._task)
+            self.bar.advance(self._task)
             if now - self._concluded > CONCLUDE_SECONDS:
                 each = (now - self._began) / (self._done - self._first)
                 self.say(live_line(*read(), each * (self._planned - self._done)))
                 self._concluded = time.monotonic()
-
-
-@contextmanager
-def show_search(*, visible: bool) -> Iterator[SearchProgress]:
-    """Follow a search if `visible`, on stderr: by a bar on a terminal, else line by line."""
-    if not visible or not sys.stderr.isatty():
-        yield SearchProgress(visible=visible)
-        return
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield SearchProgress(visible=True, bar=bar)
 
 
 def trial_line(trial: Trial) -> str:
@@ -652,8 +628,7 @@ def trial_line(trial: Trial) -> str:
     found = "" if trial.objective is None else f" {trial.objective:.4g}"
     message = f" ({trial.message})" if trial.message else ""
     state = "" if trial.is_done else f" {trial.state}"
-    tried = f"{settings_text(trial.settings)} seed={trial.seed}"
-    return f"{tried}:{state}{found}{message}, {trial.seconds:.1f} s"
+    return f"{trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
 def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:

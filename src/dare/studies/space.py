@@ -20,7 +20,6 @@ from dare.recipe.document import (
     FIELDS,
     INCLUDE,
     applies,
-    read_value,
     recipe_from_document,
     set_by_name,
     with_settings,
@@ -30,42 +29,13 @@ from dare.recipe.layers import mean_value
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
-from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, key_of
+from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
 SEED_STEP = 1000
 """Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
 MOST_IN_GRID = 100_000
 METHOD = "method"
-PART = 0.4
-"""The factor of task arithmetic that its authors recommend where none can be chosen."""
-
-
-def parse_over(text: str) -> tuple[str, Choices | Range]:
-    """Read `NAME=VALUE,VALUE…` or `NAME=FROM:TO[:log][:step=X][:layers=N]`.
-
-    >>> parse_over("drop_rate=0.8,0.9")
-    ('drop_rate', (0.8, 0.9))
-    >>> parse_over("scale=0.5:2:log")[1].log
-    True
-    """
-    name, equals, values = text.partition("=")
-    name = name.strip()
-    if not name or not equals or not values.strip():
-        raise RecipeError(f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO")
-    parts = [part.strip() for part in values.split(":")]
-    numbers = [read_value(part) for part in parts[:2]]
-    if len(parts) == 1 or not all(isinstance(number, int | float) for number in numbers):
-        return name, tuple(read_value(word.strip()) for word in values.split(","))
-    table: dict[str, Any] = {"from": float(numbers[0]), "to": float(numbers[1])}
-    for part in parts[2:]:
-        key, _, value = part.partition("=")
-        if key not in ("log", "step", "layers"):
-            raise RecipeError(f"--over {text!r}: {part!r} is not log, step=X or layers=N")
-        table[key] = True if key == "log" and not value else read_value(value)
-    try:
-        return name, Range(**table)
-    except RecipeError as error:
-        raise RecipeError(f"--over {text!r}: {error}") from None
+PART = 0.4  # the factor of task arithmetic that its authors recommend where none can be chosen
 
 
 @dataclass(frozen=True)
@@ -137,10 +107,6 @@ class Space:
             for entry in recipe.models
         )
         return recipe.model_copy(update={"models": entries, "seed": recipe.seed + shift})
-
-    def is_random(self, settings: Settings) -> bool:
-        """Tell if another seed gives other weights."""
-        return is_random(self.candidate(settings))
 
     @property
     def is_listed(self) -> bool:
@@ -266,7 +232,6 @@ def _ends(dimension: Choices | Range) -> Sequence[Any]:
 
 
 def _parts(name: str, dimension: Range) -> list[str]:
-    """Return the names of a setting's numbers."""
     count = dimension.layers
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
 
@@ -275,13 +240,12 @@ def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
     if isinstance(dimension, tuple):
         return dimension[int(chance.integers(len(dimension)))]
     if dimension.values is not None and dimension.layers is None:
-        return dimension.values[int(chance.integers(len(dimension.values)))]
-    shares = chance.random(dimension.layers or 1)
+        return _drawn(dimension.values, chance)
     start, to = dimension.start, dimension.to
-    if dimension.log:
-        found = [float(start * (to / start) ** share) for share in shares]
-    else:
-        found = [float(start + (to - start) * share) for share in shares]
+    found = [
+        float(start * (to / start) ** share if dimension.log else start + (to - start) * share)
+        for share in chance.random(dimension.layers or 1)
+    ]
     if dimension.values is not None:
         found = [min(dimension.values, key=lambda value: abs(value - f)) for f in found]
     return found[0] if dimension.layers is None else found
@@ -307,18 +271,17 @@ def _value_of(recipe: Recipe, name: str) -> Any:
         for own in (*recipe.settings_for("", model), stages[-1])
         if first in own
     ]
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(values) and values:
-        return float(np.mean(numbers))
+    if values and all(map(is_number, values)):
+        return float(np.mean(values))
     return values[0] if values else None
 
 
 def _snapped(dimension: Choices | Range, value: Any) -> Any:
     """Return the value of a dimension that is nearest to another."""
     if isinstance(dimension, Range):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         middle = (dimension.start + dimension.to) / 2
-        number = min(max(float(value), dimension.start), dimension.to) if is_number else middle
+        near = float(value) if is_number(value) else middle
+        number = min(max(near, dimension.start), dimension.to)
         if dimension.values is not None:
             number = min(dimension.values, key=lambda listed: abs(listed - number))
         return number if dimension.layers is None else [number] * dimension.layers

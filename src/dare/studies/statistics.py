@@ -31,15 +31,11 @@ from dare.studies.judging import Entry, Objective, sounds_like_an_error
 from dare.studies.results import Estimate, Scored, groups_of, groups_of_scores
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
-LEAST_ITEMS = 10
-"""A part of fewer items tells too little to stop anything."""
-MOST_RUNGS = 4
-"""The most parts: each costs a start of the evaluator."""
-REDUCTION = 3
-"""Each part makes three times as many items, and one in three candidates goes on."""
+LEAST_ITEMS = 10  # a part of fewer items tells too little to stop anything
+MOST_RUNGS = 4  # the most parts: each costs a start of the evaluator
+REDUCTION = 3  # each part makes three times as many items, and one in three candidates goes on
 _TAILS = (0.025, 0.975)
-_MOST_NUMBERS = 8_000_000
-"""The most numbers that a step of the resampling holds at once."""
+_MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling holds at once
 _ROUNDING = 1e-12
 _BOTH_SIDES = math.log(0.05) / math.log(0.025)
 """Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one."""
@@ -49,24 +45,18 @@ _BOTH_SIDES = math.log(0.05) / math.log(0.025)
 class Resampled:
     """The objectives of contenders, as they are and as chance might have made them."""
 
-    values: np.ndarray
-    """By contender: the mean over its seeds of the objective."""
-    paired: np.ndarray
-    """The same, on the items that all have."""
-    draws: np.ndarray
-    """Contenders × resamples."""
+    values: np.ndarray  # by contender: the mean over its seeds of the objective
+    paired: np.ndarray  # the same, on the items that all have
+    draws: np.ndarray  # contenders × resamples
     seeds: tuple[int, ...]
     is_random: tuple[bool, ...]
-    items: int
-    """Items that all have, in the groups that count; 0: chance in items is not known."""
-    left_out: int
-    """Items that some have and others lack."""
+    items: int  # items that all have, in the groups that count; 0: chance in items is not known
+    left_out: int  # items that some have and others lack
     without_items: tuple[str, ...]
     """Scores of the objective that are not made of items, and held as they are."""
     bounds: tuple[float, float]
     """The least and the largest value of the objective; infinite where there is none."""
-    freedom: int
-    """Degrees of freedom that the items leave."""
+    freedom: int  # degrees of freedom that the items leave
 
     def estimate(self, place: int) -> Estimate:
         """A contender's objective, with the interval that holds for it alone."""
@@ -200,10 +190,8 @@ def _in_common(trials: Sequence[Scored], used: Sequence[str]) -> tuple[dict[str,
 
 @dataclass(frozen=True)
 class _Group:
-    values: np.ndarray
-    """Items × trials."""
-    means: np.ndarray
-    """By trial."""
+    values: np.ndarray  # items × trials
+    means: np.ndarray  # by trial
     is_share: bool
 
     @classmethod

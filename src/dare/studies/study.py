@@ -8,32 +8,26 @@ is done twice. The only module that imports Optuna.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import secrets
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dare.errors import InputError, OutputError
+from dare.errors import InputError
+from dare.run.presence import Presence
 from dare.studies.results import Scored, Settings, State, Trial
 from dare.studies.space import Space
 from dare.studies.statistics import REDUCTION
 
-FORMAT = 2
-"""Format 1 had formulas as objectives."""
-SQLITE = b"SQLite format 3\0"
-"""The first bytes of such a file."""
+FORMAT = 2  # format 1 had formulas as objectives
+SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
-BASELINE, HOLDOUT = "baseline", "holdout"
-"""The kinds of what is beside the trials."""
+BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
 KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
 """Fields of a trial that are written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
@@ -170,7 +164,6 @@ class Study:
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
     def _describe_other(self, charter: Charter) -> str:
-        """Say what makes this the study of another search."""
         ours, theirs = self.charter.document, charter.document
         key = next(f.name for f in fields(Charter) if ours[f.name] != theirs[f.name])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
@@ -331,13 +324,11 @@ class Claim:
     """A trial that this process works on."""
 
     study: Study
-    _within: Any
-    """The Optuna study that it is in."""
+    _within: Any  # the Optuna study that it is in
     _taken: Any
     settings: Mapping[str, Any]
     shift: int
-    name: str
-    """The name of a baseline, or of what goes to the holdout."""
+    name: str  # the name of a baseline, or of what goes to the holdout
 
     @property
     def number(self) -> int:
@@ -369,7 +360,6 @@ class Claim:
 
 
 def _read(found: Any) -> Trial:
-    """Return a trial of Optuna as a plain value."""
     state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
     taken = found.user_attrs[TAKEN]
     kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
@@ -426,98 +416,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-# ---------------------------------------------------------------- locks
-
-# Each search locks a byte of a file beside the study, by which others know that it is alive: the
-# system releases the lock when the process ends, however it ends. Byte 0 is for taking turns.
-# Such locks belong to the process: it can lock its own bytes again, and loses all of them when it
-# closes the file once. So a process has each such file open once, for all that works on the study.
-
-
-@dataclass
-class _LockFile:
-    """A file that this process has open."""
-
-    descriptor: int
-    turn: threading.RLock = field(default_factory=threading.RLock)
-    marks: set[int] = field(default_factory=set)
-    """The marks of those in this process that work on the study."""
-
-    def lock(self, byte: int, *, wait: bool) -> bool:
-        """Lock one byte; return whether that was possible."""
-        try:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self, byte: int) -> None:
-        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, byte)
-
-
-_open_files: dict[tuple[int, int], _LockFile] = {}
-"""By device and inode."""
-_opening = threading.Lock()
-
-
-class Presence:
-    """A worker on a study, known to others by its mark."""
-
-    def __init__(self, study: Path) -> None:
-        path = study.with_name(f"{study.name}.lock")
-        self.mark = 1 + secrets.randbelow(1 << 30)
-        with _opening:
-            try:
-                self._file = _open_lock_file(path)
-            except OSError as error:
-                raise OutputError(
-                    f"{study}: a study needs a folder that can be written to: {path.name}: "
-                    f"{error.strerror or error}"
-                ) from None
-            self._file.marks.add(self.mark)
-            self._file.lock(self.mark, wait=False)
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until nobody else has a turn."""
-        with self._file.turn:
-            self._file.lock(0, wait=True)
-            try:
-                yield
-            finally:
-                self._file.unlock(0)
-
-    def is_alive(self, mark: int) -> bool:
-        """Tell if the one that is known by a mark is still at work."""
-        with _opening:
-            if mark in self._file.marks or not self._file.lock(mark, wait=False):
-                return True
-            self._file.unlock(mark)
-            return False
-
-    def close(self) -> None:
-        """Be gone."""
-        with _opening:
-            if self.mark not in self._file.marks:
-                return
-            self._file.marks.remove(self.mark)
-            if self._file.marks:
-                self._file.unlock(self.mark)
-            else:
-                for identity in [key for key, file in _open_files.items() if file is self._file]:
-                    del _open_files[identity]
-                os.close(self._file.descriptor)
-
-
-def _open_lock_file(path: Path) -> _LockFile:
-    """Open a file, or find it among those that are open."""
-    if path.exists():
-        there = path.stat()
-        if (found := _open_files.get((there.st_dev, there.st_ino))) is not None:
-            return found
-    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    new = os.fstat(file.descriptor)
-    _open_files[new.st_dev, new.st_ino] = file
-    return file

@@ -43,7 +43,7 @@ from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification
 from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
-from dare.studies.processes import describe_status
+from dare.run.processes import describe_status
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -40,31 +41,27 @@ MOST_LATE_READS = 64
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class Tail:
+class Tail(bytearray):
     """The end of what was printed."""
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
-        self._bytes = bytearray()
 
     def add(self, piece: bytes) -> None:
         """Take what was printed next."""
-        self._bytes += piece
-        if len(self._bytes) > 2 * self._most:
-            del self._bytes[: -self._most]
-
-    def clear(self) -> None:
-        """Forget what was printed so far."""
-        self._bytes.clear()
+        self.extend(piece)
+        if len(self) > 2 * self._most:
+            del self[: -self._most]
 
     def last_line(self) -> str:
-        """The last line that is not empty."""
-        *_, last = self._bytes.rstrip().rsplit(b"\n", 1)
+        """Return the last line that is not empty."""
+        *_, last = self.rstrip().rsplit(b"\n", 1)
         return last.decode(errors="replace").strip()
 
     def shown(self) -> str:
-        """The last lines as a terminal would show them, and nothing that acts on one."""
-        text = self._bytes[-self._most :].decode(errors="replace")
+        """Return the last lines as a terminal would show them, and nothing that acts on one."""
+        text = self[-self._most :].decode(errors="replace")
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
         short = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…" for line in lines]
         return printable("\n".join(short[-SHOWN_LINES:]), keep="\n\t")
@@ -98,17 +95,24 @@ class Watched:
             pass_fds=() if channel is None else (channel,),
             env={**os.environ, **variables},
         )
+        try:
+            # It ends the group once the other end of its input is closed, by whatever.
+            self._guard = subprocess.Popen(  # noqa: S603
+                [SHELL, "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._kill()
+            raise
+        self.is_running = True
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._pipes = (self._process.stdout, self._process.stderr)
-        try:
-            self._guard, self._lifeline = _guard(self._process.pid)
-        except BaseException:
-            _kill_group(self._process)
-            raise
-        self.listen(self._pipes[0].fileno(), self.printed.add if channel else self._take)
-        self.listen(self._pipes[1].fileno(), self.printed.add)
+        self.listen(self._process.stdout.fileno(), self.printed.add if channel else self._take)
+        self.listen(self._process.stderr.fileno(), self.printed.add)
 
     def _take(self, piece: bytes) -> None:
         self.stdout.add(piece)
@@ -124,26 +128,21 @@ class Watched:
         If time is up (an EvaluationError), or anything else goes wrong here, the process is ended,
         with all that it has started.
         """
-        deadline = None if time_limit is None else time.monotonic() + time_limit
+        deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
+        status = None
         try:
-            while not is_enough():
-                status = self._process.poll()
-                left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
-                if status is None and left <= 0:
+            while not is_enough() and (status := self._process.poll()) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     self.close()
-                    raise EvaluationError(
-                        f"{self._name}: took longer than {time_limit:g} s and was stopped",
-                        self.printed.shown(),
-                    )
-                if status is not None:
-                    self._drain()
-                    return status
+                    late = f"{self._name}: took longer than {time_limit:g} s and was stopped"
+                    raise EvaluationError(late, self.printed.shown())
                 self._read(min(left, POLL_SECONDS))
             self._drain()
-            return None
         except BaseException:
             self.close()
             raise
+        return status
 
     def _read(self, seconds: float) -> bool:
         """Hand on what there is, after waiting for it that long at most; say if there was any."""
@@ -165,22 +164,23 @@ class Watched:
 
     def _drain(self) -> None:
         for _ in range(MOST_LATE_READS):
-            if not self._selector.get_map() or not self._read(0):
+            if not self._read(0):
                 return
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def close(self) -> None:
         """End the process and all that it has started, and let go of its pipes."""
-        if self._lifeline < 0:
-            return
-        _kill_group(self._process)
-        self._drain()
-        self._guard.kill()
-        self._guard.wait()
-        os.close(self._lifeline)
-        self._lifeline = -1
-        self._selector.close()
-        for pipe in self._pipes:
-            pipe.close()
+        if self.is_running:
+            self.is_running = False
+            self._kill()
+            self._drain()
+            with self._process, self._guard:
+                self._guard.kill()
+            self._selector.close()
 
 
 def describe_status(status: int) -> str:
@@ -197,69 +197,39 @@ def describe_status(status: int) -> str:
     return f"ended with status {status}" + (f" ({name}{hint})" if name else "")
 
 
-def _guard(group: int) -> tuple[subprocess.Popen[bytes], int]:
-    """A process that ends a group once the other end of its input is closed, by whatever."""
-    reading, writing = os.pipe()
-    try:
-        script = 'read -r _; kill -s KILL -- "-$0"'
-        guard = subprocess.Popen(  # noqa: S603
-            [SHELL, "-c", script, str(group)],
-            stdin=reading,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(writing)
-        raise
-    finally:
-        os.close(reading)
-    return guard, writing
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 # ---------------------------------------------------------------- requests and replies
 
 
-class AnsweringProcess:
+class AnsweringProcess(Watched):
     """A Python process that answers requests by `answer_requests`."""
 
-    def __init__(self, name: str, start: str, threads: int | None) -> None:
-        """Run the statement `start`, in which `{}` stands for the number of its socket."""
-        self._name = name
+    def __init__(self, name: str, answering: type, threads: int | None) -> None:
+        """Start one whose requests go to methods of an object of a class."""
         self._channel, theirs = socket.socketpair()
         with theirs:
-            # -P and the path: what we import is what it imports, whatever lies in this folder.
-            path = f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
-            code = path + start.format(theirs.fileno())
-            command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-c", code]
             channel = theirs.fileno()
-            self._process = Watched(command, name=name, threads=threads, channel=channel)
+            # -P and the path: what we import is what it imports, whatever lies in this folder.
+            code = (
+                f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
+                f"from {answering.__module__} import {answering.__name__} as Answering; "
+                f"from {__name__} import answer_requests; answer_requests(Answering(), {channel})"
+            )
+            command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-c", code]
+            super().__init__(command, name=name, threads=threads, channel=channel)
         self._received = bytearray()
-        self._process.listen(self._channel.fileno(), self._received.extend)
-        self.is_running = True
-
-    @property
-    def printed(self) -> str:
-        """The last lines that were printed since it was asked."""
-        return self._process.printed.shown()
+        self.listen(self._channel.fileno(), self._received.extend)
 
     def ask(self, verb: str, given: Any, time_limit: float | None) -> Any:
         """Send a request and wait for the reply; an error of the other side is raised here."""
-        self._process.printed.clear()
+        self.printed.clear()
         self._received.clear()
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
                 self._channel.sendall(json.dumps([verb, given]).encode() + b"\n")
-            status = self._process.pump(lambda: self._received.endswith(b"\n"), time_limit)
+            status = self.pump(lambda: self._received.endswith(b"\n"), time_limit)
             if status is not None and not self._received.endswith(b"\n"):
                 ended = f"{self._name}: its process {describe_status(status)}"
-                raise EvaluationError(ended, self.printed)
+                raise EvaluationError(ended, self.printed.shown())
         except BaseException:
             self.close()
             raise
@@ -271,18 +241,19 @@ class AnsweringProcess:
         kind: type[DareError] = getattr(errors, reply["error"])
         if kind is not EvaluationError:
             raise kind(*reply["args"])
-        output = "\n".join(filter(None, (self.printed, reply["output"])))
+        output = "\n".join(filter(None, (self.printed.shown(), reply["output"])))
         raise EvaluationError(f"{self._name}: {reply['args'][0]}", output)
 
     def close(self) -> None:
-        """End the process and all that it has started."""
-        self.is_running = False
-        self._process.close()
+        super().close()
         self._channel.close()
 
 
 def answer_requests(answering: object, descriptor: int) -> None:
-    """Answer requests by an object's methods, until the other side is gone; then exit."""
+    """Answer requests by an object's methods, until the other side is gone; then exit.
+
+    After a MemoryError or a SystemExit nobody knows what is left of the process: it ends too.
+    """
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)  # children of the evaluator must not keep it open
     with channel.makefile("r", encoding="utf-8") as requests:
@@ -299,17 +270,14 @@ def _reply(answering: object, verb: str, given: Any) -> dict[str, Any]:
     try:
         return {"value": getattr(answering, verb)(given)}
     except BaseException as error:
-        # After these nobody knows what is left of the process.
-        is_last = isinstance(error.__cause__, MemoryError | SystemExit)
-        found = error
-        if not isinstance(error, DareError):
-            found, is_last = foreign_error("it failed", error), True
+        is_ours = isinstance(error, DareError)
+        found = error if is_ours else foreign_error("it failed", error)
         kind = next(kind for kind in type(found).__mro__ if hasattr(errors, kind.__name__))
         return {
             "error": kind.__name__,
             "args": [str(arg) for arg in found.args],
             "output": getattr(found, "output", ""),
-            "is_last": is_last,
+            "is_last": not is_ours or isinstance(error.__cause__, MemoryError | SystemExit),
         }
 
 
