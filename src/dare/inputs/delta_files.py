@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -34,7 +34,7 @@ from dare.inputs.delta_notes import (
     StoredTensor,
     read_notes,
 )
-from dare.inputs.sources import Drop, FileSource, Raw, Source
+from dare.inputs.sources import Drop, FileSource, Raw, Source, SourceView
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
@@ -253,20 +253,19 @@ class DeltaFile:
         return change
 
 
-class DeltaSource(Source):
+class DeltaSource(SourceView):
     """The tensors of the model that a delta file stands for, given its base."""
 
     def __init__(self, file: DeltaFile, base: Source, *, rescales: bool = False) -> None:
         self.file, self.notes, self.base = file, file.notes, base
-        self.files = file.stored.files
         self._rescales = rescales
         self._is_lossless = self.notes.scheme == "lossless"
         self._folder: Path | None = None
         self._local = threading.local()
         self._check_base()
-        self.tensors = {name: self._presented(name) for name in self.notes.tensors}
-        self.reading_bytes = CHUNK * (1 + 5 * 4) + file.stored.reading_bytes
-        self.ahead_bytes = file.stored.ahead_bytes
+        tensors = {name: self._presented(name) for name in self.notes.tensors}
+        super().__init__(file.stored, tensors, opened=(base, file.stored))
+        self.reading_bytes += CHUNK * (1 + 5 * 4)
         self.was_dropped = self.notes.seed is not None and rescales
         if self.was_dropped:
             self.remarks = (
@@ -338,31 +337,8 @@ class DeltaSource(Source):
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self.notes.to_json(), self._rescales]
 
-    def stamps(self) -> list[Any]:
-        return self.file.stored.stamps()
-
     def place(self, name: str) -> Hashable:
         return str(self.file.path), self._tensor(name)[0]
-
-    def limit_ahead(self, nbytes: int) -> None:
-        self.file.stored.limit_ahead(nbytes)
-        self.ahead_bytes = self.file.stored.ahead_bytes
-
-    def __enter__(self) -> Self:
-        self.base.__enter__()
-        try:
-            self.file.stored.__enter__()
-        except InputError:
-            self.base.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.stored.__exit__(*error)
-        self.base.__exit__(*error)
-
-    def check_unchanged(self) -> None:
-        self.file.stored.check_unchanged()
 
     def folder(self, base: Path | None) -> Path | None:
         """Make a folder with the files that lay beside the model's weights, while this exists."""

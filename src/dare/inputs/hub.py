@@ -62,7 +62,6 @@ DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
 """Parts of answers that the client makes file names of."""
-_PIECE = 1 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -343,16 +342,13 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
 
 def _has_digest(blob: Path) -> bool:
     """Return whether a file has the content that its name stands for, if that is a digest."""
-    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
-        digest: Any = hashlib.sha256()
-    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
+    digest = hashlib.sha256()
+    if re.fullmatch(r"[0-9a-f]{40}", blob.name):
         digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
-    else:
+    elif not re.fullmatch(r"[0-9a-f]{64}", blob.name):
         return True
     with blob.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-    return bool(digest.hexdigest() == blob.name)
+        return hashlib.file_digest(stream, lambda: digest).hexdigest() == blob.name
 
 
 # ---------------------------------------------------------------- what went wrong

@@ -83,12 +83,8 @@ class LoadedTensor:
         return is_matrix and not self.hindrance
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """All tensors of a model, by their stored names."""
-
-    places: Mapping[str, LoadedTensor]
-    notes: tuple[str, ...] = ()
+Places = dict[str, LoadedTensor]
+"""All tensors of a model, by their stored names."""
 
 
 def find_places(
@@ -96,15 +92,17 @@ def find_places(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     remedy: str = AS_STORED,
-) -> Loaded:
-    """Find the tensors of a model once it is loaded; `remedy` is for an unknown model."""
+) -> tuple[Places, str]:
+    """Find the tensors of a model once it is loaded, with a note if one is due.
+
+    `remedy` is for an unknown model.
+    """
     if "model_type" not in config:
-        return Loaded(
-            places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
-            (f"{path}: has no model_type in a config.json; names are those of the file",),
-        )
+        is_tied = config.get("tie_word_embeddings") is True
+        note = f"{path}: has no model_type in a config.json; names are those of the file"
+        return places_as_stored(tensors, is_tied=is_tied), note
     if places := _by_table(config, tensors):
-        return Loaded(places)
+        return places, ""
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
 
 
@@ -116,7 +114,7 @@ def under_stored_names(
     if not (adapter.is_partial and unknown and "model_type" in config):
         return adapter
     try:
-        places = find_places(path, config, base.tensors, MERGE_FIRST).places
+        places, _ = find_places(path, config, base.tensors, MERGE_FIRST)
     except InputError:
         if len(unknown) < len(adapter.tensors):  # then it is for the plan to say what is missing
             return adapter
@@ -140,7 +138,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def places_as_stored(
     tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
-) -> dict[str, LoadedTensor]:
+) -> Places:
     """Take names as they are, and every matrix for a layer unless its name says otherwise."""
     places = {}
     for name, info in tensors.items():
@@ -167,9 +165,7 @@ def plain_types() -> dict[str, list[str]]:
     return {kind: family["parts"] for family in families for kind in family["types"]}
 
 
-def _by_table(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> dict[str, LoadedTensor] | None:
+def _by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
     parts = plain_types().get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(
@@ -188,7 +184,7 @@ def _by_table(
 
 def _by_transformers(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
-) -> Loaded:
+) -> tuple[Places, str]:
     where = folder / "config.json"
     try:
         import transformers
@@ -220,10 +216,16 @@ def _by_transformers(
             kind = _kind_of(model.get_submodule(module))
             hindrance = hindered.get(module.rpartition(".")[2], "")
             places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
-    _refuse_doubles(folder, places)
+    stored: dict[str, str] = {}
+    for name, place in places.items():
+        other = stored.setdefault(place.name, name)
+        if other != name and place.kind not in ("fused", "absent"):  # a loader takes either
+            raise InputError(
+                f"{folder}: {other} and {name} are one tensor; save it with transformers"
+            )
     moved = sum(name != place.name for name, place in places.items())
     note = f"{moved} tensors have other names in memory (transformers {transformers.__version__})"
-    return Loaded(places, (note,) if moved else ())
+    return places, note if moved else ""
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
@@ -233,17 +235,6 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
             plain = pattern.replace("\\", "")
             if "experts" in plain and plain.endswith(".weight"):
                 yield plain.removesuffix(".weight").rpartition(".")[2]
-
-
-def _refuse_doubles(folder: Path, places: Mapping[str, LoadedTensor]) -> None:
-    """Refuse a model that stores one tensor under two names, of which a loader takes either."""
-    stored: dict[str, str] = {}
-    for name, place in places.items():
-        other = stored.setdefault(place.name, name)
-        if other != name and place.kind not in ("fused", "absent"):
-            raise InputError(
-                f"{folder}: {other} and {name} are one tensor; save it with transformers"
-            )
 
 
 def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:

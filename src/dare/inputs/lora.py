@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,20 +80,21 @@ class ModulePattern:
     """
 
     def __init__(self, pattern: str) -> None:
+        self._text = pattern
         if len(pattern) > MAX_PATTERN_CHARACTERS:
-            raise ValueError(f"longer than {MAX_PATTERN_CHARACTERS} characters; name the modules")
+            raise self._refusal(f"longer than {MAX_PATTERN_CHARACTERS} characters")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
                 self._whole = re.compile(rf"(.*\.)?({pattern})$")
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
+            raise self._refusal(f"not a regular expression: {error}") from None
         self._ways = 1
         text = _CHARACTER.sub("x", pattern)
         while group := _GROUP.search(text):
             inner = group[1]
             if _REPEAT.match(text, group.end()) and ("|" in inner or _REPEAT.search(inner)):
-                raise ValueError("repeats a group with repeats or alternatives; name the modules")
+                raise self._refusal("repeats a group with repeats or alternatives")
             self._ways *= 1 + inner.count("|")
             text = text[: group.start()] + inner.replace("|", "x") + text[group.end() :]
         self._ways *= (1 + text.count("|")) * 2 ** text.count("?")
@@ -103,8 +103,14 @@ class ModulePattern:
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""
         if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
-            raise ValueError(f"takes too long to match {module:.200}; name the modules")
+            raise self._refusal(f"takes too long to match {module:.200}")
         return self._whole.match(module) is not None
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(f"{self._text!r}: {reason}; name the modules")
+
+    def __repr__(self) -> str:
+        return repr(self._text)
 
 
 @dataclass(frozen=True)
@@ -112,27 +118,20 @@ class Adapter:
     """The settings of `adapter_config.json` that decide numbers."""
 
     alpha: float
-    alpha_pattern: Mapping[str, float]
+    alpha_pattern: Mapping[ModulePattern, float]
     use_rslora: bool
     fan_in_fan_out: bool
     base_name: str | None
     ensure_weight_tying: bool = False
     """True if the adapter of a tied tensor is one under all its names."""
 
-    @cached_property
-    def _patterns(self) -> dict[str, ModulePattern]:
-        return {pattern: ModulePattern(pattern) for pattern in self.alpha_pattern}
-
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
-        alpha = self.alpha
-        for text, pattern in self._patterns.items():
-            try:
-                if pattern.matches(module):
-                    alpha = self.alpha_pattern[text]
-                    break
-            except ValueError as error:
-                raise InputError(f"{CONFIG_NAME}: alpha_pattern {text!r}: {error}") from None
+        try:
+            patterns = self.alpha_pattern.items()
+            alpha = next((a for pattern, a in patterns if pattern.matches(module)), self.alpha)
+        except ValueError as error:
+            raise InputError(f"{CONFIG_NAME}: alpha_pattern {error}") from None
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -292,10 +291,6 @@ class LoraSource(SourceView):
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
         return CHUNK * added + most + self._stored.reading_bytes
 
-    def _read_matrix(self, key: str) -> Floats:
-        """Read a stored factor, as a matrix."""
-        return read_block(self._stored, key, 0, self._stored.tensors[key].shape[0])
-
 
 def looks_like(path: Path) -> bool:
     """Say whether a directory holds an adapter."""
@@ -332,9 +327,9 @@ def read_config(path: Path) -> Adapter:
     name = config.get("base_model_name_or_path")
     alphas = config.get("alpha_pattern") or {}
     try:
-        adapter = Adapter(
+        return Adapter(
             alpha=_finite(config["lora_alpha"]),
-            alpha_pattern={str(key): _finite(value) for key, value in alphas.items()},
+            alpha_pattern={ModulePattern(str(key)): _finite(a) for key, a in alphas.items()},
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
@@ -342,12 +337,6 @@ def read_config(path: Path) -> Adapter:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern cannot be used: {error}") from None
-    for pattern in adapter.alpha_pattern:
-        try:
-            ModulePattern(pattern)
-        except ValueError as error:
-            raise InputError(f"{file}: alpha_pattern {pattern!r}: {error}") from None
-    return adapter
 
 
 def _finite(value: Any) -> float:
@@ -399,27 +388,23 @@ class Product:
         _, rank, columns = self.sides(stored)
         right = np.ones((1, 1), np.float32)
         if self.right is not None:
-            right = self._read(stored, self.right, 0, columns if self.transposed else rank)
+            right = self._read(stored, self.right, 0, rank)
         end, most = start + into.size, max(1, PIECE // max(1, rank))
         last = -(-end // columns)
         for top in range(start // columns, last, most):
             bottom, begin = min(top + most, last), max(start, top * columns)
-            left = self._read_rows(stored, top, bottom)
+            left = self._read(stored, self.left, top, bottom)
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
             del left  # before the next is read, for memory's sake
 
-    def _read_rows(self, stored: Source, top: int, bottom: int) -> Floats:
-        """Read some rows of the left factor, which are its columns if it is stored transposed."""
-        if not self.transposed:
-            return self._read(stored, self.left, top, bottom)
-        rank = stored.tensors[self.left].shape[0]
-        return np.ascontiguousarray(read_block(stored, self.left, 0, rank, top, bottom).T)
-
     def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
-        block = read_block(stored, key, top, bottom)
-        return np.ascontiguousarray(block.T) if self.transposed else block
+        """Read some rows of a factor, which are columns if it is stored transposed."""
+        if not self.transposed:
+            return read_block(stored, key, top, bottom)
+        height = stored.tensors[key].shape[0]
+        return np.ascontiguousarray(read_block(stored, key, 0, height, top, bottom).T)
 
 
 def read_block(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
 from dare.inputs.reading import hold_same
-from dare.inputs.sources import RenamedSource, Source, TiedSource
+from dare.inputs.sources import RenamedSource, Source
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
@@ -36,14 +36,6 @@ from dare.tensors.names import (
 
 MIN_PREFIX_SHARE = 0.5
 """Share of a model's tensors that a prefix must bring to their places."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """A model whose names fit the base's as far as the rules go."""
-
-    source: Source
-    notes: tuple[str, ...]
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
@@ -66,25 +58,24 @@ def match_names(
     *,
     base_config: Mapping[str, Any],
     model_config: Mapping[str, Any],
-) -> Matched:
-    """Apply the rules to one model; `name` is its name in notes."""
+) -> tuple[Source, tuple[str, ...]]:
+    """Give one model the base's names as far as the rules go; `name` is its name in the notes."""
     names = {tensor: tensor for tensor in model.tensors}
-    notes: list[str] = []
-    if prefix := _prefix(set(base.tensors), set(model.tensors)):
-        names, note = _with_prefix(base.tensors, model.tensors, *prefix)
-        notes.append(f"{name}: {note}")
+    found = [_match_prefix(base.tensors, names)]
     own = says_tied(model_config)
     tied = says_tied(base_config) if own is None else own
-    if tied is True and not model.is_partial and (note := _tie(base.tensors, names)):
-        notes.append(f"{name}: {note}")
-    return Matched(RenamedSource(model, names) if notes else model, tuple(notes))
+    if tied is True and not model.is_partial:
+        found.append(_tie(base.tensors, names))
+    notes = tuple(f"{name}: {note}" for note in found if note)
+    return RenamedSource(model, names) if notes else model, notes
 
 
-def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
-    """Find the prefix that most names differ by, and whether it is the model that lacks it."""
-    if len(model - base) <= MIN_PREFIX_SHARE * len(model):
-        return None
-    for lacking, whole in ((model, base), (base, model)):
+def _match_prefix(base: Mapping[str, Any], names: dict[str, str]) -> str:
+    """Add or remove the prefix that most names differ by; say which."""
+    model = set(names)
+    if len(model - base.keys()) <= MIN_PREFIX_SHARE * len(model):
+        return ""
+    for lacking, whole in ((model, base.keys()), (base.keys(), model)):
         counts = Counter(
             longer[: dot.end()]
             for longer in whole
@@ -93,22 +84,16 @@ def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
         )
         best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
         if best and counts[best] > MIN_PREFIX_SHARE * len(model):
-            return best, lacking is model
-    return None
-
-
-def _with_prefix(
-    base: Container[str], model: Iterable[str], prefix: str, model_lacks_it: bool
-) -> tuple[dict[str, str], str]:
-    names: dict[str, str] = {}
-    count = 0
-    for tensor in model:
-        other = prefix + tensor if model_lacks_it else tensor.removeprefix(prefix)
-        moves = tensor not in base and other in base
-        names[other if moves else tensor] = tensor
-        count += moves
-    verb = "added to" if model_lacks_it else "removed from"
-    return names, f"prefix {prefix!r} {verb} {times(count, 'tensor name')}"
+            count = 0
+            for tensor in list(names):
+                del names[tensor]  # and add it again, to keep the order
+                other = best + tensor if lacking is model else tensor.removeprefix(best)
+                moves = tensor not in base and other in base
+                names[other if moves else tensor] = tensor
+                count += moves
+            verb = "added to" if lacking is model else "removed from"
+            return f"prefix {best!r} {verb} {times(count, 'tensor name')}"
+    return ""
 
 
 def _tie(base: Iterable[str], names: dict[str, str]) -> str:
@@ -267,7 +252,8 @@ def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
     for first, others in groups.items():
         held = [name for name in (first, *others) if name in source.tensors]
         names |= {name: held[0] for name in (first, *others) if held and name != held[0]}
-    return TiedSource(source, names, ties) if names else source
+    every = {name: name for name in source.tensors}
+    return RenamedSource(source, {**every, **names}, ties) if names else source
 
 
 def _fold(given: _Input, base: Source, groups: Groups, notes: list[str]) -> Source:

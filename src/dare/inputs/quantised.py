@@ -187,21 +187,16 @@ class Scale:
 class DequantizedSource(SourceView):
     """Another source with its scales applied and out of sight."""
 
-    def __init__(self, inner: Source) -> None:
-        where = str(inner.files[0].parent) if inner.files else "the model"
-        self._scales = {
-            name: _fit(info, inner.tensors, where)
-            for name, info in inner.tensors.items()
-            if _has_scale(info, inner.tensors)
-        }
-        applied = {scale.info.name for scale in self._scales.values()}
+    def __init__(self, inner: Source, scales: Mapping[str, Scale]) -> None:
+        self._scales = scales
+        applied = {scale.info.name for scale in scales.values()}
         activations = {
             name
             for name in inner.tensors
             if name.rpartition(".")[2] in ACTIVATION_SCALES and name not in applied
         }
         tensors = {
-            name: replace(info, dtype=STORAGE_TYPES["F32"]) if name in self._scales else info
+            name: replace(info, dtype=STORAGE_TYPES["F32"]) if name in scales else info
             for name, info in inner.tensors.items()
             if name not in applied | activations
         }
@@ -249,22 +244,24 @@ class DequantizedSource(SourceView):
 
 def dequantized(source: Source) -> Source:
     """Apply a source's scales, if it has any."""
-    has_scales = any(_has_scale(info, source.tensors) for info in source.tensors.values())
-    return DequantizedSource(source) if has_scales else source
+    scales = {
+        name: scale
+        for name, info in source.tensors.items()
+        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source)) is not None
+    }
+    return DequantizedSource(source, scales) if scales else source
 
 
-def _scale_names(weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    return [weight + end for end in SCALE_ENDINGS if weight + end in tensors]
+def _where(source: Source) -> str:
+    return str(source.files[0].parent) if source.files else "the model"
 
 
-def _has_scale(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a tensor is of FP8 and means something only with its scale."""
-    return info.dtype.name in FP8_TYPES and bool(_scale_names(info.name, tensors))
-
-
-def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> Scale:
+def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
     """Find a weight's scale, and which part of the weight each of its factors is for."""
-    names = _scale_names(weight.name, tensors)
+    where, tensors = _where(source), source.tensors
+    names = [weight.name + end for end in SCALE_ENDINGS if weight.name + end in tensors]
+    if not names:
+        return None
     if len(names) > 1:
         both = " and ".join(names)
         raise InputError(f"{where}: {weight.name} has two scales, {both}; remove one")
@@ -382,7 +379,7 @@ def unpacked(source: Source, config: Mapping[str, Any]) -> Source:
 def _describe_experts(name: str, source: Source) -> TensorInfo | None:
     """Describe the tensor that blocks and scales stand for; None without scales."""
     blocks, scales = source.tensors[f"{name}_blocks"], source.tensors.get(f"{name}_scales")
-    where = source.files[0].parent if source.files else "the model"
+    where = _where(source)
     if scales is None:
         return None
     fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,7 +153,7 @@ class HeldSource(SourceView):
     """A source as it is, but for its elements, which are held in memory; its files stay closed."""
 
     def __init__(self, inner: Source, held: Held) -> None:
-        super().__init__(inner, inner.tensors)
+        super().__init__(inner, inner.tensors, opened=())
         self._held = held
         self.reading_bytes = self.ahead_bytes = 0
 
@@ -168,15 +168,6 @@ class HeldSource(SourceView):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Do nothing: it is there already."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Do nothing: nothing is open."""
-
-    def check_unchanged(self) -> None:
-        """Do nothing: what is held cannot change."""
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
@@ -204,14 +195,8 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
                     source.read_beside(name, start, into, first)
                 held.digests[name][number] = bytes_digest(into.data)
 
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        for _ in pool.map(read, chunks):
-            pass
-        for source in sources:
-            source.check_unchanged()
+    with hold_open(sources, checks=True), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, chunks))
     return every
 
 

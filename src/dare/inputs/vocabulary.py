@@ -15,11 +15,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -388,8 +387,7 @@ class AlignedSource(SourceView):
         self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
-        super().__init__(inner, {**inner.tensors, **presented})
-        self._inputs = inputs
+        super().__init__(inner, {**inner.tensors, **presented}, opened=inputs)
         self._rows = rows
         self._decided = decided
         """A digest of all that decides which row comes from where."""
@@ -408,17 +406,6 @@ class AlignedSource(SourceView):
             self._rows[name].prefetch(start, count)
         else:
             self.inner.prefetch(name, start, count)
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for source in self._inputs:
-                stack.enter_context(source)
-            stack.pop_all()  # if nothing went wrong, they stay open
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._inputs:
-            source.__exit__(*error)
 
 
 class RowTensor:
