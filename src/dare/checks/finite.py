@@ -22,8 +22,7 @@ from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import chunk_span
 
 Raw = NDArray[Any]
-BASE = -1
-"""The base's number where models are counted by their places in the recipe."""
+BASE = -1  # the base's number where models are counted by their places in the recipe
 
 
 def is_suspect(models: Sequence[Sequence[int]], exceptions: tuple[int, int]) -> bool:

@@ -54,8 +54,7 @@ Bytes = NDArray[np.uint8]
 class Piece(NamedTuple):
     """The stored elements of one chunk in each part: their start and their number."""
 
-    kept: int
-    """The number of values, or of coded bytes; AS_IN_BASE."""
+    kept: int  # the number of values, or of coded bytes; AS_IN_BASE
     digest: bytes
     starts: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -46,8 +46,7 @@ SENTENCE_TRANSFORMERS = (MODULES, "config_sentence_transformers.json", "sentence
 CODE = ("*.py",)
 LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
 
-MAX_JSON_BYTES = 256 << 20
-"""A size that no tokenizer has and that can still be parsed."""
+MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
 MAX_MODULE_FILES = 1000
 EXAMPLES = 5
 
@@ -66,8 +65,7 @@ class Sidecars:
     directory: Path
     files: Mapping[str, bytes | Path]
     """The content, or the file to copy, by relative name with forward slashes."""
-    changes: Mapping[str, str]
-    """The differences of files that are not copied as they are."""
+    changes: Mapping[str, str]  # the differences of files that are not copied as they are
     notes: tuple[str, ...]
 
 
@@ -75,10 +73,8 @@ class Sidecars:
 class StopTokens:
     """Tokens that end a text or fill one up, as the files of one model have them."""
 
-    special: Mapping[str, Any]
-    """`eos_token` and `pad_token` of tokenizer_config.json."""
-    config: Mapping[str, Any]
-    """`eos_token_id` and `pad_token_id` of config.json."""
+    special: Mapping[str, Any]  # `eos_token` and `pad_token` of tokenizer_config.json
+    config: Mapping[str, Any]  # `eos_token_id` and `pad_token_id` of config.json
     generation: Mapping[str, Any] | None
     """The same of generation_config.json, with `stop_strings`; None if there is no such file."""
 
@@ -101,10 +97,8 @@ class Changes:
     token_ids: Mapping[int, int | None] | None = None
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
-    stop_tokens: StopTokens | None = None
-    """The stop tokens, if files of several directories come together."""
-    tokens: Mapping[str, int] | None = None
-    """The ids of the output's tokens, if they are known: only those can end a text."""
+    stop_tokens: StopTokens | None = None  # if files of several directories come together
+    tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:

@@ -79,8 +79,7 @@ class Inputs:
     """Base and models, opened and in line with each other."""
 
     names: tuple[str, ...]
-    folders: tuple[Path | None, ...]
-    """The directories of the base and each model, if they are in some."""
+    folders: tuple[Path | None, ...]  # of the base and each model, if they are in some
     aligned: Aligned
     notes: tuple[str, ...]
 

@@ -35,23 +35,19 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 MAGIC = b"GGUF"
-MAX_HEADER_BYTES = 64 << 20
-"""A limit; the largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
+MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens takes about 16 MB
 MAX_ARRAY_ITEMS = 1 << 21
 MAX_PAIRS = 1 << 16
-MAX_DIMENSIONS = 4
-"""The limit of ggml."""
+MAX_DIMENSIONS = 4  # the limit of ggml
 DEFAULT_ALIGNMENT = 32
-PIECE_ELEMENTS = 1 << 16
-"""Elements that are dequantised at once; they and all intermediate values fit a cache."""
+PIECE_ELEMENTS = 1 << 16  # dequantised at once; with all intermediate values they fit a cache
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-Metadata = Mapping[str, Any]
-"""Numbers and texts; of an array, a text that says how long it is."""
+Metadata = Mapping[str, Any]  # numbers and texts; of an array, a text that says how long it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +57,11 @@ class Stored:
     name: str
     file: Path
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    """Outermost dimension first, as everywhere but in GGUF."""
+    shape: tuple[int, ...]  # outermost dimension first, as everywhere but in GGUF
     start: int
     block_elements: int
     block_bytes: int
-    head_rows: int = 0
-    """Rows of one attention head, if the converter has interleaved the halves of each."""
+    head_rows: int = 0  # rows of an attention head, if the converter interleaved its halves
     shift: float = 0.0
 
     @property
@@ -98,8 +92,7 @@ class Family:
 
     parts: Mapping[str, str]
     interleaves_heads: bool = False
-    norm_shift: float = 0.0
-    """A number that undoes the converter's change to the weights of norms."""
+    norm_shift: float = 0.0  # a number that undoes the converter's change to the weights of norms
 
 
 _LLAMA_PARTS = {

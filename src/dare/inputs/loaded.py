@@ -37,8 +37,7 @@ Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
 """The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or
 the tensor is a part of a larger one, or is not loaded at all."""
 
-EMBEDDINGS = ("relative_attention_bias",)
-"""Modules that are embeddings though their names do not say so."""
+EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 """Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
@@ -63,8 +62,7 @@ class LoadedTensor:
     name: str
     kind: Kind
     is_tied: bool = False
-    hindrance: str = ""
-    """The reason that PEFT can have no LoRA for it, though it is of a layer."""
+    hindrance: str = ""  # the reason that PEFT can have no LoRA for it, though it is of a layer
 
     @property
     def module(self) -> str:
@@ -83,8 +81,7 @@ class LoadedTensor:
         return is_matrix and not self.hindrance
 
 
-Places = dict[str, LoadedTensor]
-"""All tensors of a model, by their stored names."""
+Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored names
 
 
 def find_places(

@@ -55,8 +55,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 PIECE = 1 << 20
 MAX_PATTERN_CHARACTERS = 1000
-MAX_MATCHES = 10**8
-"""The limit of ways to match a pattern with a name."""
+MAX_MATCHES = 10**8  # the limit of ways to match a pattern with a name
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
 _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
@@ -122,8 +121,7 @@ class Adapter:
     use_rslora: bool
     fan_in_fan_out: bool
     base_name: str | None
-    ensure_weight_tying: bool = False
-    """True if the adapter of a tied tensor is one under all its names."""
+    ensure_weight_tying: bool = False  # True if a tied tensor has one adapter under all its names
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
@@ -359,8 +357,7 @@ class Product:
     """
 
     left: str
-    right: str | None
-    """None is a column of ones: the delta is `left` itself."""
+    right: str | None  # None is a column of ones: the delta is `left` itself
     transposed: bool
     scale: float
 

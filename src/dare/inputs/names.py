@@ -34,8 +34,7 @@ from dare.tensors.names import (
     tying_rank,
 )
 
-MIN_PREFIX_SHARE = 0.5
-"""Share of a model's tensors that a prefix must bring to their places."""
+MIN_PREFIX_SHARE = 0.5  # share of a model's tensors that a prefix must bring to their places
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
@@ -113,8 +112,7 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
 # ---------------------------------------------------------------- one tensor under several names
 
 Config = Mapping[str, Any]
-Groups = dict[str, list[str]]
-"""The names of one tensor: that of the input embedding, and the others."""
+Groups = dict[str, list[str]]  # the names of one tensor: the input embedding's, and the others
 
 
 @dataclass(frozen=True)

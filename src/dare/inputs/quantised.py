@@ -37,9 +37,8 @@ from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
-SETTINGS = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
 MLX_SETTINGS = "quantization"
-"""Entries of a configuration for quantised weights."""
 NAMES = {
     **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
@@ -161,8 +160,7 @@ def _rectangles(
 # ---------------------------------------------------------------- FP8
 
 BLOCK = 128
-SCALE_ENDINGS = ("_scale_inv", "_scale")
-"""Both are factors: DeepSeek's is the inverse of what the weights were divided by."""
+SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are factors; the first is DeepSeek's
 ACTIVATION_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale"),
@@ -170,8 +168,7 @@ ACTIVATION_SCALES = (
 """Scales of what passes through a layer, which no weight depends on."""
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
-PIECE_BYTES = PIECE_ELEMENTS * 16
-"""Memory for a piece: codes, their values, and the factors of all of them."""
+PIECE_BYTES = PIECE_ELEMENTS * 16  # memory for a piece: codes, their values, their factors
 
 
 @dataclass(frozen=True)
@@ -300,8 +297,7 @@ MXFP4_MODEL_TYPE = "gpt_oss"
 GROUP = 32
 GROUP_BYTES = GROUP // 2
 TILE = 1 << 16
-TILE_BYTES = TILE * 16
-"""Memory for a tile: codes, places in the table and the values there, some of them twice."""
+TILE_BYTES = TILE * 16  # memory for a tile: codes, places in the table, and values
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; 8 to 15 are the same with a minus."""
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")

@@ -18,11 +18,9 @@ from dare.tensors.digest import bytes_digest
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-CHUNKS_AHEAD = 4
-"""Chunks of a tensor that are asked for beyond those that are read next."""
+CHUNKS_AHEAD = 4  # chunks of a tensor that are asked for beyond those that are read next
 
-SAMPLES, SAMPLE_ELEMENTS = 64, 4096
-"""Samples of two tensors that are compared first, and the elements of each."""
+SAMPLES, SAMPLE_ELEMENTS = 64, 4096  # compared first where two tensors may be the same
 
 
 @contextmanager

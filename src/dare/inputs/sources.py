@@ -38,8 +38,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
 
-Raw = NDArray[Any]
-"""Elements as they are stored, flat."""
+Raw = NDArray[Any]  # elements as they are stored, flat
 
 _NONE: dict[str, Any] = {}
 
@@ -59,17 +58,13 @@ class Source:
     """
 
     tensors: Mapping[str, TensorInfo]
-    files: tuple[Path, ...] = ()
-    """The files behind the source; none for arrays."""
+    files: tuple[Path, ...] = ()  # the files behind the source; none for arrays
     remarks: tuple[str, ...] = ()
-    is_partial: bool = False
-    """True if a tensor that it lacks is meant to be unchanged, as in an adapter."""
+    is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
     was_dropped: bool = False
     """True if changes were dropped from it before, by chance, and are made up for as it is read."""
-    reading_bytes: int = 0
-    """Memory that reading takes for each thread, beside the buffer that is filled."""
-    ahead_bytes: int = 0
-    """Memory for reading ahead of a store, of all threads together."""
+    reading_bytes: int = 0  # memory for each thread that reads, beside the buffer that is filled
+    ahead_bytes: int = 0  # memory for reading ahead of a store, of all threads together
     ties: Mapping[str, str] = _NONE
     """Names that stand for a tensor which has another name too, and that other name."""
 

@@ -39,8 +39,7 @@ class Tokens:
     """The names that a tokenizer gives to rows."""
 
     ids: Mapping[str, int]
-    added: Mapping[str, Mapping[str, bool]]
-    """The flags of the tokens that were added to the tokenizer's own vocabulary."""
+    added: Mapping[str, Mapping[str, bool]]  # flags of tokens added to the vocabulary
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,10 @@ SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-MAX_PICKLE_BYTES = 64 << 20
-"""The limit for the list of tensors; that of a model with 10,000 has some 2 MB."""
+MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
-MAX_VALUES = 10_000_000
-"""The limit for one value of a pickle; repeated parts are counted each time."""
-PIECE_ELEMENTS = 1 << 18
-"""Elements of a tensor that is not contiguous which are gathered at once."""
+MAX_VALUES = 10_000_000  # the limit for one value of a pickle; repeated parts are counted each time
+PIECE_ELEMENTS = 1 << 18  # elements of a tensor that is not contiguous which are gathered at once
 
 
 class TorchSource(InputFiles):

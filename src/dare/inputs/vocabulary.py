@@ -62,8 +62,7 @@ class Aligned:
     """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
-    differences: Mapping[str, str] = field(default_factory=dict)
-    """How each model whose vocabulary is not the base's differs from it."""
+    differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[str, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
@@ -264,12 +263,9 @@ def _tokenizer_files(
 PIECE = 1 << 16
 SMALLEST_PREFETCH_BYTES = 4096
 
-Rows = NDArray[np.int64]
-"""A row of the input for each row of the output; -1 for one that the input does not have."""
-Owners = Mapping[int, Sequence[tuple[int, int, float]]]
-"""The models that have a new row: which one, its row there, its share."""
-Fill = Callable[[int, Raw], None]
-"""Fills an array with a tensor's elements from a position on."""
+Rows = NDArray[np.int64]  # the input's row for each row of the output; -1: it has none
+Owners = Mapping[int, Sequence[tuple[int, int, float]]]  # models with a new row: number, row, share
+Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements from a position on
 
 
 # ---------------------------------------------------------------- which row comes from where
