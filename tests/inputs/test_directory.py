@@ -81,7 +81,7 @@ def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     found = collect(tmp_path)
     assert tuple(found.files) == TAKEN
     assert all(path == (tmp_path / name).resolve() for name, path in found.files.items())
-    assert found.notes == (f"not copied from {tmp_path}: data_config.json, 'odd\\nname'",)
+    assert tuple(found.notes) == (f"not copied from {tmp_path}: data_config.json, 'odd\\nname'",)
 
 
 def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> N
 def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: Path) -> None:
     fill(model, modeling_x_dot_py="import os", setup_dot_py="")
     assert "modeling_x.py" not in collect(model).files
-    assert collect(model).notes == (f"not copied from {model}: modeling_x.py, setup.py",)
+    assert tuple(collect(model).notes) == (f"not copied from {model}: modeling_x.py, setup.py",)
     fill(model, config_dot_json={"auto_map": {"AutoModel": "modeling_x.X"}})
     found = collect(model)
     assert {"modeling_x.py", "setup.py"} <= set(found.files)
@@ -128,7 +128,7 @@ def test_folders_of_sentence_transformers(model: Path) -> None:
         "1_Pooling/sub/more.json",
         "2_Dense/model.safetensors",
     ]
-    assert found.notes == (
+    assert tuple(found.notes) == (
         f"2_Dense: its weights are copied from {model}, not merged",
         f"not copied from {model}: unnamed",
     )

@@ -63,7 +63,6 @@ def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, int]]) -> None:
 def _stored(
     plan: Plan, tensor: TensorPlan, models: Sequence[int], start: int = 0, count: int | None = None
 ) -> Iterator[tuple[Raw, dict[int, Raw]]]:
-    """Read stored elements of the base and of models, which are open."""
     sources = [plan.base, *(plan.source_of(tensor, model) for model in models)]
     for _, (base, *tuned) in read_chunks(sources, tensor.name, start, count, base_first=True):
         yield base, dict(zip(models, tuned, strict=True))

@@ -27,14 +27,14 @@ from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 
 DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
+# A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
+# threshold, |δ| is on average half of the threshold.
 FEWEST_LARGE = 0.1
-"""A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
-threshold, |δ| is on average half of the threshold."""
 MOSTLY_LARGE = 0.5  # from here on it is severe: |δ| is above the threshold on average too
+# How many times its bound the error may be. It is predicted from parts of a few matrices: of the
+# demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
+# to 1.25 times the error that an analysis of the whole model gives.
 SAMPLE_MARGIN = 1.5
-"""How many times its bound the error may be. It is predicted from parts of a few matrices: of the
-demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98 to
-1.25 times the error that an analysis of the whole model gives."""
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ BIN_SHIFT = 15  # bits of a magnitude that its bin does not tell
 BINS = 1 << 16
 OCTAVE = 1 << (23 - BIN_SHIFT)  # bins in an octave
 PANEL = 1 << 18  # elements of an array that are counted at once
+# Share of a tensor's changed elements that may be outliers; one may be, where that is less …
 OUTLIERS = 0.002
-"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
+# … and where few are changed this share of all elements, but no more than that of the changed.
 OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
-"""… and where few are changed this share of all elements, but no more than that of the changed."""
 BEYOND = 1.75  # how many times the largest magnitude that cannot be one an outlier exceeds …
 BEYOND_FEW = 16.0  # … where the share is less than one element, and chance plays a larger part
 FEW_CHANGED = 32  # fewer changed elements are compared with the base's weights instead

@@ -75,7 +75,6 @@ class DeltaFile:
         """The pieces of the chunks of each tensor; none for names that stand for others."""
 
     def _check_header(self) -> None:
-        """Refuse a header in which anything was changed."""
         raw = np.empty(self.stored.headers[self.path].data_start, np.uint8)
         with self.stored:
             self.stored.read_bytes(self.path, 0, raw, "the header")

@@ -15,7 +15,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -50,23 +50,23 @@ MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be
 MAX_MODULE_FILES = 1000
 EXAMPLES = 5
 
+# Weights and what belongs to a training or to a repository: nobody expects them in an output.
 _LEFT_WITHOUT_A_WORD = re.compile(
     r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index\.json)?"
     r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json",
     re.IGNORECASE,
 )
-"""Weights and what belongs to a training or to a repository: nobody expects them in an output."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sidecars:
     """The files that go beside the weights of an output."""
 
     directory: Path
-    files: Mapping[str, bytes | Path]
+    files: dict[str, bytes | Path] = field(default_factory=dict)
     """The content, or the file to copy, by relative name with forward slashes."""
-    changes: Mapping[str, str]  # the differences of files that are not copied as they are
-    notes: tuple[str, ...]
+    changes: dict[str, str] = field(default_factory=dict)  # in files that are not mere copies
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -152,21 +152,14 @@ def collect(
     left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
     if left:
         gathered.notes.append(f"not copied from {directory}: {some_of(left, EXAMPLES)}")
-    files = dict(sorted(gathered.files.items()))
-    return Sidecars(directory, files, gathered.changes, tuple(gathered.notes))
+    gathered.files = dict(sorted(gathered.files.items()))
+    return gathered
 
 
-class _Gathered:
+class _Gathered(Sidecars):
     """Sidecars, being collected."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.files: dict[str, bytes | Path] = {}
-        self.changes: dict[str, str] = {}
-        self.notes: list[str] = []
-
     def take(self, directory: Path, names: Iterable[str]) -> None:
-        """Take files of a directory."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def module_files(self) -> Iterator[str]:
@@ -191,8 +184,8 @@ class _Gathered:
             )
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a collected file."""
-        content = self.files[name]
+        """Return the JSON object in a collected file; empty if there is no such file."""
+        content = self.files.get(name, b"{}")
         where = content if isinstance(content, Path) else Path(name)
         text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
         document = parse_json(text, where)
@@ -212,10 +205,9 @@ class _Gathered:
         for name in list(self.files):
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
                 del self.files[name]
-        if TOKENIZER_CONFIG in self.files:
-            document = self.table(TOKENIZER_CONFIG)
-            if document.pop("chat_template", None) is not None:
-                self.replace(TOKENIZER_CONFIG, document, [f"chat template in {CHAT_TEMPLATE}"])
+        document = self.table(TOKENIZER_CONFIG)
+        if document.pop("chat_template", None) is not None:
+            self.replace(TOKENIZER_CONFIG, document, [f"chat template in {CHAT_TEMPLATE}"])
         self.files[CHAT_TEMPLATE] = template.encode()
         self.changes[CHAT_TEMPLATE] = "as the recipe says"
 
@@ -233,7 +225,7 @@ class _Gathered:
             document = self.table(CONFIG)
             self.replace(CONFIG, document, _set_values(_text_tables(document), stop.config))
         if GENERATION_CONFIG in self.files or stop.generation is not None:
-            document = self.table(GENERATION_CONFIG) if GENERATION_CONFIG in self.files else {}
+            document = self.table(GENERATION_CONFIG)
             wanted = stop.config if stop.generation is None else stop.generation
             self.replace(GENERATION_CONFIG, document, _set_values([document], wanted))
 
@@ -242,12 +234,11 @@ class _Gathered:
         known = set(tokens.values())
         missing: list[tuple[str, Any]] = []
         for name in (CONFIG, GENERATION_CONFIG):
-            for table in _text_tables(self.table(name)) if name in self.files else ():
+            for table in _text_tables(self.table(name)):
                 ids = _whole_numbers(table.get("eos_token_id"))
                 missing += [(name, number) for number in ids if number >= 0 and number not in known]
-        if TOKENIZER_CONFIG in self.files:
-            text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
-            missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
+        text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
+        missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
         for name, token in missing:
             raise RecipeError(
                 f"{name}: the output would end a text at the token {token!r}, which it lacks; "
@@ -335,7 +326,6 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """Return the path of an ordinary file of a directory."""
     path = _inside(directory, name)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -462,7 +452,6 @@ def _values(document: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _whole_numbers(value: Any) -> list[int]:
-    """Return token ids, which are one or a list."""
     return [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
 
 

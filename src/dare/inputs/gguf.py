@@ -112,6 +112,7 @@ _GEMMA2_PARTS = _LLAMA_PARTS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama).
 FAMILIES = {
     "llama": Family(_LLAMA_PARTS, interleaves_heads=True),
     "qwen2": Family(_LLAMA_PARTS),
@@ -120,7 +121,6 @@ FAMILIES = {
     "gemma2": Family(_GEMMA2_PARTS, norm_shift=-1.0),
     "gemma3": Family(_GEMMA2_PARTS | _HEAD_NORMS, norm_shift=-1.0),
 }
-"""Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama)."""
 
 _OUTSIDE_LAYERS = {
     "token_embd": "model.embed_tokens",
@@ -128,8 +128,8 @@ _OUTSIDE_LAYERS = {
     "output": "lm_head",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
+# Tensors that llama.cpp computes from the configuration; no Hugging Face model has them.
 NOT_WEIGHTS = ("rope_freqs.weight",)
-"""Tensors that llama.cpp computes from the configuration; no Hugging Face model has them."""
 
 
 class GgufSource(InputFiles):

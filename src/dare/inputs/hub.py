@@ -39,6 +39,7 @@ from dare.stores.reading import can_read
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
+# Patterns of files that are fetched from the top of the repository too: they hold for it all.
 LICENCE_FILES = (
     "README.md",
     *(
@@ -47,21 +48,20 @@ LICENCE_FILES = (
         for word in (name, name.capitalize(), name.upper())
     ),
 )
-"""Patterns of files that are fetched from the top of the repository too: they hold for it all."""
 
+# Patterns of files that are fetched beside the weights, in their folder; code is never run.
 SMALL_FILES = (
     *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
     *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
     *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
-"""Patterns of files that are fetched beside the weights, in their folder; code is never run."""
 
+# Patterns of files that those match too, as a star matches slashes, and that are not meant.
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
-"""Patterns of files that those match too, as a star matches slashes, and that are not meant."""
 
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
+# Parts of answers that the client makes file names of.
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
-"""Parts of answers that the client makes file names of."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -267,7 +267,6 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
-    """Return the folder in which the client keeps a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

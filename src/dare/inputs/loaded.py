@@ -33,21 +33,21 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import MAX_CONFIG_BYTES
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
+# The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
+# tensor is a part of a larger one, or is not loaded at all.
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
-"""The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or
-the tensor is a part of a larger one, or is not loaded at all."""
 
 EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
+# Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
-"""Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
+# The layers that are such, by model type; PEFT itself refuses some of them.
 MAMBA_LAYERS = {
     **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj", "x_proj")),
     **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), ("out_proj",)),
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
     "jamba": ("dt_proj",),
 }
-"""The layers that are such, by model type; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
@@ -269,7 +269,6 @@ def _on_disk(config: Path) -> Iterator[Path]:
 
 
 def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
-    """Return the class of transformers that a configuration names."""
     import transformers
 
     name = architecture_of(config)

@@ -34,6 +34,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 F32 = STORAGE_TYPES["F32"]
 
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
+# Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
     "use_dora": f"DoRA's magnitudes depend on the base's weights; {MERGE_WITH_PEFT}",
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
@@ -45,13 +46,12 @@ REFUSED = {
     "kasa_config": "KaSA changes the weights of the base too",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
-"""Settings that make an adapter something else than B·A, and why each is refused."""
 
+# Model types whose layers are Conv1D, which stores inputs × outputs.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Model types whose layers are Conv1D, which stores inputs × outputs."""
 
+# Ways to initialise that take a part out of the base's own weights.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to initialise that take a part out of the base's own weights."""
 
 PIECE = 1 << 20
 MAX_PATTERN_CHARACTERS = 1000
@@ -155,7 +155,6 @@ class LoraSource(SourceView):
         self.reading_bytes = self._count_reading_bytes()
 
     def _sort(self) -> None:
-        """Assign each stored tensor to a tensor of the base."""
         factors: dict[tuple[str, str], dict[str, str]] = {}
         for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
@@ -338,7 +337,6 @@ def read_config(path: Path) -> Adapter:
 
 
 def _finite(value: Any) -> float:
-    """Return a number that float32 can hold."""
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")

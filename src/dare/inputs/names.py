@@ -176,7 +176,6 @@ def _find_groups(inputs: Sequence[_Input], notes: list[str]) -> Groups:
 
 
 def _in_one_place(base: Source) -> set[str]:
-    """Return the names of tensors that share their place with another one."""
     found: dict[Any, str] = {}
     shared: set[str] = set()
     for name, info in base.tensors.items():

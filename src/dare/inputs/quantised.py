@@ -39,6 +39,7 @@ from dare.tensors.header import TensorInfo
 
 SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
 MLX_SETTINGS = "quantization"
+# Parts of names that only quantised models of a kind have.
 NAMES = {
     **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
@@ -56,14 +57,13 @@ NAMES = {
     "Qidxs": "QuIP#",
     **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
 }
-"""Parts of names that only quantised models of a kind have."""
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+# Types that codes are stored in. Positions and indices, which other models have, are I64.
 CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *FP8_TYPES)
-"""Types that codes are stored in. Positions and indices, which other models have, are I64."""
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
+# Schemes that change what plain weights do, and what they would do without the configuration.
 IN_USE = {"bitnet": "its layers round their weights in use, and a merged model would not"}
-"""Schemes that change what plain weights do, and what they would do without the configuration."""
 HOW = {
     "bitsandbytes": "load it in transformers, call model.dequantize()",
     "compressed-tensors": "load it in transformers with "
@@ -161,11 +161,11 @@ def _rectangles(
 
 BLOCK = 128
 SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are factors; the first is DeepSeek's
+# Scales of what passes through a layer, which no weight depends on.
 ACTIVATION_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale"),
 )
-"""Scales of what passes through a layer, which no weight depends on."""
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
 PIECE_BYTES = PIECE_ELEMENTS * 16  # memory for a piece: codes, their values, their factors
@@ -298,8 +298,8 @@ GROUP = 32
 GROUP_BYTES = GROUP // 2
 TILE = 1 << 16
 TILE_BYTES = TILE * 16  # memory for a tile: codes, places in the table, and values
+# Values of the codes 0 to 7; 8 to 15 are the same with a minus.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7; 8 to 15 are the same with a minus."""
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
 
 
@@ -315,8 +315,7 @@ class UnpackedSource(SourceView):
         self.remarks += (f"{count} read as bfloat16, which is exact",)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
-        self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}
-        """The expert that each thread read last."""
+        self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}  # each thread's last expert
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._packed:

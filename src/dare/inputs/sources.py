@@ -141,8 +141,7 @@ class InputFiles(Source):
     def __init__(self) -> None:
         self._stamps: dict[Path, Stamp] = {}
         self._open: dict[Path, InputFile] = {}
-        self._users = 0
-        """The number of those who have entered: others may read rows through theirs."""
+        self._users = 0  # the number of those who have entered: others may read rows through theirs
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
 
@@ -274,10 +273,8 @@ class SourceView(Source):
     ) -> None:
         self.inner = inner
         self.tensors = tensors
-        self.names = names
-        """The names of tensors in the source, where they differ."""
-        self._opened = (inner,) if opened is None else opened
-        """The sources that are open while this one is."""
+        self.names = names  # the names of tensors in the source, where they differ
+        self._opened = (inner,) if opened is None else opened  # together with this one
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
         self.ties, self.was_dropped = inner.ties, inner.was_dropped

@@ -50,10 +50,8 @@ class TorchSource(InputFiles):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.left_out: tuple[str, ...] = ()
-        """Entries of the files that are no tensor of the state dict."""
-        self._strides: dict[str, tuple[int, ...]] = {}
-        """Strides in elements of the tensors that are not contiguous."""
+        self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
+        self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
         for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
             held = self._read_pickle(file)
             if promised is not None:
@@ -216,7 +214,6 @@ def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
 
 
 def _what_else(file_descriptor: int) -> str:
-    """Describe a file that is no archive."""
     beginning = os.pread(file_descriptor, 64, 0)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"

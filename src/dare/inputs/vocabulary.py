@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json
-from dare.inputs.reading import Floats
+from dare.inputs.reading import Floats, read_floats
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.inputs.tokens import (
     ADDED_TOKENS_FILE,
@@ -99,7 +99,7 @@ def align(
     known = [other for other in others if other is not None]
     differing = [other for other in known if vocabulary.differs(other)]
     if policy == "error" and differing:
-        raise MismatchError(*(_explain(vocabulary, other) for other in differing))
+        raise MismatchError(*(_refusal(vocabulary, other) for other in differing))
 
     new = _new_tokens(vocabulary, known) if policy == "union" else {}
     rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
@@ -130,7 +130,6 @@ def align(
 
 
 def _difference(base: Vocabulary, other: Vocabulary) -> str:
-    """Say how a model's vocabulary differs from the base's."""
     counts = f"its embedding has {other.rows:,} rows and the base's {base.rows:,}"
     if base.tokens is None or other.tokens is None:
         whose = "the base" if base.tokens is None else "it"
@@ -152,7 +151,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
     return f"{other.name}: {'; '.join(findings)}"
 
 
-def _explain(base: Vocabulary, other: Vocabulary) -> str:
+def _refusal(base: Vocabulary, other: Vocabulary) -> str:
     remedy = 'set vocabulary = "base" to keep the base\'s rows and tokenizer'
     if base.tokens is not None and other.tokens is not None and set(other.ids) - set(base.ids):
         remedy += ', or vocabulary = "union" to add the new tokens'
@@ -160,7 +159,6 @@ def _explain(base: Vocabulary, other: Vocabulary) -> str:
 
 
 def _listed(tokens: Mapping[str, int]) -> str:
-    """List some tokens with their ids, lowest first."""
     ordered = sorted(tokens.items(), key=lambda item: (item[1], item[0]))
     shown = ", ".join(f"{token!r} {number}" for token, number in ordered[:EXAMPLES])
     return shown + (", …" if len(ordered) > EXAMPLES else "")
@@ -206,7 +204,6 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
 
 
 def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
-    """Yield the reason if a model's new tokens cannot be taken in."""
     if base.tokens is None or other.tokens is None:
         if base.rows < other.rows:
             yield f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows'
@@ -219,7 +216,6 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
 def _token_ids(
     base: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
 ) -> dict[int, int | None] | None:
-    """Return the output's id of each of a model's token ids."""
     if other is None or other.tokens is None:
         return None
     if base.tokens is None:
@@ -370,7 +366,8 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
         return RowTensor(model, info, info.dtype, rows, base.read)
-    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, _InFloat32(base.read, base_type))
+    fill = partial(_fill_decoded, base.read, base_type)
+    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
 
 
 # ---------------------------------------------------------------- sources
@@ -385,8 +382,7 @@ class AlignedSource(SourceView):
         presented = {name: tensor.info for name, tensor in rows.items()}
         super().__init__(inner, {**inner.tensors, **presented}, opened=inputs)
         self._rows = rows
-        self._decided = decided
-        """A digest of all that decides which row comes from where."""
+        self._decided = decided  # a digest of all that decides which row comes from where
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self._decided]
@@ -418,7 +414,7 @@ class RowTensor:
         self._fill = fill
         self._read_stored: Fill = partial(source.read, stored.name)
         if kind != stored.dtype:
-            self._read_stored = _InFloat32(self._read_stored, stored.dtype)
+            self._read_stored = partial(_fill_decoded, self._read_stored, stored.dtype)
 
     def read(self, start: int, into: Raw) -> None:
         """Fill `into` with elements from `start` on."""
@@ -469,30 +465,21 @@ def _fill_zeros(_start: int, into: Raw) -> None:
     into[:] = 0
 
 
-@dataclass(frozen=True)
-class _InFloat32:
-    """A reader of the same elements, decoded."""
-
-    read: Fill
-    stored: StorageType
-
-    def __call__(self, start: int, into: Raw) -> None:
-        raw = np.empty(min(PIECE, into.size), self.stored.carrier)
-        for done in range(0, into.size, PIECE):
-            part = into[done : done + PIECE]
-            self.read(start + done, raw[: part.size])
-            reference.decode(raw[: part.size], part)
+def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> None:
+    """Read elements of a storage type and decode them, piece by piece."""
+    raw = np.empty(min(PIECE, into.size), stored.carrier)
+    for done in range(0, into.size, PIECE):
+        part = into[done : done + PIECE]
+        read(start + done, raw[: part.size])
+        reference.decode(raw[: part.size], part)
 
 
 class _Means:
     """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
 
     def __init__(self, base: TensorInfo, models: Sequence[Source], owners: Owners) -> None:
-        self.width, self.owners = math.prod(base.shape[1:]), owners
-        self.readers = {}
-        for index in {index for having in owners.values() for index, _, _ in having}:
-            kind = models[index].tensors[base.name].dtype
-            self.readers[index] = _InFloat32(partial(models[index].read, base.name), kind)
+        self.name, self.width = base.name, math.prod(base.shape[1:])
+        self.models, self.owners = models, owners
 
     def __call__(self, start: int, into: Raw) -> None:
         done = 0
@@ -510,7 +497,7 @@ class _Means:
         terms = []
         with np.errstate(invalid="ignore", over="ignore"):
             for index, there, share in self.owners[row]:
-                values = np.empty(count, np.float32)
-                self.readers[index](there * self.width + column, values)
+                place = there * self.width + column
+                values = read_floats(self.models[index], self.name, place, count)
                 terms.append(values * np.float32(share))
             return reduce(np.add, terms)
