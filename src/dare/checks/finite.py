@@ -9,19 +9,17 @@ inputs is a notice in the report.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.errors import NotFiniteError
 from dare.inputs.reading import hold_open, read_chunks
+from dare.inputs.sources import Raw
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import chunk_span
 
-Raw = NDArray[Any]
 BASE = -1  # the base's number where models are counted by their places in the recipe
 
 

@@ -27,15 +27,13 @@ from dare.checks.structure import (
     spread,
 )
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.inputs.reading import decoded, hold_open
+from dare.inputs.reading import Floats, decoded, hold_open
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.digest import bytes_digest
 from dare.tensors.names import is_embedding
-
-Floats = NDArray[np.float32]
 
 MATRICES, ROWS, COLUMNS = 4, 128, 256  # the most that is sampled
 WIDEST_READ_WHOLE = 4096  # rows up to this width are faster read whole, all at once

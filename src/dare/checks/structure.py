@@ -22,11 +22,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels.linalg import NOISE, squared_values
+from dare.kernels.linalg import NOISE, Doubles, Floats, squared_values
 from dare.tensors.dtypes import STORAGE_TYPES
-
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
 
 SMALLEST = 32  # matrices with fewer rows or columns say nothing about rank
 DOMINANT = 0.5  # share of the energy that the directions of a low rank hold at least

@@ -34,6 +34,7 @@ from dare.inputs.delta_notes import (
     StoredTensor,
     read_notes,
 )
+from dare.inputs.reading import Bytes
 from dare.inputs.sources import Drop, FileSource, Raw, Source, SourceView
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
@@ -47,8 +48,6 @@ from dare.tensors.planes import unpack
 
 F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
-
-Bytes = NDArray[np.uint8]
 
 
 class Piece(NamedTuple):
@@ -131,19 +130,22 @@ class DeltaFile:
         """Return the error to raise where something is not as it was written."""
         return InputError(f"{self.path}: the delta file is damaged: {reason}; get it again")
 
+    def spans(self, name: str, chunk: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the stored parts of a chunk: name, first element and number of elements."""
+        piece = self.pieces[name][chunk]
+        yield from zip(part_names(self.notes, name), piece.starts, piece.sizes, strict=True)
+
     def read_parts(self, name: str, chunk: int) -> list[Raw]:
         """Read the stored parts of a chunk, checked against its digest."""
-        piece = self.pieces[name][chunk]
         digest = xxhash.xxh3_128()
         found = []
-        parts = part_names(self.notes, name)
-        for part, start, size in zip(parts, piece.starts, piece.sizes, strict=True):
+        for part, start, size in self.spans(name, chunk):
             raw: Raw = np.empty(size, part_type(self.notes, part, self.notes.tensors[name]).carrier)
             if size:
                 self.stored.read(part, start, raw)
             digest.update(raw.data)
             found.append(raw)
-        if digest.digest() != piece.digest:
+        if digest.digest() != self.pieces[name][chunk].digest:
             raise self.damaged(f"chunk {chunk} of {name} has changed since it was written")
         return found
 
@@ -154,19 +156,6 @@ class DeltaFile:
             unpack(blob.data, against, into.itemsize, into.view(np.uint8))
         except InputError as error:
             raise self.damaged(f"{name}: {error}") from None
-
-    def prefetch(self, name: str, chunk: int) -> None:
-        """Say that a chunk will be read soon."""
-        piece = self.pieces[name][chunk]
-        parts = part_names(self.notes, name)
-        for part, first, size in zip(parts, piece.starts, piece.sizes, strict=True):
-            if size:
-                self.stored.prefetch(part, first, size)
-
-    def bytes_of(self, name: str) -> int:
-        """Return the bytes of a tensor in the file."""
-        infos = (self.stored.tensors.get(part) for part in part_names(self.notes, name))
-        return sum(info.nbytes for info in infos if info is not None)
 
     def read_file(self, name: str) -> bytes:
         """Read one of the model's files."""
@@ -330,7 +319,9 @@ class DeltaSource(SourceView):
 
     def bytes_for(self, name: str, count: int) -> int:
         name, tensor = self._tensor(name)
-        return self.file.bytes_of(name) * count // max(1, tensor.elements)
+        infos = (self.inner.tensors.get(part) for part in part_names(self.notes, name))
+        stored = sum(info.nbytes for info in infos if info is not None)
+        return stored * count // max(1, tensor.elements)
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self.notes.to_json(), self._rescales]
@@ -353,7 +344,9 @@ class DeltaSource(SourceView):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         for chunk in range(start // CHUNK, chunk_count(start + count)):
-            self.file.prefetch(self._tensor(name)[0], chunk)
+            for part, first, size in self.file.spans(self._tensor(name)[0], chunk):
+                if size:
+                    self.inner.prefetch(part, first, size)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         name, tensor = self._tensor(name)

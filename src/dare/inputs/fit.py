@@ -17,8 +17,7 @@ class Misfit(StrEnum):
     """A reason why a tensor does not fit."""
 
     NOT_WEIGHTS = "not weights"  # the base stores it in a type that is not one of weights
-    UNLIKE_BASE = "unlike base"
-    """A model has it in another shape than the base's, or in a type that does not go with it."""
+    UNLIKE_BASE = "unlike base"  # in another shape, or in a type that does not go with the base's
     NOT_IN_BASE = "not in base"
     MISSING = "missing"  # a model that should have all weights lacks it
 

@@ -170,7 +170,7 @@ class GgufSource(InputFiles):
     def _name(self, tensors: Iterable[Stored]) -> None:
         """Take tensors in under their Hugging Face names, as far as those are known."""
         family = FAMILIES.get(self.architecture)
-        left_out, unknown = [], []
+        left_out, unknown, remarks = [], [], []
         for tensor in tensors:
             name = hugging_face_name(tensor.name, family) if family else None
             if family and tensor.name in NOT_WEIGHTS:
@@ -181,17 +181,15 @@ class GgufSource(InputFiles):
                 unknown.append(tensor.name)
                 self._add(tensor.name, tensor)
         if family is None:
-            self._remark(
+            remarks.append(
                 f"the tensor names of architecture {self.architecture!r} are not known, so they "
                 f"stay as they are in GGUF; known architectures: {', '.join(FAMILIES)}"
             )
         elif unknown:
-            self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
+            remarks.append(f"no Hugging Face name is known for {some_of(unknown)}")
         if left_out:
-            self._remark(f"{some_of(left_out)} is left out: llama.cpp computes it")
-
-    def _remark(self, text: str) -> None:
-        self.remarks += (f"{self.path}: {text}",)
+            remarks.append(f"{some_of(left_out)} is left out: llama.cpp computes it")
+        self.remarks = tuple(f"{self.path}: {text}" for text in remarks)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
@@ -308,9 +306,6 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     module = _OUTSIDE_LAYERS.get(part) if layer is None else family.parts.get(part)
     within = "" if layer is None else f"model.layers.{layer}."
     return f"{within}{module}.{suffix}" if module else None
-
-
-# ---------------------------------------------------------------- the header
 
 
 class _Cursor:

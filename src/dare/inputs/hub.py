@@ -1,10 +1,9 @@
 """Models by their name on the hub: found in the local cache, fetched into it, or read from the hub.
 
-`dare.recipe.hub_names` parses names. A merge fetches `org/name`, and reads `hf://org/name`
-where it lies, as a store, unless the cache has it; a plan fetches neither. Only the weights as
-safetensors and the small files beside them are fetched, all from one commit, which is known
-afterwards, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries are
-those of `huggingface_hub`.
+A merge fetches `org/name`, and reads `hf://org/name` where it lies, as a store, unless the cache
+has it; a plan fetches neither. Only safetensors and the small files beside them are fetched, all
+from one commit, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries
+are those of `huggingface_hub`.
 
 The client makes file names of a hub's answers, and keeps its files unchecked. So names in answers
 are checked before the client sees them, downloads are compared with the digests they were announced
@@ -133,9 +132,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # opening it will say what is wrong
         return True
-
-
-# ---------------------------------------------------------------- reading where it lies
 
 
 def _find(name: Name, *, verbose: bool) -> Resolved:
@@ -348,9 +344,6 @@ def _has_digest(blob: Path) -> bool:
         return True
     with blob.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: digest).hexdigest() == blob.name
-
-
-# ---------------------------------------------------------------- what went wrong
 
 
 def _explained(name: Name, error: BaseException) -> str:

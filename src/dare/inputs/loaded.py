@@ -49,6 +49,7 @@ MAMBA_LAYERS = {
     "jamba": ("dt_proj",),
 }
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
+KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
@@ -151,9 +152,6 @@ def places_as_stored(
     return places
 
 
-# ---------------------------------------------------------------- by the table
-
-
 @cache
 def plain_types() -> dict[str, list[str]]:
     """Return the parts of each model type whose modules have the names of its stored tensors."""
@@ -174,9 +172,6 @@ def _by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> P
     is_tied = config.get("tie_word_embeddings") is True or "lm_head.weight" not in tensors
     is_conv1d = config["model_type"] in CONV1D_MODELS
     return places_as_stored(tensors, is_conv1d=is_conv1d, is_tied=is_tied)
-
-
-# ---------------------------------------------------------------- by transformers
 
 
 def _by_transformers(
@@ -247,9 +242,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
             warnings.simplefilter("ignore")
             settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
-            known_only = {"trust_remote_code": False, "local_files_only": True}
             with _on_disk(where) as folder:
-                found = transformers.AutoConfig.from_pretrained(folder, **settings, **known_only)
+                found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
             return build(found)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -287,9 +281,8 @@ def load_live(folder: Path) -> Any:
         raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / "config.json", read_config(folder), remedy)
-    known_only = {"trust_remote_code": False, "local_files_only": True}
     try:
-        model = build.from_pretrained(folder, dtype="float32", **known_only)
+        model = build.from_pretrained(folder, dtype="float32", **KNOWN_ONLY)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         version = transformers.__version__

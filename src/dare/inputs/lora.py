@@ -343,9 +343,6 @@ def _finite(value: Any) -> float:
     return number
 
 
-# ---------------------------------------------------------------- factors
-
-
 @dataclass(frozen=True)
 class Product:
     """A delta as a product: scale · left·right, each a stored tensor or its transpose.

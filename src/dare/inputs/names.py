@@ -1,16 +1,14 @@
 """The pairs of a model's tensors and the base's, where the names alone do not say.
 
 Two differences are common and harmless: a prefix that one side lacks (`model.`, because only the
-body of a model was saved), and a head that is not stored because it is the embedding. Both are
-seen through here, by rules that the plan shows. All else is left to the plan, which refuses it.
+body of a model was saved), and a head that is not stored because it is the embedding. All else is
+left to the plan, which refuses it.
 
-An embedding that is the head of its model too is stored once by most programs and twice by some.
-Stored twice it would get two masks, and loaders that take one of the two for both would load
-something that was never merged. So the names of one tensor are found here, and what is read for any
-of them is the same: that of the input embedding. The base says in `ties` which names those are, for
-the plan to treat them alike. Names stand for one tensor if in every input they share storage, hold
-the same bytes, or are said to be one by its configuration. Bytes are compared among embeddings and
-heads only.
+An embedding that is the head of its model too is stored twice by some programs, and would get two
+masks. So the names of one tensor are found here, and what is read for any of them is the same: that
+of the input embedding; `ties` of the base has them. Names stand for one tensor if in every input
+they share storage, hold the same bytes (compared among embeddings and heads only), or are said to
+be one by its configuration.
 """
 
 from __future__ import annotations
@@ -150,9 +148,6 @@ def tie(
     return shown[0], tuple(shown[1:]), tuple(notes)
 
 
-# ---------------------------------------------------------------- which names are one tensor
-
-
 def _find_groups(inputs: Sequence[_Input], notes: list[str]) -> Groups:
     base = inputs[0].source
     shared = _in_one_place(base)
@@ -238,9 +233,6 @@ def _is_configured(given: _Input, first: str, alias: str) -> bool:
 def _share_storage(source: Source, first: str, alias: str) -> bool:
     place = source.place(first)
     return place is not None and place == source.place(alias)
-
-
-# ---------------------------------------------------------------- showing them as one
 
 
 def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:

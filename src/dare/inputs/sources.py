@@ -61,12 +61,10 @@ class Source:
     files: tuple[Path, ...] = ()  # the files behind the source; none for arrays
     remarks: tuple[str, ...] = ()
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
-    was_dropped: bool = False
-    """True if changes were dropped from it before, by chance, and are made up for as it is read."""
+    was_dropped: bool = False  # True if randomly dropped changes are made up for as it is read
     reading_bytes: int = 0  # memory for each thread that reads, beside the buffer that is filled
     ahead_bytes: int = 0  # memory for reading ahead of a store, of all threads together
-    ties: Mapping[str, str] = _NONE
-    """Names that stand for a tensor which has another name too, and that other name."""
+    ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         """Return whether a tensor is the change to the base, in float32, instead of the weights."""

@@ -63,9 +63,6 @@ class Vocabulary:
         return self.rows != other.rows or (both_known and self.ids != other.ids)
 
 
-# ---------------------------------------------------------------- rows
-
-
 def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo]:
     """Return the tensors of a source that have a row for each token, by their names.
 
@@ -78,9 +75,6 @@ def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo
         if info.dtype.is_weight and len(info.shape) == (2 if name.endswith("weight") else 1)
         if rows in (None, info.shape[0])
     }
-
-
-# ---------------------------------------------------------------- tokenizers
 
 
 class Tokenizers:

@@ -17,7 +17,8 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,15 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
             small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
             pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
-    except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
+    except (
+        zipfile.BadZipFile,
+        struct.error,
+        zlib.error,
+        ValueError,
+        RuntimeError,
+        OSError,
+        EOFError,
+    ):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
@@ -153,23 +162,13 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    _check_pickles(pickles, file)
+    if any(_count_values(pickled) > MAX_VALUES for pickled in pickles):
+        raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
     return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
 
 
-def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
-    """Refuse values that stand in each other so often that nobody can hash or print them."""
-    for pickled in pickles:
-        try:
-            values = _count_values(pickled)
-        except (ValueError, IndexError, struct.error, OverflowError):
-            return  # damaged: torch says so
-        if values > MAX_VALUES:
-            raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
-
-
 def _count_values(pickled: bytes) -> int:
-    """Count the values that the largest value of a pickle stands for; ValueError if damaged.
+    """Count the values that the largest value of a pickle stands for, as far as it can be read.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
     stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
@@ -178,7 +177,7 @@ def _count_values(pickled: bytes) -> int:
     stack: list[int | None] = []  # sizes; None is a mark
     memo: dict[Any, int] = {}
     largest = 0
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, argument in _opcodes(pickled):
         name = opcode.name
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
@@ -194,6 +193,12 @@ def _count_values(pickled: bytes) -> int:
             if largest > MAX_VALUES:
                 return largest
     return largest
+
+
+def _opcodes(pickled: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+    with suppress(ValueError, IndexError, struct.error, OverflowError):  # damaged: torch says so
+        for opcode, argument, _ in pickletools.genops(pickled):
+            yield opcode, argument
 
 
 def _top(stack: list[int | None]) -> int:

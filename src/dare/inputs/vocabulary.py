@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.directory import TOKENIZER_CONFIG, read_json
+from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json
 from dare.inputs.reading import Floats, read_floats
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.inputs.tokens import (
@@ -43,8 +43,6 @@ from dare.tensors.json_values import dump_json
 
 Policy = Literal["error", "base", "union"]
 
-EXAMPLES = 5
-
 
 @dataclass(frozen=True)
 class Aligned:
@@ -52,12 +50,9 @@ class Aligned:
 
     base: Source
     models: tuple[Source, ...]
-    rows: tuple[int | None, ...] = ()
-    """Rows of the output's embedding, the base's and each model's; None where there is none."""
-    keeps_base_tokenizer: bool = False
-    """True if only the base's tokenizer fits the output, with the files that are replaced."""
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the base's tokenizer that have another content in the output."""
+    rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
+    keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
     """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
@@ -105,12 +100,19 @@ def align(
     rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
     if pad_to_multiple_of is not None:
         rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
-    notes = (*tokenizers.notes, *_notes(vocabulary, differing, new, rows))
+    differences = {other.name: _difference(vocabulary, other) for other in differing}
+    matching = "rows are matched by token where both are known"
+    notes = [*tokenizers.notes, *(f"{text}; {matching}" for text in differences.values())]
+    if new:
+        notes.append(f"new tokens, with their ids in the output: {_listed(new)}")
+    if rows > vocabulary.rows:
+        sizes = f"{rows:,} rows in the output and {vocabulary.rows:,} in the base"
+        notes.append(f"embedding and head have {sizes}")
     own = [None if v is None or v.tokens is None else v.tokens.ids for v in (vocabulary, *others)]
     tokens = (None if own[0] is None else {**own[0], **new}, *own)
     counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
     if rows == vocabulary.rows and not differing:
-        return Aligned(base, tuple(models), counts, tokens=tokens, notes=notes)
+        return Aligned(base, tuple(models), counts, tokens=tokens, notes=tuple(notes))
 
     aligned, *presented = present(RowOrigins(vocabulary, others, base, models, weights, new, rows))
     return Aligned(
@@ -121,8 +123,8 @@ def align(
         tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
         token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
         tokens=tokens,
-        differences={other.name: _difference(vocabulary, other) for other in differing},
-        notes=notes,
+        differences=differences,
+        notes=tuple(notes),
     )
 
 
@@ -162,17 +164,6 @@ def _listed(tokens: Mapping[str, int]) -> str:
     ordered = sorted(tokens.items(), key=lambda item: (item[1], item[0]))
     shown = ", ".join(f"{token!r} {number}" for token, number in ordered[:EXAMPLES])
     return shown + (", …" if len(ordered) > EXAMPLES else "")
-
-
-def _notes(
-    base: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
-) -> Iterator[str]:
-    for other in differing:
-        yield f"{_difference(base, other)}; rows are matched by token where both are known"
-    if new:
-        yield f"new tokens, with their ids in the output: {_listed(new)}"
-    if rows > base.rows:
-        yield f"embedding and head have {rows:,} rows in the output and {base.rows:,} in the base"
 
 
 # ---------------------------------------------------------------- a union
@@ -279,15 +270,11 @@ class RowOrigins:
     new: Mapping[str, int]
     rows: int
 
-    def base_rows(self) -> Rows:
-        """Return the base's row for each row of the output; new tokens may lie in its padding."""
-        rows = np.full(self.rows, -1, np.int64)
-        rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
-        rows[list(self.new.values())] = -1
-        return rows
+    def rows_of(self, other: Vocabulary) -> Rows:
+        """Return an input's row for each row of the output that the base has as well.
 
-    def model_rows(self, other: Vocabulary) -> Rows:
-        """Return a model's row for each row of the output that the base has as well."""
+        New tokens may lie in the padding, so their rows are none of these.
+        """
         base = self.vocabulary
         shared = min(base.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
@@ -329,7 +316,7 @@ class RowOrigins:
 def present(origins: RowOrigins) -> list[Source]:
     """Present the base and the models with their rows in the output's order."""
     inputs = [origins.base, *origins.models]
-    base_rows = origins.base_rows()
+    base_rows = origins.rows_of(origins.vocabulary)
     stored = row_tensors(origins.base, origins.vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
     bases = {
@@ -338,7 +325,7 @@ def present(origins: RowOrigins) -> list[Source]:
         )
         for name, info in stored.items()
     }
-    mappings = [None if other is None else origins.model_rows(other) for other in origins.others]
+    mappings = [None if other is None else origins.rows_of(other) for other in origins.others]
     digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
     decided = bytes_digest(json.dumps([origins.rows, digests, owners], sort_keys=True).encode())
     sources: list[Source] = [AlignedSource(origins.base, inputs, bases, decided)]
@@ -368,9 +355,6 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
         return RowTensor(model, info, info.dtype, rows, base.read)
     fill = partial(_fill_decoded, base.read, base_type)
     return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
-
-
-# ---------------------------------------------------------------- sources
 
 
 class AlignedSource(SourceView):
@@ -456,9 +440,6 @@ def _begins_run(rows: Rows) -> NDArray[np.bool_]:
     both_absent = (before < 0) & (after < 0)
     both_follow = (before >= 0) & (after == before + 1)
     return np.concatenate([[True], ~(both_absent | both_follow)])[: rows.size]
-
-
-# ---------------------------------------------------------------- reading elements
 
 
 def _fill_zeros(_start: int, into: Raw) -> None:
