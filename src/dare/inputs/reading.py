@@ -71,12 +71,10 @@ def read_chunks(
             yield start + offset + first, [raw[first : first + together] for raw in found]
 
 
-def read_float_chunks(
-    sources: Sequence[Source], name: str, backend: str = "reference"
-) -> Iterator[tuple[int, list[Floats]]]:
+def read_float_chunks(sources: Sequence[Source], name: str) -> Iterator[tuple[int, list[Floats]]]:
     """Yield the chunks of a whole tensor in float32, in arrays that stay."""
     for start, stored in read_chunks(sources, name):
-        yield start, [decoded(raw, backend) for raw in stored]
+        yield start, [decoded(raw) for raw in stored]
 
 
 def read_stored(
