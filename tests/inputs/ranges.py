@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from dare.inputs.sources import Source
+from dare.inputs.sources import ArraySource, Source
 from helpers import read_elements
 
 PLACES = st.integers(0, 1 << 20)
@@ -23,3 +23,12 @@ class Ranged:
         begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
         expected = self.wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
         assert read_elements(self.source, name, begin, end - begin).tobytes() == expected
+
+
+class DeltaArrays(ArraySource):
+    """Arrays that are changes to the base."""
+
+    is_partial = True
+
+    def holds_delta(self, name: str) -> bool:
+        return True

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from ranges import DeltaArrays
 
 from dare.inputs.arrays import array_source
-from dare.inputs.sources import ArraySource
 from dare.output.report import make_report
 from dare.output.writer import ArraySink
 from dare.planning.data import Fate
@@ -22,7 +22,7 @@ def deltas_source(deltas):
         name: (array_source({name: value}, "x").tensors[name].dtype, value.shape, value.view("u1"))
         for name, value in deltas.items()
     }
-    return ArraySource(stored, holds_deltas=True)
+    return DeltaArrays(stored)
 
 
 def merged(base, sources, backend="cpu", **settings):

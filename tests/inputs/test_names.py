@@ -20,16 +20,14 @@ def ones(*names, value=1.0):
 
 
 def matched(base, model, base_config=None, model_config=None):
-    found = match_names(
+    source, notes = match_names(
         array_source(base, "base"),
         array_source(model, "model"),
         "math",
         base_config=base_config or {},
         model_config=model_config or {},
     )
-    return sorted(found.source.tensors), [
-        (note.code, *note.subjects, note.text) for note in found.notes
-    ]
+    return sorted(source.tensors), [(note.code, *note.subjects, note.text) for note in notes]
 
 
 @pytest.mark.parametrize("prefix", ["model.", "base_model.model.", "_orig_mod."])

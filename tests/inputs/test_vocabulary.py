@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranges import DeltaArrays
 
 from dare.errors import InputError, MismatchError
 from dare.inputs.arrays import array_source, stored
@@ -296,14 +297,14 @@ def test_rows_are_padded_with_zeros(policy: Any, abc: Path) -> None:
 
 
 def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None:
-    delta = ArraySource({EMBEDDING: stored(rows(0.5, 0.25), "")}, holds_deltas=True)
+    delta = DeltaArrays({EMBEDDING: stored(rows(0.5, 0.25), "")})
     found = aligned("union", (source(rows(1, 2, 3)), abc), (delta, None))
     assert found.models[0].holds_delta(EMBEDDING)
     assert found.rows == (3, 3, 2)
     assert found.models[0].is_partial
     np.testing.assert_array_equal(read(found.models[0]), rows(0.5, 0.25, 0))
 
-    longer = ArraySource({EMBEDDING: stored(rows(1, 2, 3, 4), "")}, holds_deltas=True)
+    longer = DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})
     with pytest.raises(MismatchError, match="none of the models with the token '<y>' has a row"):
         aligned("union", (source(rows(1, 2, 3)), abc), (longer, with_y))
 

@@ -9,21 +9,18 @@ inputs is a notice in the report.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.errors import NotFiniteError
 from dare.inputs.reading import hold_open, read_chunks
+from dare.inputs.sources import Raw
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import chunk_span
 
-Raw = NDArray[Any]
-BASE = -1
-"""The base's number where models are counted by their places in the recipe."""
+BASE = -1  # the base's number where models are counted by their places in the recipe
 
 
 def is_suspect(models: Sequence[Sequence[int]], exceptions: tuple[int, int]) -> bool:
@@ -64,7 +61,6 @@ def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, int]]) -> None:
 def _stored(
     plan: Plan, tensor: TensorPlan, models: Sequence[int], start: int = 0, count: int | None = None
 ) -> Iterator[tuple[Raw, dict[int, Raw]]]:
-    """Read stored elements of the base and of models, which are open."""
     sources = [plan.base, *(plan.source_of(tensor, model) for model in models)]
     for _, (base, *tuned) in read_chunks(sources, tensor.name, start, count, base_first=True):
         yield base, dict(zip(models, tuned, strict=True))

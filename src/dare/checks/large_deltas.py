@@ -26,17 +26,15 @@ from dare.documents.words import times
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 
-DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))
-"""Standard deviations that hold with probability 0.95, whatever the distribution: √19."""
+DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
+# A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
+# threshold, |δ| is on average half of the threshold.
 FEWEST_LARGE = 0.1
-"""A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
-threshold, |δ| is on average half of the threshold."""
-MOSTLY_LARGE = 0.5
-"""The share from which a warning is severe: |δ| is then above the threshold on average too."""
+MOSTLY_LARGE = 0.5  # from here on it is severe: |δ| is above the threshold on average too
+# How many times its bound the error may be. It is predicted from parts of a few matrices: of the
+# demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
+# to 1.25 times the error that an analysis of the whole model gives.
 SAMPLE_MARGIN = 1.5
-"""How many times its bound the error may be. It is predicted from parts of a few matrices: of the
-demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98 to
-1.25 times the error that an analysis of the whole model gives."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,8 @@ class Exposure:
     """The figures of a tensor that decide how much dropping it bears."""
 
     elements: int
-    relative_norm: float
-    """‖δ‖ / ‖base‖ without outliers; infinite if there is no base to compare with."""
-    carriers: float
-    """How many elements carry the change of one output: the inputs of a row over the kurtosis."""
+    relative_norm: float  # ‖δ‖ / ‖base‖ without outliers; infinite if the base is zero
+    carriers: float  # elements that carry an output's change: a row's inputs over the kurtosis
 
     @classmethod
     def of(
@@ -105,8 +101,7 @@ class MergedTensor:
     tensor: TensorPlan
     largest_delta: float
     over_threshold: int
-    survivors: Sequence[int]
-    """Elements left after each delta stage."""
+    survivors: Sequence[int]  # elements left after each delta stage
 
     @cached_property
     def drop_rates(self) -> tuple[float, float]:

@@ -22,11 +22,9 @@ from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.toml import write_value
 from dare.stores.locations import StorePath
 
-EarlierInput = tuple[Path, Path]
-"""An input of an earlier merge: as its manifest names it, and where that leads."""
+EarlierInput = tuple[Path, Path]  # as an earlier manifest names it, and where that leads
 FindInputs = Callable[[Path], Iterable[Sequence[EarlierInput]]]
-SHORT_LIST = 6
-"""Up to so many models are written out in a message."""
+SHORT_LIST = 6  # up to so many models are written out in a message
 
 
 def check_inputs(

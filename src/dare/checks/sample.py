@@ -27,7 +27,7 @@ from dare.checks.structure import (
     spread,
 )
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.inputs.reading import decoded, hold_open
+from dare.inputs.reading import Floats, decoded, hold_open
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.data import TensorPlan
@@ -35,12 +35,8 @@ from dare.planning.plan import Plan
 from dare.tensors.digest import bytes_digest
 from dare.tensors.names import is_embedding
 
-Floats = NDArray[np.float32]
-
-MATRICES, ROWS, COLUMNS = 4, 128, 256
-"""How many matrices are sampled, and how much of each at the most."""
-WIDEST_READ_WHOLE = 4096
-"""Rows up to this width are read whole, all at once: that is faster than a read for each."""
+MATRICES, ROWS, COLUMNS = 4, 128, 256  # the most that is sampled
+WIDEST_READ_WHOLE = 4096  # rows up to this width are faster read whole, all at once
 
 
 @dataclass(frozen=True)
@@ -75,12 +71,9 @@ class SampledModels:
     """The findings of a sample."""
 
     notices: tuple[Notice, ...] = ()
-    exposures: tuple[Mapping[str, Exposure], ...] = ()
-    """For each model those of its sampled matrices, by name."""
-    not_finite: tuple[TensorPlan, ...] = ()
-    """Tensors in which a delta is not finite."""
-    low_ranks: tuple[int | None, ...] = ()
-    """For each model about the rank of its change, if that is low, as a LoRA's is."""
+    exposures: tuple[Mapping[str, Exposure], ...] = ()  # by model, then by matrix
+    not_finite: tuple[TensorPlan, ...] = ()  # tensors in which a delta is not finite
+    low_ranks: tuple[int | None, ...] = ()  # by model: about the rank of its change, if it is low
 
 
 def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:

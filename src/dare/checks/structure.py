@@ -22,54 +22,36 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels.linalg import NOISE, squared_values
+from dare.kernels.linalg import NOISE, Doubles, Floats, squared_values
 from dare.tensors.dtypes import STORAGE_TYPES
 
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
+SMALLEST = 32  # matrices with fewer rows or columns say nothing about rank
+DOMINANT = 0.5  # share of the energy that the directions of a low rank hold at least
+CLIFF = 1.5  # how many times as strong the last direction of a low rank is as the next, at least …
+FEW = 16  # … unless all that stand out are fewer than this part of the directions
+SPIKE = 5.0  # an element so many times what its row and column let expect is left out
+NEGLIGIBLE_TAIL = 0.01  # share of the energy outside a low rank that rounding need not explain
 
-SMALLEST = 32
-"""Matrices with fewer rows or columns say nothing about rank."""
-DOMINANT = 0.5
-"""Share of the energy that the directions of a low rank hold at least."""
-CLIFF = 1.5
-"""How many times as strong the last direction of a low rank is as the next, at least …"""
-FEW = 16
-"""… unless all that stand out are fewer than this part of the directions."""
-SPIKE = 5.0
-"""How many times what its row and column let expect a single element is that is left out."""
-NEGLIGIBLE_TAIL = 0.01
-"""Share of the energy outside a low rank that needs no explanation by rounding."""
-
-BIN_SHIFT = 15
-"""Bits of a magnitude that its bin does not tell."""
+BIN_SHIFT = 15  # bits of a magnitude that its bin does not tell
 BINS = 1 << 16
-OCTAVE = 1 << (23 - BIN_SHIFT)
-"""Bins in an octave."""
-PANEL = 1 << 18
-"""Elements of an array that are counted at once."""
+OCTAVE = 1 << (23 - BIN_SHIFT)  # bins in an octave
+PANEL = 1 << 18  # elements of an array that are counted at once
+# Share of a tensor's changed elements that may be outliers; one may be, where that is less …
 OUTLIERS = 0.002
-"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
+# … and where few are changed this share of all elements, but no more than that of the changed.
 OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
-"""… and where few are changed this share of all elements, but no more than that of the changed."""
-BEYOND = 1.75
-"""How many times the largest magnitude that cannot be one an outlier exceeds …"""
-BEYOND_FEW = 16.0
-"""… where the share comes to less than one element, and chance plays a larger part."""
-FEW_CHANGED = 32
-"""Fewer changed elements are not compared with each other but with the base's weights."""
-OUTLIER_FOURTHS = 0.05
-"""Share of Σδ⁴ from which outliers matter."""
+BEYOND = 1.75  # how many times the largest magnitude that cannot be one an outlier exceeds …
+BEYOND_FEW = 16.0  # … where the share is less than one element, and chance plays a larger part
+FEW_CHANGED = 32  # fewer changed elements are compared with the base's weights instead
+OUTLIER_FOURTHS = 0.05  # share of Σδ⁴ from which outliers matter
 
 
 @dataclass(frozen=True)
 class Magnitudes:
     """How many elements that are neither zero nor infinite have a magnitude in which bin."""
 
-    first: int
-    """The bin of the first count."""
-    counts: NDArray[np.int64]
-    """Neither the first nor the last is zero."""
+    first: int  # the bin of the first count
+    counts: NDArray[np.int64]  # neither the first nor the last is zero
 
     @classmethod
     def of(cls, values: NDArray[np.float32]) -> Magnitudes:

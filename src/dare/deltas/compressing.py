@@ -355,7 +355,7 @@ def _setting(stage: Stage, drop_rate: float) -> dict[str, float]:
 
 def _check_model(path: Path, model: Source) -> None:
     inner = model
-    while isinstance(inner, SourceView):
+    while isinstance(inner, SourceView) and not isinstance(inner, DeltaSource | LoraSource):
         inner = inner.inner
     if isinstance(inner, DeltaSource):
         raise InputError(f"{path}: is already a delta file; `dare apply` turns it into a model")
@@ -389,10 +389,10 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
     base, model = (_open_files(path) for path in places)
     configs = [read_config(path) for path in places]
     # the base under the model's names
-    matched = match_names(model, base, "base", base_config=configs[1], model_config=configs[0])
-    tensors = [_copied(info, matched.source) for _, info in sorted(model.tensors.items())]
-    bases, notes = (matched.source,), matched.notes
-    plan = Plan(recipe, model, bases, ("base",), tuple(tensors), (), (), None, notes)
+    known = {"base_config": configs[1], "model_config": configs[0]}
+    matched, notes = match_names(model, base, "base", **known)
+    tensors = [_copied(info, matched) for _, info in sorted(model.tensors.items())]
+    plan = Plan(recipe, model, (matched,), ("base",), tuple(tensors), (), (), None, notes)
     files = {
         file.name: _described("header", read_beginning(file, header.data_start))
         for file, header in model.headers.items()
@@ -403,7 +403,7 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
         files[INDEX_NAME] = _described("whole", read_limited(index, MAX_INDEX_BYTES))
 
     def describe(records: Records) -> DeltaNotes:
-        stored = {t.name: _coded_tensor(t, matched.source, records[t.name]) for t in tensors}
+        stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
         return _make_notes(base, model, stored, files, scheme="lossless")
 
     return Compression(plan, LosslessCoder, describe, {"lossless": True}, files)

@@ -186,7 +186,7 @@ def arrays_of(model: Any) -> dict[str, Any]:
 def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
     """The model's names of stored tensors, which may have a prefix."""
     sides = (_bare_source(stored), _bare_source(arrays))
-    matched = match_names(*sides, "model", base_config={}, model_config={}).source
+    matched, _ = match_names(*sides, "model", base_config={}, model_config={})
     if isinstance(matched, RenamedSource):
         return matched.names
     return {name: name for name in matched.tensors}

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -35,7 +35,8 @@ from dare.inputs.delta_notes import (
     StoredTensor,
     read_notes,
 )
-from dare.inputs.sources import Drop, FileSource, Raw, Source
+from dare.inputs.reading import Bytes
+from dare.inputs.sources import Drop, FileSource, Raw, Source, SourceView
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
@@ -49,14 +50,11 @@ from dare.tensors.planes import unpack
 F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
 
-Bytes = NDArray[np.uint8]
-
 
 class Piece(NamedTuple):
     """The stored elements of one chunk in each part: their start and their number."""
 
-    kept: int
-    """The number of values, or of coded bytes; AS_IN_BASE."""
+    kept: int  # the number of values, or of coded bytes; AS_IN_BASE
     digest: bytes
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -77,7 +75,6 @@ class DeltaFile:
         """The pieces of the chunks of each tensor; none for names that stand for others."""
 
     def _check_header(self) -> None:
-        """Refuse a header in which anything was changed."""
         raw = np.empty(self.stored.headers[self.path].data_start, np.uint8)
         with self.stored:
             self.stored.read_bytes(self.path, 0, raw, "the header")
@@ -134,19 +131,22 @@ class DeltaFile:
         """Return the error to raise where something is not as it was written."""
         return InputError(f"{self.path}: the delta file is damaged: {reason}; get it again")
 
+    def spans(self, name: str, chunk: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the stored parts of a chunk: name, first element and number of elements."""
+        piece = self.pieces[name][chunk]
+        yield from zip(part_names(self.notes, name), piece.starts, piece.sizes, strict=True)
+
     def read_parts(self, name: str, chunk: int) -> list[Raw]:
         """Read the stored parts of a chunk, checked against its digest."""
-        piece = self.pieces[name][chunk]
         digest = xxhash.xxh3_128()
         found = []
-        parts = part_names(self.notes, name)
-        for part, start, size in zip(parts, piece.starts, piece.sizes, strict=True):
+        for part, start, size in self.spans(name, chunk):
             raw: Raw = np.empty(size, part_type(self.notes, part, self.notes.tensors[name]).carrier)
             if size:
                 self.stored.read(part, start, raw)
             digest.update(raw.data)
             found.append(raw)
-        if digest.digest() != piece.digest:
+        if digest.digest() != self.pieces[name][chunk].digest:
             raise self.damaged(f"chunk {chunk} of {name} has changed since it was written")
         return found
 
@@ -157,19 +157,6 @@ class DeltaFile:
             unpack(blob.data, against, into.itemsize, into.view(np.uint8))
         except InputError as error:
             raise self.damaged(f"{name}: {error}") from None
-
-    def prefetch(self, name: str, chunk: int) -> None:
-        """Say that a chunk will be read soon."""
-        piece = self.pieces[name][chunk]
-        parts = part_names(self.notes, name)
-        for part, first, size in zip(parts, piece.starts, piece.sizes, strict=True):
-            if size:
-                self.stored.prefetch(part, first, size)
-
-    def bytes_of(self, name: str) -> int:
-        """Return the bytes of a tensor in the file."""
-        infos = (self.stored.tensors.get(part) for part in part_names(self.notes, name))
-        return sum(info.nbytes for info in infos if info is not None)
 
     def read_file(self, name: str) -> bytes:
         """Read one of the model's files."""
@@ -254,20 +241,19 @@ class DeltaFile:
         return change
 
 
-class DeltaSource(Source):
+class DeltaSource(SourceView):
     """The tensors of the model that a delta file stands for, given its base."""
 
     def __init__(self, file: DeltaFile, base: Source, *, rescales: bool = False) -> None:
         self.file, self.notes, self.base = file, file.notes, base
-        self.files = file.stored.files
         self._rescales = rescales
         self._is_lossless = self.notes.scheme == "lossless"
         self._folder: Path | None = None
         self._local = threading.local()
         self._check_base()
-        self.tensors = {name: self._presented(name) for name in self.notes.tensors}
-        self.reading_bytes = CHUNK * (1 + 5 * 4) + file.stored.reading_bytes
-        self.ahead_bytes = file.stored.ahead_bytes
+        tensors = {name: self._presented(name) for name in self.notes.tensors}
+        super().__init__(file.stored, tensors, opened=(base, file.stored))
+        self.reading_bytes += CHUNK * (1 + 5 * 4)
         self.was_dropped = self.notes.seed is not None and rescales
         if self.was_dropped:
             self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
@@ -331,36 +317,15 @@ class DeltaSource(Source):
 
     def bytes_for(self, name: str, count: int) -> int:
         name, tensor = self._tensor(name)
-        return self.file.bytes_of(name) * count // max(1, tensor.elements)
+        infos = (self.inner.tensors.get(part) for part in part_names(self.notes, name))
+        stored = sum(info.nbytes for info in infos if info is not None)
+        return stored * count // max(1, tensor.elements)
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self.notes.to_json(), self._rescales]
 
-    def stamps(self) -> list[Any]:
-        return self.file.stored.stamps()
-
     def place(self, name: str) -> Hashable:
         return str(self.file.path), self._tensor(name)[0]
-
-    def limit_ahead(self, nbytes: int) -> None:
-        self.file.stored.limit_ahead(nbytes)
-        self.ahead_bytes = self.file.stored.ahead_bytes
-
-    def __enter__(self) -> Self:
-        self.base.__enter__()
-        try:
-            self.file.stored.__enter__()
-        except InputError:
-            self.base.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.stored.__exit__(*error)
-        self.base.__exit__(*error)
-
-    def check_unchanged(self) -> None:
-        self.file.stored.check_unchanged()
 
     def folder(self, base: Path | None) -> Path | None:
         """Make a folder with the files that lay beside the model's weights, while this exists."""
@@ -377,7 +342,9 @@ class DeltaSource(Source):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         for chunk in range(start // CHUNK, chunk_count(start + count)):
-            self.file.prefetch(self._tensor(name)[0], chunk)
+            for part, first, size in self.file.spans(self._tensor(name)[0], chunk):
+                if size:
+                    self.inner.prefetch(part, first, size)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         name, tensor = self._tensor(name)

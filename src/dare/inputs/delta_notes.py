@@ -13,19 +13,15 @@ from dare.tensors.digest import DIGEST_LENGTH
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.mask import MASK_VERSION
 
-KEY = "dare.delta"
-"""The key of the notes in a header, by which a delta file is known."""
+KEY = "dare.delta"  # the key of the notes in a header, by which a delta file is known
 VERSION: Literal[1] = 1
 INDEX = "index"
-AS_IN_BASE = -1
-"""A count that says: the chunk is the base's."""
+AS_IN_BASE = -1  # a count that says: the chunk is the base's
 UNKNOWN = "0" * DIGEST_LENGTH
 MAX_FILE_BYTES = 256_000_000
-MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES
-"""The limit for all of them: a small file must not fill a disk."""
+MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all together: a small file must not fill a disk
 MAX_REASON_CHARACTERS = 300
-MAX_NAME_BYTES = 255
-"""The limit for a part of a path, on every file system that people use."""
+MAX_NAME_BYTES = 255  # the limit for a part of a path, on every file system that people use
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -43,12 +39,10 @@ class StoredTensor(_Notes):
     shape: Annotated[tuple[Size, ...], Field(max_length=64, strict=False)]
     dtype: str
     model: Digest
-    base: Digest | None = None
-    """The base's tensor that it is coded against; None: it stands for itself."""
+    base: Digest | None = None  # the base's tensor that it is coded against, if any
     base_name: str | None = None
     drop_rate: Rate | None = None
-    tied_to: str | None = None
-    """The tensor that this is another name of: nothing is stored for it."""
+    tied_to: str | None = None  # the tensor that this is another name of: nothing is stored for it
 
     @property
     def kind(self) -> StorageType:
@@ -75,23 +69,19 @@ class DeltaNotes(_Notes):
     """All notes of a delta file."""
 
     version: Literal[1]
-    mask: Literal[1] | None = None
-    """Version of the mask that decides what is kept; None where no mask does."""
+    mask: Literal[1] | None = None  # the version of the mask, if one decides what is kept
     scheme: Literal["random", "magnitude", "lossless"]
     bits: Bits = "native"
     seed: Annotated[int, Field(ge=0)] | None = None
-    drop_rate: Rate | None = None
-    """The rate of most tensors; each has its own."""
+    drop_rate: Rate | None = None  # the rate of most tensors; each has its own
     base: Digest
     model: Digest
-    sample: Digest
-    """A digest of a few elements of the base, by which a wrong one is known at once."""
+    sample: Digest  # a digest of a few elements of the base, by which a wrong one is known at once
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile] = {}
     """The files of the model's folder: configuration, tokenizer; lossless also its weights."""
     index: Digest
-    check: Digest
-    """The digest of the header while this is all zeros."""
+    check: Digest  # the digest of the header while this is all zeros
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:

@@ -15,7 +15,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -44,44 +44,36 @@ TOKENIZER = (
     *("*.model", "*.spm", "*.tiktoken", "tekken.json", "normalizer.json", *TEMPLATES),
 )
 SENTENCE_TRANSFORMERS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-CODE = ("*.py",)
 LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
 
-MAX_JSON_BYTES = 256 << 20
-"""A size that no tokenizer has and that can still be parsed."""
+MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
 MAX_MODULE_FILES = 1000
 EXAMPLES = 5
 
+# Weights and what belongs to a training or to a repository: nobody expects them in an output.
 _LEFT_WITHOUT_A_WORD = re.compile(
     r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index\.json)?"
     r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json",
     re.IGNORECASE,
 )
-"""Weights and what belongs to a training or to a repository: nobody expects them in an output."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sidecars:
     """The files that go beside the weights of an output."""
 
     directory: Path
-    files: Mapping[str, bytes | Path]
-    """The content, or the file to copy, by relative name with forward slashes."""
-    changes: Mapping[str, str]
-    """The differences of files that are not copied as they are."""
-    notes: tuple[Notice, ...]
+    files: dict[str, bytes | Path] = field(default_factory=dict)  # by relative name
+    notes: list[Notice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StopTokens:
     """Tokens that end a text or fill one up, as the files of one model have them."""
 
-    special: Mapping[str, Any]
-    """`eos_token` and `pad_token` of tokenizer_config.json."""
-    config: Mapping[str, Any]
-    """`eos_token_id` and `pad_token_id` of config.json."""
-    generation: Mapping[str, Any] | None
-    """The same of generation_config.json, with `stop_strings`; None if there is no such file."""
+    special: Mapping[str, Any]  # `eos_token` and `pad_token` of tokenizer_config.json
+    config: Mapping[str, Any]  # `eos_token_id` and `pad_token_id` of config.json
+    generation: Mapping[str, Any] | None  # of generation_config.json, with `stop_strings`
 
     def texts(self, tokens: Mapping[str, int] | None) -> frozenset[str]:
         """Return the tokens that end a text; `tokens` are those of the same model."""
@@ -97,15 +89,12 @@ class Changes:
     """Changes to an output's configuration; quantised weights never stay so."""
 
     dtype: StorageType | None = None
-    vocab_size: tuple[int, int] | None = None
-    """Rows of the embedding in the directory's model and in the output, where they differ."""
+    vocab_size: tuple[int, int] | None = None  # rows of the embedding, before and after
     token_ids: Mapping[int, int | None] | None = None
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
-    stop_tokens: StopTokens | None = None
-    """The stop tokens, if files of several directories come together."""
-    tokens: Mapping[str, int] | None = None
-    """The ids of the output's tokens, if they are known: only those can end a text."""
+    stop_tokens: StopTokens | None = None  # if files of several directories come together
+    tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -146,7 +135,6 @@ def collect(
     gathered.take(directory, [*modules, *(name for name in top if LEGAL.fullmatch(name))])
     gathered.take(tokenizer or directory, _named(tokenizer or directory, TOKENIZER))
     gathered.files |= replaced or {}
-    gathered.changes |= dict.fromkeys(replaced or {}, "tokens added")
     gathered.take_code()
     if changes.chat_template is not None:
         gathered.set_chat_template(changes.chat_template)
@@ -158,24 +146,16 @@ def collect(
     kept = {name.split("/")[0] for name in gathered.files}
     left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
     if left:
-        gathered.notes.append(
-            notice("not_copied", files=some_of(left, EXAMPLES), directory=directory)
-        )
-    files = dict(sorted(gathered.files.items()))
-    return Sidecars(directory, files, gathered.changes, tuple(gathered.notes))
+        files = some_of(left, EXAMPLES)
+        gathered.notes.append(notice("not_copied", files=files, directory=directory))
+    gathered.files = dict(sorted(gathered.files.items()))
+    return gathered
 
 
-class _Gathered:
+class _Gathered(Sidecars):
     """Sidecars, being collected."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.files: dict[str, bytes | Path] = {}
-        self.changes: dict[str, str] = {}
-        self.notes: list[Notice] = []
-
     def take(self, directory: Path, names: Iterable[str]) -> None:
-        """Take files of a directory."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def module_files(self) -> Iterator[str]:
@@ -190,15 +170,15 @@ class _Gathered:
 
     def take_code(self) -> None:
         """Take custom code, where a configuration refers to it."""
-        modules = list(_named(self.directory, CODE))
+        modules = list(_named(self.directory, ["*.py"]))
         configs = [name for name in self.files if name.endswith("config.json") and "/" not in name]
         if modules and any("auto_map" in self.table(name) for name in configs):
             self.take(self.directory, modules)
             self.notes.append(notice("custom_code", files=some_of(modules, EXAMPLES)))
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a collected file."""
-        content = self.files[name]
+        """Return the JSON object in a collected file; empty if there is no such file."""
+        content = self.files.get(name, b"{}")
         where = content if isinstance(content, Path) else Path(name)
         text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
         document = parse_json(text, where)
@@ -206,54 +186,50 @@ class _Gathered:
             raise InputError(f"{where}: must be a JSON object")
         return document
 
-    def replace(self, name: str, document: dict[str, Any], done: Iterable[str]) -> None:
-        """Put another content in place of a file, if anything was done to it."""
-        if done := dict.fromkeys(done):
+    def replace(self, name: str, document: dict[str, Any]) -> None:
+        """Put another content in place of a file; the same content leaves its bytes alone."""
+        if document != self.table(name):
             self.files[name] = dump_json(document, Path(name))
-            before = [self.changes[name]] if name in self.changes else []
-            self.changes[name] = ", ".join([*before, *done])
 
     def set_chat_template(self, template: str) -> None:
         """Put a template in place of all others."""
         for name in list(self.files):
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
                 del self.files[name]
-        if TOKENIZER_CONFIG in self.files:
-            document = self.table(TOKENIZER_CONFIG)
-            if document.pop("chat_template", None) is not None:
-                self.replace(TOKENIZER_CONFIG, document, [f"chat template in {CHAT_TEMPLATE}"])
+        document = self.table(TOKENIZER_CONFIG)
+        if document.pop("chat_template", None) is not None:
+            self.replace(TOKENIZER_CONFIG, document)
         self.files[CHAT_TEMPLATE] = template.encode()
-        self.changes[CHAT_TEMPLATE] = "as the recipe says"
 
     def set_stop_tokens(self, stop: StopTokens) -> None:
         """Have tokenizer, configuration and generation end a text in the same way."""
         for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
             if name in self.files:
                 document = self.table(name)
-                texts = {key: _token_text(value) for key, value in stop.special.items()}
-                differing = [key for key in texts if _token_text(document.get(key)) != texts[key]]
-                said = [f"{key} {texts[key]}" for key in differing]
-                document |= {key: stop.special[key] for key in differing}
-                self.replace(name, document, said)
+                for key, token in stop.special.items():
+                    if _token_text(document.get(key)) != _token_text(token):
+                        document[key] = token
+                self.replace(name, document)
         if CONFIG in self.files:
             document = self.table(CONFIG)
-            self.replace(CONFIG, document, _set_values(_text_tables(document), stop.config))
+            _set_values(_text_tables(document), stop.config)
+            self.replace(CONFIG, document)
         if GENERATION_CONFIG in self.files or stop.generation is not None:
-            document = self.table(GENERATION_CONFIG) if GENERATION_CONFIG in self.files else {}
+            document = self.table(GENERATION_CONFIG)
             wanted = stop.config if stop.generation is None else stop.generation
-            self.replace(GENERATION_CONFIG, document, _set_values([document], wanted))
+            _set_values([document], wanted)
+            self.replace(GENERATION_CONFIG, document)
 
     def check_stop_tokens(self, tokens: Mapping[str, int]) -> None:
         """Refuse an output that waits for a token which its tokenizer does not have."""
         known = set(tokens.values())
         missing: list[tuple[str, Any]] = []
         for name in (CONFIG, GENERATION_CONFIG):
-            for table in _text_tables(self.table(name)) if name in self.files else ():
+            for table in _text_tables(self.table(name)):
                 ids = _whole_numbers(table.get("eos_token_id"))
                 missing += [(name, number) for number in ids if number >= 0 and number not in known]
-        if TOKENIZER_CONFIG in self.files:
-            text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
-            missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
+        text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
+        missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
         for name, token in missing:
             raise RecipeError(
                 f"{name}: the output would end a text at the token {token!r}, which it lacks; "
@@ -267,9 +243,10 @@ class _Gathered:
         for name in (CONFIG, GENERATION_CONFIG):
             if name in self.files and (name == CONFIG or changes.token_ids is not None):
                 document = self.table(name)
-                done = [*_configured(document, changes)] if name == CONFIG else []
-                done += _renumbered(document, changes.token_ids or {}, self.directory / name)
-                self.replace(name, document, done)
+                if name == CONFIG:
+                    _configure(document, changes)
+                _renumber(document, changes.token_ids or {}, self.directory / name)
+                self.replace(name, document)
 
 
 def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
@@ -341,7 +318,6 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """Return the path of an ordinary file of a directory."""
     path = _inside(directory, name)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -379,34 +355,26 @@ def read_config(path: Path) -> Mapping[str, Any]:
 # ---------------------------------------------------------------- what must change
 
 
-def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
-    """Change type, size of the vocabulary and quantisation in config.json; yield the changes."""
+def _configure(document: dict[str, Any], changes: Changes) -> None:
+    """Change type, size of the vocabulary and quantisation in config.json."""
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
         if "torch_dtype" not in document and "dtype" not in document:
             document["torch_dtype"] = name
-            yield f"torch_dtype {name}"
         known = [*(kind.torch_name for kind in MODEL_TYPES), "auto"]
         for table in tables_of(document):
-            for key in ("torch_dtype", "dtype"):
-                if table.get(key) in known and table[key] != name:
-                    table[key] = name
-                    yield f"{key} {name}"
+            table |= {key: name for key in ("torch_dtype", "dtype") if table.get(key) in known}
     if changes.vocab_size is not None:
         before, after = changes.vocab_size
         for table in tables_of(document):
             if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
                 table["vocab_size"] = after
-                yield f"vocab_size {after}"
     for table in tables_of(document):
         for key in quantisation_settings(table):
             del table[key]
-            yield f"no {key}"
 
 
-def _renumbered(
-    document: dict[str, Any], ids: Mapping[int, int | None], where: Path
-) -> Iterator[str]:
+def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Path) -> None:
     """Give token ids in a configuration the numbers they have in the output."""
 
     def renumbered(key: str, value: Any) -> Any:
@@ -425,8 +393,6 @@ def _renumbered(
         for key, value in table.items():
             if re.fullmatch(r"\w+_token_ids?", key):
                 table[key] = renumbered(key, value)
-                if table[key] != value:
-                    yield f"{key} {table[key]}"
 
 
 # ---------------------------------------------------------------- stop tokens
@@ -458,7 +424,7 @@ def renumber_stop_tokens(stop: StopTokens, ids: Mapping[int, int | None], whose:
         for table in (stop.special, stop.config, stop.generation or {})
     ]
     for table in tables[1:]:
-        list(_renumbered(table, ids, Path(whose)))
+        _renumber(table, ids, Path(whose))
     return StopTokens(tables[0], tables[1], None if stop.generation is None else tables[2])
 
 
@@ -468,7 +434,6 @@ def _values(document: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _whole_numbers(value: Any) -> list[int]:
-    """Return token ids, which are one or a list."""
     return [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
 
 
@@ -484,13 +449,11 @@ def _text_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, text] if isinstance(text, dict) else [config]
 
 
-def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Set values where they stand, or else in the first table; yield those that changed."""
+def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> None:
+    """Set values where they stand, or else in the first table."""
     for key, value in wanted.items():
         for table in [table for table in tables if key in table] or tables[:1]:
-            if table.get(key) != value:
-                table[key] = value
-                yield f"{key} {value}"
+            table[key] = value
 
 
 # ---------------------------------------------------------------- chat templates

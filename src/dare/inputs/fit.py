@@ -16,13 +16,10 @@ from dare.tensors.header import TensorInfo
 class Misfit(StrEnum):
     """A reason why a tensor does not fit."""
 
-    NOT_WEIGHTS = "not weights"
-    """The base stores it in a type that is not one of weights."""
-    UNLIKE_BASE = "unlike base"
-    """A model has it in another shape than the base's, or in a type that does not go with it."""
+    NOT_WEIGHTS = "not weights"  # the base stores it in a type that is not one of weights
+    UNLIKE_BASE = "unlike base"  # in another shape, or in a type that does not go with the base's
     NOT_IN_BASE = "not in base"
-    MISSING = "missing"
-    """A model that should have all weights lacks it."""
+    MISSING = "missing"  # a model that should have all weights lacks it
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,9 @@ class LeftOut:
 
     tensor: str
     reason: Misfit
-    models: tuple[str, ...]
-    """The models that have it, or lack it; one, if it is unlike the base's."""
-    base: Form | None = None
-    """The base's copy, if it matters."""
-    found: Form | None = None
-    """The model's copy that is unlike the base's."""
+    models: tuple[str, ...]  # the models that have it, or lack it; one, if it is unlike the base's
+    base: Form | None = None  # the base's copy, if it matters
+    found: Form | None = None  # the model's copy that is unlike the base's
 
     @property
     def reason_text(self) -> str:
@@ -77,8 +71,7 @@ class Fit:
 
     base: TensorInfo
     fitting: tuple[int, ...]
-    absent: tuple[int, ...]
-    """Models without a copy; of a partial one, such as an adapter, that is no misfit."""
+    absent: tuple[int, ...]  # without a copy; no misfit if the model is partial, as an adapter is
     misfits: tuple[LeftOut, ...]
 
     @property
@@ -87,8 +80,7 @@ class Fit:
         return any(misfit.reason is Misfit.UNLIKE_BASE for misfit in self.misfits)
 
 
-Named = Sequence[tuple[str, Source]]
-"""Models with their names, of which two may be the same."""
+Named = Sequence[tuple[str, Source]]  # models with their names, of which two may be the same
 
 
 def fit_tensor(base: TensorInfo, models: Named) -> Fit:

@@ -80,8 +80,7 @@ class Inputs:
     """Base and models, opened and in line with each other."""
 
     names: tuple[str, ...]
-    folders: tuple[Path | None, ...]
-    """The directories of the base and each model, if they are in some."""
+    folders: tuple[Path | None, ...]  # of the base and each model, if they are in some
     aligned: Aligned
     notes: tuple[Notice, ...]
 
@@ -142,8 +141,8 @@ def open_inputs(
         match_names(base, model, name, base_config=configs[0], model_config=config)
         for model, name, config in zip(models, names, configs[1:], strict=True)
     ]
-    notes += [note for model in matched for note in model.notes]
-    models = [under_stored_names(model.source, base, paths[0], configs[0]) for model in matched]
+    notes += [note for _, found in matched for note in found]
+    models = [under_stored_names(model, base, paths[0], configs[0]) for model, _ in matched]
     base, (*models,), tied = tie(base, models, names, configs)
     notes += tied
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base":

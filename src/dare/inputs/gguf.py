@@ -36,23 +36,19 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 MAGIC = b"GGUF"
-MAX_HEADER_BYTES = 64 << 20
-"""A limit; the largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
+MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens takes about 16 MB
 MAX_ARRAY_ITEMS = 1 << 21
 MAX_PAIRS = 1 << 16
-MAX_DIMENSIONS = 4
-"""The limit of ggml."""
+MAX_DIMENSIONS = 4  # the limit of ggml
 DEFAULT_ALIGNMENT = 32
-PIECE_ELEMENTS = 1 << 16
-"""Elements that are dequantised at once; they and all intermediate values fit a cache."""
+PIECE_ELEMENTS = 1 << 16  # dequantised at once; with all intermediate values they fit a cache
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-Metadata = Mapping[str, Any]
-"""Numbers and texts; of an array, a text that says how long it is."""
+Metadata = Mapping[str, Any]  # numbers and texts; of an array, a text that says how long it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +58,11 @@ class Stored:
     name: str
     file: Path
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    """Outermost dimension first, as everywhere but in GGUF."""
+    shape: tuple[int, ...]  # outermost dimension first, as everywhere but in GGUF
     start: int
     block_elements: int
     block_bytes: int
-    head_rows: int = 0
-    """Rows of one attention head, if the converter has interleaved the halves of each."""
+    head_rows: int = 0  # rows of an attention head, if the converter interleaved its halves
     shift: float = 0.0
 
     @property
@@ -99,8 +93,7 @@ class Family:
 
     parts: Mapping[str, str]
     interleaves_heads: bool = False
-    norm_shift: float = 0.0
-    """A number that undoes the converter's change to the weights of norms."""
+    norm_shift: float = 0.0  # a number that undoes the converter's change to the weights of norms
 
 
 _LLAMA_PARTS = {
@@ -120,6 +113,7 @@ _GEMMA2_PARTS = _LLAMA_PARTS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama).
 FAMILIES = {
     "llama": Family(_LLAMA_PARTS, interleaves_heads=True),
     "qwen2": Family(_LLAMA_PARTS),
@@ -128,7 +122,6 @@ FAMILIES = {
     "gemma2": Family(_GEMMA2_PARTS, norm_shift=-1.0),
     "gemma3": Family(_GEMMA2_PARTS | _HEAD_NORMS, norm_shift=-1.0),
 }
-"""Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama)."""
 
 _OUTSIDE_LAYERS = {
     "token_embd": "model.embed_tokens",
@@ -136,8 +129,8 @@ _OUTSIDE_LAYERS = {
     "output": "lm_head",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
+# Tensors that llama.cpp computes from the configuration; no Hugging Face model has them.
 NOT_WEIGHTS = ("rope_freqs.weight",)
-"""Tensors that llama.cpp computes from the configuration; no Hugging Face model has them."""
 
 
 class GgufSource(InputFiles):
@@ -178,7 +171,7 @@ class GgufSource(InputFiles):
     def _name(self, tensors: Iterable[Stored]) -> None:
         """Take tensors in under their Hugging Face names, as far as those are known."""
         family = FAMILIES.get(self.architecture)
-        left_out, unknown = [], []
+        left_out, unknown, remarks = [], [], []
         for tensor in tensors:
             name = hugging_face_name(tensor.name, family) if family else None
             if family and tensor.name in NOT_WEIGHTS:
@@ -190,14 +183,14 @@ class GgufSource(InputFiles):
                 self._add(tensor.name, tensor)
         if family is None:
             known = ", ".join(FAMILIES)
-            self._remark("unknown_architecture", architecture=self.architecture, known=known)
+            remarks.append(
+                notice("unknown_architecture", architecture=self.architecture, known=known)
+            )
         elif unknown:
-            self._remark("unknown_names", names=some_of(unknown))
+            remarks.append(notice("unknown_names", names=some_of(unknown)))
         if left_out:
-            self._remark("not_weights", names=some_of(left_out))
-
-    def _remark(self, code: str, **values: Any) -> None:
-        self.remarks += (notice(code, **values),)
+            remarks.append(notice("not_weights", names=some_of(left_out)))
+        self.remarks = tuple(remarks)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
@@ -314,9 +307,6 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     module = _OUTSIDE_LAYERS.get(part) if layer is None else family.parts.get(part)
     within = "" if layer is None else f"model.layers.{layer}."
     return f"{within}{module}.{suffix}" if module else None
-
-
-# ---------------------------------------------------------------- the header
 
 
 class _Cursor:

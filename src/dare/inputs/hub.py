@@ -1,10 +1,9 @@
 """Models by their name on the hub: found in the local cache, fetched into it, or read from the hub.
 
-`dare.recipe.hub_names` parses names. A merge fetches `org/name`, and reads `hf://org/name`
-where it lies, as a store, unless the cache has it; a plan fetches neither. Only the weights as
-safetensors and the small files beside them are fetched, all from one commit, which is known
-afterwards, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries are
-those of `huggingface_hub`.
+A merge fetches `org/name`, and reads `hf://org/name` where it lies, as a store, unless the cache
+has it; a plan fetches neither. Only safetensors and the small files beside them are fetched, all
+from one commit, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries
+are those of `huggingface_hub`.
 
 The client makes file names of a hub's answers, and keeps its files unchecked. So names in answers
 are checked before the client sees them, downloads are compared with the digests they were announced
@@ -39,6 +38,7 @@ from dare.stores.reading import can_read
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
+# Patterns of files that are fetched from the top of the repository too: they hold for it all.
 LICENCE_FILES = (
     "README.md",
     *(
@@ -47,22 +47,20 @@ LICENCE_FILES = (
         for word in (name, name.capitalize(), name.upper())
     ),
 )
-"""Patterns of files that are fetched from the top of the repository too: they hold for it all."""
 
+# Patterns of files that are fetched beside the weights, in their folder; code is never run.
 SMALL_FILES = (
     *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
     *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
     *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
-"""Patterns of files that are fetched beside the weights, in their folder; code is never run."""
 
+# Patterns of files that those match too, as a star matches slashes, and that are not meant.
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
-"""Patterns of files that those match too, as a star matches slashes, and that are not meant."""
 
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
+# Parts of answers that the client makes file names of.
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
-"""Parts of answers that the client makes file names of."""
-_PIECE = 1 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -134,9 +132,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # opening it will say what is wrong
         return True
-
-
-# ---------------------------------------------------------------- reading where it lies
 
 
 def _find(name: Name, *, verbose: bool) -> Resolved:
@@ -268,7 +263,6 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
-    """Return the folder in which the client keeps a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -343,19 +337,13 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
 
 def _has_digest(blob: Path) -> bool:
     """Return whether a file has the content that its name stands for, if that is a digest."""
-    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
-        digest: Any = hashlib.sha256()
-    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
+    digest = hashlib.sha256()
+    if re.fullmatch(r"[0-9a-f]{40}", blob.name):
         digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
-    else:
+    elif not re.fullmatch(r"[0-9a-f]{64}", blob.name):
         return True
     with blob.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-    return bool(digest.hexdigest() == blob.name)
-
-
-# ---------------------------------------------------------------- what went wrong
+        return hashlib.file_digest(stream, lambda: digest).hexdigest() == blob.name
 
 
 def _explained(name: Name, error: BaseException) -> str:

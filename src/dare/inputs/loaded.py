@@ -34,23 +34,23 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import MAX_CONFIG_BYTES
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
+# The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
+# tensor is a part of a larger one, or is not loaded at all.
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
-"""The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or
-the tensor is a part of a larger one, or is not loaded at all."""
 
-EMBEDDINGS = ("relative_attention_bias",)
-"""Modules that are embeddings though their names do not say so."""
+EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
+# Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
-"""Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
+# The layers that are such, by model type; PEFT itself refuses some of them.
 MAMBA_LAYERS = {
     **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj", "x_proj")),
     **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), ("out_proj",)),
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
     "jamba": ("dt_proj",),
 }
-"""The layers that are such, by model type; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
+KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
@@ -64,8 +64,7 @@ class LoadedTensor:
     name: str
     kind: Kind
     is_tied: bool = False
-    hindrance: str = ""
-    """The reason that PEFT can have no LoRA for it, though it is of a layer."""
+    hindrance: str = ""  # the reason that PEFT can have no LoRA for it, though it is of a layer
 
     @property
     def module(self) -> str:
@@ -84,12 +83,7 @@ class LoadedTensor:
         return is_matrix and not self.hindrance
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """All tensors of a model, by their stored names."""
-
-    places: Mapping[str, LoadedTensor]
-    notes: tuple[Notice, ...] = ()
+Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored names
 
 
 def find_places(
@@ -97,15 +91,17 @@ def find_places(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     remedy: str = AS_STORED,
-) -> Loaded:
-    """Find the tensors of a model once it is loaded; `remedy` is for an unknown model."""
+) -> tuple[Places, tuple[Notice, ...]]:
+    """Find the tensors of a model once it is loaded, with a note if one is due.
+
+    `remedy` is for an unknown model.
+    """
     if "model_type" not in config:
-        return Loaded(
-            places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
-            (notice("names_as_stored", str(path)),),
-        )
+        is_tied = config.get("tie_word_embeddings") is True
+        note = notice("names_as_stored", str(path))
+        return places_as_stored(tensors, is_tied=is_tied), (note,)
     if places := _by_table(config, tensors):
-        return Loaded(places)
+        return places, ()
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
 
 
@@ -117,7 +113,7 @@ def under_stored_names(
     if not (adapter.is_partial and unknown and "model_type" in config):
         return adapter
     try:
-        places = find_places(path, config, base.tensors, MERGE_FIRST).places
+        places, _ = find_places(path, config, base.tensors, MERGE_FIRST)
     except InputError:
         if len(unknown) < len(adapter.tensors):  # then it is for the plan to say what is missing
             return adapter
@@ -141,7 +137,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def places_as_stored(
     tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
-) -> dict[str, LoadedTensor]:
+) -> Places:
     """Take names as they are, and every matrix for a layer unless its name says otherwise."""
     places = {}
     for name, info in tensors.items():
@@ -157,9 +153,6 @@ def places_as_stored(
     return places
 
 
-# ---------------------------------------------------------------- by the table
-
-
 @cache
 def plain_types() -> dict[str, list[str]]:
     """Return the parts of each model type whose modules have the names of its stored tensors."""
@@ -168,9 +161,7 @@ def plain_types() -> dict[str, list[str]]:
     return {kind: family["parts"] for family in families for kind in family["types"]}
 
 
-def _by_table(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> dict[str, LoadedTensor] | None:
+def _by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
     parts = plain_types().get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(
@@ -184,12 +175,9 @@ def _by_table(
     return places_as_stored(tensors, is_conv1d=is_conv1d, is_tied=is_tied)
 
 
-# ---------------------------------------------------------------- by transformers
-
-
 def _by_transformers(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
-) -> Loaded:
+) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / "config.json"
     try:
         import transformers
@@ -221,11 +209,16 @@ def _by_transformers(
             kind = _kind_of(model.get_submodule(module))
             hindrance = hindered.get(module.rpartition(".")[2], "")
             places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
-    _refuse_doubles(folder, places)
+    stored: dict[str, str] = {}
+    for name, place in places.items():
+        other = stored.setdefault(place.name, name)
+        if other != name and place.kind not in ("fused", "absent"):  # a loader takes either
+            raise InputError(
+                f"{folder}: {other} and {name} are one tensor; save it with transformers"
+            )
     moved = sum(name != place.name for name, place in places.items())
-    if not moved:
-        return Loaded(places)
-    return Loaded(places, (notice("other_names", count=moved, by=transformers.__version__),))
+    note = notice("other_names", count=moved, by=transformers.__version__)
+    return places, (note,) if moved else ()
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
@@ -235,17 +228,6 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
             plain = pattern.replace("\\", "")
             if "experts" in plain and plain.endswith(".weight"):
                 yield plain.removesuffix(".weight").rpartition(".")[2]
-
-
-def _refuse_doubles(folder: Path, places: Mapping[str, LoadedTensor]) -> None:
-    """Refuse a model that stores one tensor under two names, of which a loader takes either."""
-    stored: dict[str, str] = {}
-    for name, place in places.items():
-        other = stored.setdefault(place.name, name)
-        if other != name and place.kind not in ("fused", "absent"):
-            raise InputError(
-                f"{folder}: {other} and {name} are one tensor; save it with transformers"
-            )
 
 
 def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
@@ -261,9 +243,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
             warnings.simplefilter("ignore")
             settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
-            known_only = {"trust_remote_code": False, "local_files_only": True}
             with _on_disk(where) as folder:
-                found = transformers.AutoConfig.from_pretrained(folder, **settings, **known_only)
+                found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
             return build(found)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -283,7 +264,6 @@ def _on_disk(config: Path) -> Iterator[Path]:
 
 
 def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
-    """Return the class of transformers that a configuration names."""
     import transformers
 
     name = architecture_of(config)
@@ -302,9 +282,8 @@ def load_live(folder: Path) -> Any:
         raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / "config.json", read_config(folder), remedy)
-    known_only = {"trust_remote_code": False, "local_files_only": True}
     try:
-        model = build.from_pretrained(folder, dtype="float32", **known_only)
+        model = build.from_pretrained(folder, dtype="float32", **KNOWN_ONLY)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         version = transformers.__version__

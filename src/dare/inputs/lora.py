@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 F32 = STORAGE_TYPES["F32"]
 
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
+# Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
     "use_dora": f"DoRA's magnitudes depend on the base's weights; {MERGE_WITH_PEFT}",
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
@@ -46,18 +46,16 @@ REFUSED = {
     "kasa_config": "KaSA changes the weights of the base too",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
-"""Settings that make an adapter something else than B·A, and why each is refused."""
 
+# Model types whose layers are Conv1D, which stores inputs × outputs.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Model types whose layers are Conv1D, which stores inputs × outputs."""
 
+# Ways to initialise that take a part out of the base's own weights.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to initialise that take a part out of the base's own weights."""
 
 PIECE = 1 << 20
 MAX_PATTERN_CHARACTERS = 1000
-MAX_MATCHES = 10**8
-"""The limit of ways to match a pattern with a name."""
+MAX_MATCHES = 10**8  # the limit of ways to match a pattern with a name
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
 _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
@@ -81,20 +79,21 @@ class ModulePattern:
     """
 
     def __init__(self, pattern: str) -> None:
+        self._text = pattern
         if len(pattern) > MAX_PATTERN_CHARACTERS:
-            raise ValueError(f"longer than {MAX_PATTERN_CHARACTERS} characters; name the modules")
+            raise self._refusal(f"longer than {MAX_PATTERN_CHARACTERS} characters")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
                 self._whole = re.compile(rf"(.*\.)?({pattern})$")
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
+            raise self._refusal(f"not a regular expression: {error}") from None
         self._ways = 1
         text = _CHARACTER.sub("x", pattern)
         while group := _GROUP.search(text):
             inner = group[1]
             if _REPEAT.match(text, group.end()) and ("|" in inner or _REPEAT.search(inner)):
-                raise ValueError("repeats a group with repeats or alternatives; name the modules")
+                raise self._refusal("repeats a group with repeats or alternatives")
             self._ways *= 1 + inner.count("|")
             text = text[: group.start()] + inner.replace("|", "x") + text[group.end() :]
         self._ways *= (1 + text.count("|")) * 2 ** text.count("?")
@@ -103,8 +102,14 @@ class ModulePattern:
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""
         if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
-            raise ValueError(f"takes too long to match {module:.200}; name the modules")
+            raise self._refusal(f"takes too long to match {module:.200}")
         return self._whole.match(module) is not None
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(f"{self._text!r}: {reason}; name the modules")
+
+    def __repr__(self) -> str:
+        return repr(self._text)
 
 
 @dataclass(frozen=True)
@@ -112,27 +117,19 @@ class Adapter:
     """The settings of `adapter_config.json` that decide numbers."""
 
     alpha: float
-    alpha_pattern: Mapping[str, float]
+    alpha_pattern: Mapping[ModulePattern, float]
     use_rslora: bool
     fan_in_fan_out: bool
     base_name: str | None
-    ensure_weight_tying: bool = False
-    """True if the adapter of a tied tensor is one under all its names."""
-
-    @cached_property
-    def _patterns(self) -> dict[str, ModulePattern]:
-        return {pattern: ModulePattern(pattern) for pattern in self.alpha_pattern}
+    ensure_weight_tying: bool = False  # True if a tied tensor has one adapter under all its names
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
-        alpha = self.alpha
-        for text, pattern in self._patterns.items():
-            try:
-                if pattern.matches(module):
-                    alpha = self.alpha_pattern[text]
-                    break
-            except ValueError as error:
-                raise InputError(f"{CONFIG_NAME}: alpha_pattern {text!r}: {error}") from None
+        try:
+            patterns = self.alpha_pattern.items()
+            alpha = next((a for pattern, a in patterns if pattern.matches(module)), self.alpha)
+        except ValueError as error:
+            raise InputError(f"{CONFIG_NAME}: alpha_pattern {error}") from None
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -158,7 +155,6 @@ class LoraSource(SourceView):
         self.reading_bytes = self._count_reading_bytes()
 
     def _sort(self) -> None:
-        """Assign each stored tensor to a tensor of the base."""
         factors: dict[tuple[str, str], dict[str, str]] = {}
         for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
@@ -290,10 +286,6 @@ class LoraSource(SourceView):
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
         return CHUNK * added + most + self._stored.reading_bytes
 
-    def _read_matrix(self, key: str) -> Floats:
-        """Read a stored factor, as a matrix."""
-        return read_block(self._stored, key, 0, self._stored.tensors[key].shape[0])
-
 
 def looks_like(path: Path) -> bool:
     """Say whether a directory holds an adapter."""
@@ -330,9 +322,9 @@ def read_config(path: Path) -> Adapter:
     name = config.get("base_model_name_or_path")
     alphas = config.get("alpha_pattern") or {}
     try:
-        adapter = Adapter(
+        return Adapter(
             alpha=_finite(config["lora_alpha"]),
-            alpha_pattern={str(key): _finite(value) for key, value in alphas.items()},
+            alpha_pattern={ModulePattern(str(key)): _finite(a) for key, a in alphas.items()},
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
@@ -340,23 +332,13 @@ def read_config(path: Path) -> Adapter:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern cannot be used: {error}") from None
-    for pattern in adapter.alpha_pattern:
-        try:
-            ModulePattern(pattern)
-        except ValueError as error:
-            raise InputError(f"{file}: alpha_pattern {pattern!r}: {error}") from None
-    return adapter
 
 
 def _finite(value: Any) -> float:
-    """Return a number that float32 can hold."""
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
     return number
-
-
-# ---------------------------------------------------------------- factors
 
 
 @dataclass(frozen=True)
@@ -368,8 +350,7 @@ class Product:
     """
 
     left: str
-    right: str | None
-    """None is a column of ones: the delta is `left` itself."""
+    right: str | None  # None is a column of ones: the delta is `left` itself
     transposed: bool
     scale: float
 
@@ -397,27 +378,23 @@ class Product:
         _, rank, columns = self.sides(stored)
         right = np.ones((1, 1), np.float32)
         if self.right is not None:
-            right = self._read(stored, self.right, 0, columns if self.transposed else rank)
+            right = self._read(stored, self.right, 0, rank)
         end, most = start + into.size, max(1, PIECE // max(1, rank))
         last = -(-end // columns)
         for top in range(start // columns, last, most):
             bottom, begin = min(top + most, last), max(start, top * columns)
-            left = self._read_rows(stored, top, bottom)
+            left = self._read(stored, self.left, top, bottom)
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
             del left  # before the next is read, for memory's sake
 
-    def _read_rows(self, stored: Source, top: int, bottom: int) -> Floats:
-        """Read some rows of the left factor, which are its columns if it is stored transposed."""
-        if not self.transposed:
-            return self._read(stored, self.left, top, bottom)
-        rank = stored.tensors[self.left].shape[0]
-        return np.ascontiguousarray(read_block(stored, self.left, 0, rank, top, bottom).T)
-
     def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
-        block = read_block(stored, key, top, bottom)
-        return np.ascontiguousarray(block.T) if self.transposed else block
+        """Read some rows of a factor, which are columns if it is stored transposed."""
+        if not self.transposed:
+            return read_block(stored, key, top, bottom)
+        height = stored.tensors[key].shape[0]
+        return np.ascontiguousarray(read_block(stored, key, 0, height, top, bottom).T)
 
 
 def read_block(

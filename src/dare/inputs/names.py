@@ -1,23 +1,21 @@
 """The pairs of a model's tensors and the base's, where the names alone do not say.
 
 Two differences are common and harmless: a prefix that one side lacks (`model.`, because only the
-body of a model was saved), and a head that is not stored because it is the embedding. Both are
-seen through here, by rules that the plan shows. All else is left to the plan, which refuses it.
+body of a model was saved), and a head that is not stored because it is the embedding. All else is
+left to the plan, which refuses it.
 
-An embedding that is the head of its model too is stored once by most programs and twice by some.
-Stored twice it would get two masks, and loaders that take one of the two for both would load
-something that was never merged. So the names of one tensor are found here, and what is read for any
-of them is the same: that of the input embedding. The base says in `ties` which names those are, for
-the plan to treat them alike. Names stand for one tensor if in every input they share storage, hold
-the same bytes, or are said to be one by its configuration. Bytes are compared among embeddings and
-heads only.
+An embedding that is the head of its model too is stored twice by some programs, and would get two
+masks. So the names of one tensor are found here, and what is read for any of them is the same: that
+of the input embedding; `ties` of the base has them. Names stand for one tensor if in every input
+they share storage, hold the same bytes (compared among embeddings and heads only), or are said to
+be one by its configuration.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
 from dare.inputs.reading import hold_same
-from dare.inputs.sources import RenamedSource, Source, TiedSource
+from dare.inputs.sources import RenamedSource, Source
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
@@ -35,16 +33,7 @@ from dare.tensors.names import (
     tying_rank,
 )
 
-MIN_PREFIX_SHARE = 0.5
-"""Share of a model's tensors that a prefix must bring to their places."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """A model whose names fit the base's as far as the rules go."""
-
-    source: Source
-    notes: tuple[Notice, ...]
+MIN_PREFIX_SHARE = 0.5  # share of a model's tensors that a prefix must bring to their places
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
@@ -67,25 +56,24 @@ def match_names(
     *,
     base_config: Mapping[str, Any],
     model_config: Mapping[str, Any],
-) -> Matched:
-    """Apply the rules to one model; `name` is its name in notes."""
+) -> tuple[Source, tuple[Notice, ...]]:
+    """Give one model the base's names as far as the rules go; `name` is its name in the notes."""
     names = {tensor: tensor for tensor in model.tensors}
-    notes: list[Notice] = []
-    if prefix := _prefix(set(base.tensors), set(model.tensors)):
-        names, change = _with_prefix(base.tensors, model.tensors, *prefix)
-        notes.append(notice("renamed", name, change=change))
+    found = {"renamed": _match_prefix(base.tensors, names)}
     own = says_tied(model_config)
     tied = says_tied(base_config) if own is None else own
-    if tied is True and not model.is_partial and (done := _tie(base.tensors, names)):
-        notes.append(notice("tied_head", name, done=done))
-    return Matched(RenamedSource(model, names) if notes else model, tuple(notes))
+    if tied is True and not model.is_partial:
+        found["tied_head"] = _tie(base.tensors, names)
+    notes = tuple(notice(code, name, done=done) for code, done in found.items() if done)
+    return RenamedSource(model, names) if notes else model, notes
 
 
-def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
-    """Find the prefix that most names differ by, and whether it is the model that lacks it."""
-    if len(model - base) <= MIN_PREFIX_SHARE * len(model):
-        return None
-    for lacking, whole in ((model, base), (base, model)):
+def _match_prefix(base: Mapping[str, Any], names: dict[str, str]) -> str:
+    """Add or remove the prefix that most names differ by; say which."""
+    model = set(names)
+    if len(model - base.keys()) <= MIN_PREFIX_SHARE * len(model):
+        return ""
+    for lacking, whole in ((model, base.keys()), (base.keys(), model)):
         counts = Counter(
             longer[: dot.end()]
             for longer in whole
@@ -94,22 +82,16 @@ def _prefix(base: set[str], model: set[str]) -> tuple[str, bool] | None:
         )
         best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
         if best and counts[best] > MIN_PREFIX_SHARE * len(model):
-            return best, lacking is model
-    return None
-
-
-def _with_prefix(
-    base: Container[str], model: Iterable[str], prefix: str, model_lacks_it: bool
-) -> tuple[dict[str, str], str]:
-    names: dict[str, str] = {}
-    count = 0
-    for tensor in model:
-        other = prefix + tensor if model_lacks_it else tensor.removeprefix(prefix)
-        moves = tensor not in base and other in base
-        names[other if moves else tensor] = tensor
-        count += moves
-    verb = "added to" if model_lacks_it else "removed from"
-    return names, f"{prefix!r} is {verb} {times(count, 'tensor name')}"
+            count = 0
+            for tensor in list(names):
+                del names[tensor]  # and add it again, to keep the order
+                other = best + tensor if lacking is model else tensor.removeprefix(best)
+                moves = tensor not in base and other in base
+                names[other if moves else tensor] = tensor
+                count += moves
+            verb = "added to" if lacking is model else "removed from"
+            return f"The prefix {best!r} is {verb} {times(count, 'tensor name')}"
+    return ""
 
 
 def _tie(base: Iterable[str], names: dict[str, str]) -> str:
@@ -129,8 +111,7 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
 # ---------------------------------------------------------------- one tensor under several names
 
 Config = Mapping[str, Any]
-Groups = dict[str, list[str]]
-"""The names of one tensor: that of the input embedding, and the others."""
+Groups = dict[str, list[str]]  # the names of one tensor: the input embedding's, and the others
 
 
 @dataclass(frozen=True)
@@ -168,9 +149,6 @@ def tie(
     return shown[0], tuple(shown[1:]), tuple(notes)
 
 
-# ---------------------------------------------------------------- which names are one tensor
-
-
 def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
     base = inputs[0].source
     shared = _in_one_place(base)
@@ -194,7 +172,6 @@ def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
 
 
 def _in_one_place(base: Source) -> set[str]:
-    """Return the names of tensors that share their place with another one."""
     found: dict[Any, str] = {}
     shared: set[str] = set()
     for name, info in base.tensors.items():
@@ -259,16 +236,14 @@ def _share_storage(source: Source, first: str, alias: str) -> bool:
     return place is not None and place == source.place(alias)
 
 
-# ---------------------------------------------------------------- showing them as one
-
-
 def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
     """Show the same under all names, whichever of them the source has."""
     names: dict[str, str] = {}
     for first, others in groups.items():
         held = [name for name in (first, *others) if name in source.tensors]
         names |= {name: held[0] for name in (first, *others) if held and name != held[0]}
-    return TiedSource(source, names, ties) if names else source
+    every = {name: name for name in source.tensors}
+    return RenamedSource(source, {**every, **names}, ties) if names else source
 
 
 def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> Source:

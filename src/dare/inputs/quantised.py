@@ -39,9 +39,9 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import some_of
 
-SETTINGS = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
 MLX_SETTINGS = "quantization"
-"""Entries of a configuration for quantised weights."""
+# Parts of names that only quantised models of a kind have.
 NAMES = {
     **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
@@ -59,14 +59,13 @@ NAMES = {
     "Qidxs": "QuIP#",
     **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
 }
-"""Parts of names that only quantised models of a kind have."""
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+# Types that codes are stored in. Positions and indices, which other models have, are I64.
 CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *FP8_TYPES)
-"""Types that codes are stored in. Positions and indices, which other models have, are I64."""
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
+# Schemes that change what plain weights do, and what they would do without the configuration.
 IN_USE = {"bitnet": "its layers round their weights in use, and a merged model would not"}
-"""Schemes that change what plain weights do, and what they would do without the configuration."""
 HOW = {
     "bitsandbytes": "load it in transformers, call model.dequantize()",
     "compressed-tensors": "load it in transformers with "
@@ -163,17 +162,15 @@ def _rectangles(
 # ---------------------------------------------------------------- FP8
 
 BLOCK = 128
-SCALE_ENDINGS = ("_scale_inv", "_scale")
-"""Both are factors: DeepSeek's is the inverse of what the weights were divided by."""
+SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are factors; the first is DeepSeek's
+# Scales of what passes through a layer, which no weight depends on.
 ACTIVATION_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale"),
 )
-"""Scales of what passes through a layer, which no weight depends on."""
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
-PIECE_BYTES = PIECE_ELEMENTS * 16
-"""Memory for a piece: codes, their values, and the factors of all of them."""
+PIECE_BYTES = PIECE_ELEMENTS * 16  # memory for a piece: codes, their values, their factors
 
 
 @dataclass(frozen=True)
@@ -189,21 +186,16 @@ class Scale:
 class DequantizedSource(SourceView):
     """Another source with its scales applied and out of sight."""
 
-    def __init__(self, inner: Source) -> None:
-        where = str(inner.files[0].parent) if inner.files else "the model"
-        self._scales = {
-            name: _fit(info, inner.tensors, where)
-            for name, info in inner.tensors.items()
-            if _has_scale(info, inner.tensors)
-        }
-        applied = {scale.info.name for scale in self._scales.values()}
+    def __init__(self, inner: Source, scales: Mapping[str, Scale]) -> None:
+        self._scales = scales
+        applied = {scale.info.name for scale in scales.values()}
         activations = {
             name
             for name in inner.tensors
             if name.rpartition(".")[2] in ACTIVATION_SCALES and name not in applied
         }
         tensors = {
-            name: replace(info, dtype=STORAGE_TYPES["F32"]) if name in self._scales else info
+            name: replace(info, dtype=STORAGE_TYPES["F32"]) if name in scales else info
             for name, info in inner.tensors.items()
             if name not in applied | activations
         }
@@ -252,22 +244,24 @@ class DequantizedSource(SourceView):
 
 def dequantized(source: Source) -> Source:
     """Apply a source's scales, if it has any."""
-    has_scales = any(_has_scale(info, source.tensors) for info in source.tensors.values())
-    return DequantizedSource(source) if has_scales else source
+    scales = {
+        name: scale
+        for name, info in source.tensors.items()
+        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source)) is not None
+    }
+    return DequantizedSource(source, scales) if scales else source
 
 
-def _scale_names(weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    return [weight + end for end in SCALE_ENDINGS if weight + end in tensors]
+def _where(source: Source) -> str:
+    return str(source.files[0].parent) if source.files else "the model"
 
 
-def _has_scale(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a tensor is of FP8 and means something only with its scale."""
-    return info.dtype.name in FP8_TYPES and bool(_scale_names(info.name, tensors))
-
-
-def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> Scale:
+def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
     """Find a weight's scale, and which part of the weight each of its factors is for."""
-    names = _scale_names(weight.name, tensors)
+    where, tensors = _where(source), source.tensors
+    names = [weight.name + end for end in SCALE_ENDINGS if weight.name + end in tensors]
+    if not names:
+        return None
     if len(names) > 1:
         both = " and ".join(names)
         raise InputError(f"{where}: {weight.name} has two scales, {both}; remove one")
@@ -306,10 +300,9 @@ MXFP4_MODEL_TYPE = "gpt_oss"
 GROUP = 32
 GROUP_BYTES = GROUP // 2
 TILE = 1 << 16
-TILE_BYTES = TILE * 16
-"""Memory for a tile: codes, places in the table and the values there, some of them twice."""
+TILE_BYTES = TILE * 16  # memory for a tile: codes, places in the table, and values
+# Values of the codes 0 to 7; 8 to 15 are the same with a minus.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7; 8 to 15 are the same with a minus."""
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
 
 
@@ -325,8 +318,7 @@ class UnpackedSource(SourceView):
         self.remarks += (notice("dequantised", tensors=count, dtype="bfloat16, which is exact"),)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
-        self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}
-        """The expert that each thread read last."""
+        self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}  # each thread's last expert
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._packed:
@@ -385,7 +377,7 @@ def unpacked(source: Source, config: Mapping[str, Any]) -> Source:
 def _describe_experts(name: str, source: Source) -> TensorInfo | None:
     """Describe the tensor that blocks and scales stand for; None without scales."""
     blocks, scales = source.tensors[f"{name}_blocks"], source.tensors.get(f"{name}_scales")
-    where = source.files[0].parent if source.files else "the model"
+    where = _where(source)
     if scales is None:
         return None
     fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,9 @@ from dare.tensors.digest import bytes_digest
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-CHUNKS_AHEAD = 4
-"""Chunks of a tensor that are asked for beyond those that are read next."""
+CHUNKS_AHEAD = 4  # chunks of a tensor that are asked for beyond those that are read next
 
-SAMPLES, SAMPLE_ELEMENTS = 64, 4096
-"""Samples of two tensors that are compared first, and the elements of each."""
+SAMPLES, SAMPLE_ELEMENTS = 64, 4096  # compared first where two tensors may be the same
 
 
 @contextmanager
@@ -73,12 +71,10 @@ def read_chunks(
             yield start + offset + first, [raw[first : first + together] for raw in found]
 
 
-def read_float_chunks(
-    sources: Sequence[Source], name: str, backend: str = "reference"
-) -> Iterator[tuple[int, list[Floats]]]:
+def read_float_chunks(sources: Sequence[Source], name: str) -> Iterator[tuple[int, list[Floats]]]:
     """Yield the chunks of a whole tensor in float32, in arrays that stay."""
     for start, stored in read_chunks(sources, name):
-        yield start, [decoded(raw, backend) for raw in stored]
+        yield start, [decoded(raw) for raw in stored]
 
 
 def read_stored(
@@ -153,7 +149,7 @@ class HeldSource(SourceView):
     """A source as it is, but for its elements, which are held in memory; its files stay closed."""
 
     def __init__(self, inner: Source, held: Held) -> None:
-        super().__init__(inner, inner.tensors)
+        super().__init__(inner, inner.tensors, opened=())
         self._held = held
         self.reading_bytes = self.ahead_bytes = 0
 
@@ -168,15 +164,6 @@ class HeldSource(SourceView):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Do nothing: it is there already."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Do nothing: nothing is open."""
-
-    def check_unchanged(self) -> None:
-        """Do nothing: what is held cannot change."""
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
@@ -204,14 +191,8 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
                     source.read_beside(name, start, into, first)
                 held.digests[name][number] = bytes_digest(into.data)
 
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        for _ in pool.map(read, chunks):
-            pass
-        for source in sources:
-            source.check_unchanged()
+    with hold_open(sources, checks=True), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, chunks))
     return every
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -39,8 +39,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
 
-Raw = NDArray[Any]
-"""Elements as they are stored, flat."""
+Raw = NDArray[Any]  # elements as they are stored, flat
 
 _NONE: dict[str, Any] = {}
 
@@ -60,19 +59,13 @@ class Source:
     """
 
     tensors: Mapping[str, TensorInfo]
-    files: tuple[Path, ...] = ()
-    """The files behind the source; none for arrays."""
+    files: tuple[Path, ...] = ()  # the files behind the source; none for arrays
     remarks: tuple[Notice, ...] = ()
-    is_partial: bool = False
-    """True if a tensor that it lacks is meant to be unchanged, as in an adapter."""
-    was_dropped: bool = False
-    """True if changes were dropped from it before, by chance, and are made up for as it is read."""
-    reading_bytes: int = 0
-    """Memory that reading takes for each thread, beside the buffer that is filled."""
-    ahead_bytes: int = 0
-    """Memory for reading ahead of a store, of all threads together."""
-    ties: Mapping[str, str] = _NONE
-    """Names that stand for a tensor which has another name too, and that other name."""
+    is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
+    was_dropped: bool = False  # True if randomly dropped changes are made up for as it is read
+    reading_bytes: int = 0  # memory for each thread that reads, beside the buffer that is filled
+    ahead_bytes: int = 0  # memory for reading ahead of a store, of all threads together
+    ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         """Return whether a tensor is the change to the base, in float32, instead of the weights."""
@@ -147,8 +140,7 @@ class InputFiles(Source):
     def __init__(self) -> None:
         self._stamps: dict[Path, Stamp] = {}
         self._open: dict[Path, InputFile] = {}
-        self._users = 0
-        """The number of those who have entered: others may read rows through theirs."""
+        self._users = 0  # the number of those who have entered: others may read rows through theirs
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
 
@@ -248,19 +240,14 @@ class ArraySource(Source):
         arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
         label: str = "arrays",
-        holds_deltas: bool = False,
         places: Mapping[str, Hashable] = _NONE,
     ) -> None:
         self._places = places
-        self.is_partial = holds_deltas
         self.tensors: dict[str, TensorInfo] = {}
         for name, (dtype, shape, _) in arrays.items():
             admit(info := TensorInfo(name, dtype, shape, 0), self.tensors, label)
             self.tensors[name] = info
         self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
-
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        return self.is_partial
 
     def place(self, name: str) -> Hashable:
         return self._places.get(name)
@@ -279,12 +266,14 @@ class SourceView(Source):
         self,
         inner: Source,
         tensors: Mapping[str, TensorInfo],
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] = _NONE,
+        *,
+        opened: Sequence[Source] | None = None,
     ) -> None:
         self.inner = inner
         self.tensors = tensors
-        self.names = {} if names is None else names
-        """The names of tensors in the source, where they differ."""
+        self.names = names  # the names of tensors in the source, where they differ
+        self._opened = (inner,) if opened is None else opened  # together with this one
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
         self.ties, self.was_dropped = inner.ties, inner.was_dropped
@@ -323,44 +312,39 @@ class SourceView(Source):
         self.ahead_bytes = self.inner.ahead_bytes
 
     def __enter__(self) -> Self:
-        self.inner.__enter__()
+        with ExitStack() as stack:
+            for source in self._opened:
+                stack.enter_context(source)
+            stack.pop_all()  # if nothing went wrong, they stay open
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.inner.__exit__(*error)
+        for source in self._opened:
+            source.__exit__(*error)
 
     def check_unchanged(self) -> None:
-        self.inner.check_unchanged()
+        for source in self._opened:
+            source.check_unchanged()
 
 
-class _UnderNames(SourceView):
-    """The tensors of a source as they are, under any names."""
+class RenamedSource(SourceView):
+    """The tensors of a source under other names, and only those; two names may be of one tensor."""
 
-    def bytes_for(self, name: str, count: int) -> int:
-        return self.inner.bytes_for(self.names.get(name, name), count)
-
-    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
-        self.inner.read_beside(self.names.get(name, name), start, into, base)
-
-
-class RenamedSource(_UnderNames):
-    """A source's tensors under other names, and only those; two names may be of one tensor."""
-
-    def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str] = _NONE
+    ) -> None:
         if isinstance(inner, RenamedSource):  # so that what is inside is found at once
             names = {new: inner.names[old] for new, old in names.items()}
             inner = inner.inner
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
         super().__init__(inner, tensors, names)
+        self.ties = ties or inner.ties
 
+    def bytes_for(self, name: str, count: int) -> int:
+        return self.inner.bytes_for(self.names[name], count)
 
-class TiedSource(_UnderNames):
-    """A source that shows one tensor under several names, beside all others as they are."""
-
-    def __init__(self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str]) -> None:
-        shown = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
-        super().__init__(inner, {**inner.tensors, **shown}, names)
-        self.ties = ties
+    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
+        self.inner.read_beside(self.names[name], start, into, base)
 
 
 # ---------------------------------------------------------------- files of safetensors

@@ -7,9 +7,10 @@ Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `voca
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 MAX_TOKENS = 1 << 24
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
+# Files of a tokenizer, the best first; the first as the tokenizers library writes it.
 _FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt")
-"""Files of a tokenizer, the best first; the first as the tokenizers library writes it."""
 
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
@@ -40,8 +41,7 @@ class Tokens:
     """The names that a tokenizer gives to rows."""
 
     ids: Mapping[str, int]
-    added: Mapping[str, Mapping[str, bool]]
-    """The flags of the tokens that were added to the tokenizer's own vocabulary."""
+    added: Mapping[str, Mapping[str, bool]]  # flags of tokens added to the vocabulary
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ class Vocabulary:
         return self.rows != other.rows or (both_known and self.ids != other.ids)
 
 
-# ---------------------------------------------------------------- rows
-
-
 def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo]:
     """Return the tensors of a source that have a row for each token, by their names.
 
@@ -79,9 +76,6 @@ def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo
         if info.dtype.is_weight and len(info.shape) == (2 if name.endswith("weight") else 1)
         if rows in (None, info.shape[0])
     }
-
-
-# ---------------------------------------------------------------- tokenizers
 
 
 class Tokenizers:
@@ -120,22 +114,24 @@ def _parse(text: bytes, where: Path) -> Tokens | None:
     """Read the file of a tokenizer; None if it is of another form than those of `_FILES`."""
     if where.name == "vocab.txt":
         lines = text.decode(errors="replace").removesuffix("\n").split("\n")
-        return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
+        return Tokens(_checked(zip(lines, count(), strict=False), where), {})
     document = parse_json(text, where)
     if not isinstance(document, dict):
         return None
     if where.name == "vocab.json":
-        return Tokens(_checked(document, where), {})
+        return Tokens(_checked(document.items(), where), {})
     model, entries = document.get("model"), document.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    pairs: Iterable[tuple[Any, Any]]
     if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
-        ids: dict[str, int] = {}
-        for number, (token, *_) in enumerate(vocab):  # Unigram, with scores
-            ids |= _checked_one(token, number, where)
-        vocab = ids
-    if not isinstance(vocab, dict) or not isinstance(entries, list):
+        pairs = ((token, number) for number, (token, *_) in enumerate(vocab))  # Unigram
+    elif isinstance(vocab, dict):
+        pairs = vocab.items()
+    else:
         return None
-    ids, added = _checked(vocab, where), {}
+    if not isinstance(entries, list):
+        return None
+    ids, added = _checked(pairs, where), {}
     for entry in entries:
         token, number, flags = _added_token(entry, where)
         added[token] = flags
@@ -156,7 +152,9 @@ def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:
         if token not in ids:
             ids[token], added[token] = identity, flags
     further = read_json(directory, ADDED_TOKENS_FILE)
-    known = {} if further is None else _checked(further, directory / ADDED_TOKENS_FILE)
+    if not isinstance(further, dict | None):
+        raise InputError(f"{directory / ADDED_TOKENS_FILE}: must map tokens to numbers")
+    known = _checked((further or {}).items(), directory / ADDED_TOKENS_FILE)
     for token, identity in known.items():
         if token not in ids:
             ids[token], added[token] = identity, _FLAGS
@@ -167,20 +165,15 @@ def _added_token(entry: Any, where: Path) -> tuple[str, int, dict[str, bool]]:
     token = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(token, str) or "id" not in entry:
         raise InputError(f"{where}: an added token needs id and content, found {shorten(entry)}")
-    number = _checked_one(token, entry["id"], where)[token]
+    number = _checked([(token, entry["id"])], where)[token]
     return token, number, {flag: bool(entry.get(flag, usual)) for flag, usual in _FLAGS.items()}
 
 
-def _checked(vocab: Any, where: Path) -> dict[str, int]:
+def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
     """Refuse tokens that are no text, and ids that are no row of anything."""
-    if not isinstance(vocab, dict):
-        raise InputError(f"{where}: must map tokens to numbers")
-    for token, number in vocab.items():
-        _checked_one(token, number, where)
-    return dict(vocab)
-
-
-def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
-    if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-        raise InputError(f"{where}: the token {shorten(token)} has the id {shorten(number)}")
-    return {token: number}
+    ids: dict[str, int] = {}
+    for token, number in pairs:
+        if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
+            raise InputError(f"{where}: the token {shorten(token)} has the id {shorten(number)}")
+        ids[token] = number
+    return ids

@@ -17,7 +17,8 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,10 @@ SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-MAX_PICKLE_BYTES = 64 << 20
-"""The limit for the list of tensors; that of a model with 10,000 has some 2 MB."""
+MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
-MAX_VALUES = 10_000_000
-"""The limit for one value of a pickle; repeated parts are counted each time."""
-PIECE_ELEMENTS = 1 << 18
-"""Elements of a tensor that is not contiguous which are gathered at once."""
+MAX_VALUES = 10_000_000  # the limit for one value of a pickle; repeated parts are counted each time
+PIECE_ELEMENTS = 1 << 18  # elements of a tensor that is not contiguous which are gathered at once
 
 
 class TorchSource(InputFiles):
@@ -54,10 +52,8 @@ class TorchSource(InputFiles):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.left_out: tuple[str, ...] = ()
-        """Entries of the files that are no tensor of the state dict."""
-        self._strides: dict[str, tuple[int, ...]] = {}
-        """Strides in elements of the tensors that are not contiguous."""
+        self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
+        self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
         for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
             held = self._read_pickle(file)
             if promised is not None:
@@ -148,7 +144,15 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
             small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
             pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
-    except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
+    except (
+        zipfile.BadZipFile,
+        struct.error,
+        zlib.error,
+        ValueError,
+        RuntimeError,
+        OSError,
+        EOFError,
+    ):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
@@ -158,23 +162,13 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    _check_pickles(pickles, file)
+    if any(_count_values(pickled) > MAX_VALUES for pickled in pickles):
+        raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
     return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
 
 
-def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
-    """Refuse values that stand in each other so often that nobody can hash or print them."""
-    for pickled in pickles:
-        try:
-            values = _count_values(pickled)
-        except (ValueError, IndexError, struct.error, OverflowError):
-            return  # damaged: torch says so
-        if values > MAX_VALUES:
-            raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
-
-
 def _count_values(pickled: bytes) -> int:
-    """Count the values that the largest value of a pickle stands for; ValueError if damaged.
+    """Count the values that the largest value of a pickle stands for, as far as it can be read.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
     stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
@@ -183,7 +177,7 @@ def _count_values(pickled: bytes) -> int:
     stack: list[int | None] = []  # sizes; None is a mark
     memo: dict[Any, int] = {}
     largest = 0
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, argument in _opcodes(pickled):
         name = opcode.name
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
@@ -199,6 +193,12 @@ def _count_values(pickled: bytes) -> int:
             if largest > MAX_VALUES:
                 return largest
     return largest
+
+
+def _opcodes(pickled: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+    with suppress(ValueError, IndexError, struct.error, OverflowError):  # damaged: torch says so
+        for opcode, argument, _ in pickletools.genops(pickled):
+            yield opcode, argument
 
 
 def _top(stack: list[int | None]) -> int:
@@ -219,7 +219,6 @@ def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
 
 
 def _what_else(file_descriptor: int) -> str:
-    """Describe a file that is no archive."""
     beginning = os.pread(file_descriptor, 64, 0)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"

@@ -15,11 +15,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,8 @@ from numpy.typing import NDArray
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.directory import TOKENIZER_CONFIG, read_json
-from dare.inputs.reading import Floats
+from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json
+from dare.inputs.reading import Floats, read_floats
 from dare.inputs.sources import Raw, Source, SourceView
 from dare.inputs.tokens import (
     ADDED_TOKENS_FILE,
@@ -45,8 +44,6 @@ from dare.tensors.json_values import dump_json
 
 Policy = Literal["error", "base", "union"]
 
-EXAMPLES = 5
-
 
 @dataclass(frozen=True)
 class Aligned:
@@ -54,18 +51,14 @@ class Aligned:
 
     base: Source
     models: tuple[Source, ...]
-    rows: tuple[int | None, ...] = ()
-    """Rows of the output's embedding, the base's and each model's; None where there is none."""
-    keeps_base_tokenizer: bool = False
-    """True if only the base's tokenizer fits the output, with the files that are replaced."""
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the base's tokenizer that have another content in the output."""
+    rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
+    keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
     """The output's id of each id of each model; none at all where nothing differs."""
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
-    differences: Mapping[str, str] = field(default_factory=dict)
-    """How each model whose vocabulary is not the base's differs from it."""
+    differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[Notice, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
@@ -102,18 +95,24 @@ def align(
     known = [other for other in others if other is not None]
     differing = [other for other in known if vocabulary.differs(other)]
     if policy == "error" and differing:
-        raise MismatchError(*(_explain(vocabulary, other) for other in differing))
+        raise MismatchError(*(_refusal(vocabulary, other) for other in differing))
 
     new = _new_tokens(vocabulary, known) if policy == "union" else {}
     rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
     if pad_to_multiple_of is not None:
         rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
-    notes = (*tokenizers.notes, *_notes(vocabulary, differing, new, rows))
+    differences = {other.name: _difference(vocabulary, other) for other in differing}
+    notes = list(tokenizers.notes)
+    notes += [notice("matched_by_token", name, differences=d) for name, d in differences.items()]
+    if new:
+        notes.append(notice("new_tokens", tokens=_listed(new)))
+    if rows > vocabulary.rows:
+        notes.append(notice("more_rows", rows=rows, before=vocabulary.rows))
     own = [None if v is None or v.tokens is None else v.tokens.ids for v in (vocabulary, *others)]
     tokens = (None if own[0] is None else {**own[0], **new}, *own)
     counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
     if rows == vocabulary.rows and not differing:
-        return Aligned(base, tuple(models), counts, tokens=tokens, notes=notes)
+        return Aligned(base, tuple(models), counts, tokens=tokens, notes=tuple(notes))
 
     aligned, *presented = present(RowOrigins(vocabulary, others, base, models, weights, new, rows))
     return Aligned(
@@ -124,8 +123,8 @@ def align(
         tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
         token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
         tokens=tokens,
-        differences={other.name: _difference(vocabulary, other) for other in differing},
-        notes=notes,
+        differences=differences,
+        notes=tuple(notes),
     )
 
 
@@ -133,10 +132,6 @@ def align(
 
 
 def _difference(base: Vocabulary, other: Vocabulary) -> str:
-    return f"{other.name}: {_differences(base, other)}"
-
-
-def _differences(base: Vocabulary, other: Vocabulary) -> str:
     """Say how a model's vocabulary differs from the base's."""
     counts = f"its embedding has {other.rows:,} rows and the base's {base.rows:,}"
     if base.tokens is None or other.tokens is None:
@@ -159,29 +154,17 @@ def _differences(base: Vocabulary, other: Vocabulary) -> str:
     return "; ".join(findings)
 
 
-def _explain(base: Vocabulary, other: Vocabulary) -> str:
+def _refusal(base: Vocabulary, other: Vocabulary) -> str:
     remedy = 'set vocabulary = "base" to keep the base\'s rows and tokenizer'
     if base.tokens is not None and other.tokens is not None and set(other.ids) - set(base.ids):
         remedy += ', or vocabulary = "union" to add the new tokens'
-    return f"{_difference(base, other)}; {remedy}"
+    return f"{other.name}: {_difference(base, other)}; {remedy}"
 
 
 def _listed(tokens: Mapping[str, int]) -> str:
-    """List some tokens with their ids, lowest first."""
     ordered = sorted(tokens.items(), key=lambda item: (item[1], item[0]))
     shown = ", ".join(f"{token!r} {number}" for token, number in ordered[:EXAMPLES])
     return shown + (", …" if len(ordered) > EXAMPLES else "")
-
-
-def _notes(
-    base: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
-) -> Iterator[Notice]:
-    for other in differing:
-        yield notice("matched_by_token", other.name, differences=_differences(base, other))
-    if new:
-        yield notice("new_tokens", tokens=_listed(new))
-    if rows > base.rows:
-        yield notice("more_rows", rows=rows, before=base.rows)
 
 
 # ---------------------------------------------------------------- a union
@@ -213,10 +196,9 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
 
 
 def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
-    """Yield the reason if a model's new tokens cannot be taken in."""
     if base.tokens is None or other.tokens is None:
         if base.rows < other.rows:
-            yield f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows'
+            yield _refusal(base, other)
         return
     known = {*base.tokens.ids, *other.tokens.added}
     if inner := {token: number for token, number in other.ids.items() if token not in known}:
@@ -226,7 +208,6 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
 def _token_ids(
     base: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
 ) -> dict[int, int | None] | None:
-    """Return the output's id of each of a model's token ids."""
     if other is None or other.tokens is None:
         return None
     if base.tokens is None:
@@ -270,12 +251,9 @@ def _tokenizer_files(
 PIECE = 1 << 16
 SMALLEST_PREFETCH_BYTES = 4096
 
-Rows = NDArray[np.int64]
-"""A row of the input for each row of the output; -1 for one that the input does not have."""
-Owners = Mapping[int, Sequence[tuple[int, int, float]]]
-"""The models that have a new row: which one, its row there, its share."""
-Fill = Callable[[int, Raw], None]
-"""Fills an array with a tensor's elements from a position on."""
+Rows = NDArray[np.int64]  # the input's row for each row of the output; -1: it has none
+Owners = Mapping[int, Sequence[tuple[int, int, float]]]  # models with a new row: number, row, share
+Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements from a position on
 
 
 # ---------------------------------------------------------------- which row comes from where
@@ -293,15 +271,11 @@ class RowOrigins:
     new: Mapping[str, int]
     rows: int
 
-    def base_rows(self) -> Rows:
-        """Return the base's row for each row of the output; new tokens may lie in its padding."""
-        rows = np.full(self.rows, -1, np.int64)
-        rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
-        rows[list(self.new.values())] = -1
-        return rows
+    def rows_of(self, other: Vocabulary) -> Rows:
+        """Return an input's row for each row of the output that the base has as well.
 
-    def model_rows(self, other: Vocabulary) -> Rows:
-        """Return a model's row for each row of the output that the base has as well."""
+        New tokens may lie in the padding, so their rows are none of these.
+        """
         base = self.vocabulary
         shared = min(base.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
@@ -343,7 +317,7 @@ class RowOrigins:
 def present(origins: RowOrigins) -> list[Source]:
     """Present the base and the models with their rows in the output's order."""
     inputs = [origins.base, *origins.models]
-    base_rows = origins.base_rows()
+    base_rows = origins.rows_of(origins.vocabulary)
     stored = row_tensors(origins.base, origins.vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
     bases = {
@@ -352,7 +326,7 @@ def present(origins: RowOrigins) -> list[Source]:
         )
         for name, info in stored.items()
     }
-    mappings = [None if other is None else origins.model_rows(other) for other in origins.others]
+    mappings = [None if other is None else origins.rows_of(other) for other in origins.others]
     digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
     decided = bytes_digest(json.dumps([origins.rows, digests, owners], sort_keys=True).encode())
     sources: list[Source] = [AlignedSource(origins.base, inputs, bases, decided)]
@@ -380,10 +354,8 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
         return RowTensor(model, info, info.dtype, rows, base.read)
-    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, _InFloat32(base.read, base_type))
-
-
-# ---------------------------------------------------------------- sources
+    fill = partial(_fill_decoded, base.read, base_type)
+    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
 
 
 class AlignedSource(SourceView):
@@ -393,11 +365,9 @@ class AlignedSource(SourceView):
         self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
-        super().__init__(inner, {**inner.tensors, **presented})
-        self._inputs = inputs
+        super().__init__(inner, {**inner.tensors, **presented}, opened=inputs)
         self._rows = rows
-        self._decided = decided
-        """A digest of all that decides which row comes from where."""
+        self._decided = decided  # a digest of all that decides which row comes from where
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self._decided]
@@ -414,17 +384,6 @@ class AlignedSource(SourceView):
         else:
             self.inner.prefetch(name, start, count)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for source in self._inputs:
-                stack.enter_context(source)
-            stack.pop_all()  # if nothing went wrong, they stay open
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._inputs:
-            source.__exit__(*error)
-
 
 class RowTensor:
     """A tensor whose rows come from another one, in runs, or, where it has none, from `fill`."""
@@ -440,7 +399,7 @@ class RowTensor:
         self._fill = fill
         self._read_stored: Fill = partial(source.read, stored.name)
         if kind != stored.dtype:
-            self._read_stored = _InFloat32(self._read_stored, stored.dtype)
+            self._read_stored = partial(_fill_decoded, self._read_stored, stored.dtype)
 
     def read(self, start: int, into: Raw) -> None:
         """Fill `into` with elements from `start` on."""
@@ -484,37 +443,25 @@ def _begins_run(rows: Rows) -> NDArray[np.bool_]:
     return np.concatenate([[True], ~(both_absent | both_follow)])[: rows.size]
 
 
-# ---------------------------------------------------------------- reading elements
-
-
 def _fill_zeros(_start: int, into: Raw) -> None:
     into[:] = 0
 
 
-@dataclass(frozen=True)
-class _InFloat32:
-    """A reader of the same elements, decoded."""
-
-    read: Fill
-    stored: StorageType
-
-    def __call__(self, start: int, into: Raw) -> None:
-        raw = np.empty(min(PIECE, into.size), self.stored.carrier)
-        for done in range(0, into.size, PIECE):
-            part = into[done : done + PIECE]
-            self.read(start + done, raw[: part.size])
-            reference.decode(raw[: part.size], part)
+def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> None:
+    """Read elements of a storage type and decode them, piece by piece."""
+    raw = np.empty(min(PIECE, into.size), stored.carrier)
+    for done in range(0, into.size, PIECE):
+        part = into[done : done + PIECE]
+        read(start + done, raw[: part.size])
+        reference.decode(raw[: part.size], part)
 
 
 class _Means:
     """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
 
     def __init__(self, base: TensorInfo, models: Sequence[Source], owners: Owners) -> None:
-        self.width, self.owners = math.prod(base.shape[1:]), owners
-        self.readers = {}
-        for index in {index for having in owners.values() for index, _, _ in having}:
-            kind = models[index].tensors[base.name].dtype
-            self.readers[index] = _InFloat32(partial(models[index].read, base.name), kind)
+        self.name, self.width = base.name, math.prod(base.shape[1:])
+        self.models, self.owners = models, owners
 
     def __call__(self, start: int, into: Raw) -> None:
         done = 0
@@ -532,7 +479,7 @@ class _Means:
         terms = []
         with np.errstate(invalid="ignore", over="ignore"):
             for index, there, share in self.owners[row]:
-                values = np.empty(count, np.float32)
-                self.readers[index](there * self.width + column, values)
+                place = there * self.width + column
+                values = read_floats(self.models[index], self.name, place, count)
                 terms.append(values * np.float32(share))
             return reduce(np.add, terms)

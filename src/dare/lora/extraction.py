@@ -27,7 +27,6 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import read_config
 from dare.inputs.formats import open_model
 from dare.inputs.loaded import (
-    Loaded,
     LoadedTensor,
     architecture_of,
     find_places,
@@ -204,8 +203,8 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
-    matched = match_names(opened, open_model(model, base=opened), model.name, **configs)
-    tuned = under_stored_names(matched.source, opened, base, configs["base_config"])
+    tuned, notes = match_names(opened, open_model(model, base=opened), model.name, **configs)
+    tuned = under_stored_names(tuned, opened, base, configs["base_config"])
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
@@ -215,10 +214,9 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
         raise MismatchError(head, *list_findings(problems))
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
-        loaded = Loaded(places_as_stored(opened.tensors, is_tied=is_tied))
-    else:
-        loaded = find_places(base, configs["base_config"], opened.tensors)
-    return Change(opened, tuned, loaded.places, (*matched.notes, *loaded.notes))
+        return Change(opened, tuned, places_as_stored(opened.tensors, is_tied=is_tied), notes)
+    places, more = find_places(base, configs["base_config"], opened.tensors)
+    return Change(opened, tuned, places, (*notes, *more))
 
 
 # ---------------------------------------------------------------- the modules

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
-from dare.inputs.lora import LoraSource
+from dare.inputs.lora import LoraSource, read_block
 from dare.inputs.sources import RenamedSource
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
@@ -74,7 +74,8 @@ class AdapterFile(LoraSource):
     def read_pair(self, module: str) -> tuple[Floats, Floats]:
         """Read lora_A as rank × columns, and lora_B as rows × rank."""
         pair = self.pairs[module]
-        return self._read_matrix(pair.down.name), self._read_matrix(pair.up.name)
+        down, up = (read_block(self._stored, f.name, 0, f.shape[0]) for f in (pair.down, pair.up))
+        return down, up
 
 
 def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:

@@ -268,7 +268,10 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "tensors": len(tensors),
                 "models": len(differing),
                 "count": times(len(tensors), "tensor"),
-                "line": first_few([*map(str, tensors), *differing.values()], 1),
+                "line": first_few(
+                    [*map(str, tensors), *(f"{name}: {text}" for name, text in differing.items())],
+                    1,
+                ),
                 "names": first_few(tensor.tensor for tensor in tensors),
             }
 
