@@ -46,9 +46,10 @@ from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.document import overlaid, read_toml
+from dare.recipe.document import overlaid
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.toml import read_toml
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import confirm_inputs, execute
 from dare.run.rates import keep_rate
@@ -276,25 +277,11 @@ def _do_slice(
         identity = f"{fingerprint(planned)} {planned.stamps}"
         of = planned, part, division, output.folder, identity, wait
         known = SharedObservations(*of, meter.advance, display.announce).conclusions()
-        execute(
-            planned,
-            output,
-            done=output.resumed,
-            progress=meter.advance,
-            announce=lambda: display.announce(COMPILING),
-            known=known,
-            share=share,
-        )
+        how: dict[str, Any] = {"done": output.resumed, "progress": meter.advance, "known": known}
+        execute(planned, output, announce=lambda: display.announce(COMPILING), share=share, **how)
         output.end(meter.bytes_read)
-    return SliceReport(
-        slice=str(part),
-        chunks=sum(map(len, share.values())),
-        resumed_chunks=len(output.resumed),
-        bytes_read=meter.bytes_read,
-        seconds=0.0,
-        unfinished=output.unfinished(),
-        report=None,
-    )
+    chunks, resumed = sum(map(len, share.values())), len(output.resumed)
+    return SliceReport(str(part), chunks, resumed, meter.bytes_read, 0.0, output.unfinished(), None)
 
 
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
@@ -338,8 +325,7 @@ def _find_shared(planned: Plan, *, overwrite: bool) -> tuple[Layout, Report | No
 
 def _find_finished(planned: Plan, *, overwrite: bool, resume: bool) -> tuple[Layout, Report | None]:
     """Return the layout, and the report if this very merge was completed before."""
-    layout = checked_layout(planned, overwrite=overwrite, resume=resume)
-    finished = _finished_before(planned) if resume else None
+    layout, finished = checked_layout(planned, overwrite=overwrite, resume=resume)
     if finished is not None:
         clear_leftovers(layout)
     return layout, finished
@@ -385,9 +371,9 @@ def _publish(
     return replace(report, warnings=(*report.warnings, *late))
 
 
-def _finished_before(planned: Plan) -> Report | None:
+def _finished_before(planned: Plan, layout: Layout) -> Report | None:
     """Return the report of this very merge, if it was complete when its process died."""
-    found = None if planned.layout is None else finished_before(planned.layout)
+    found = finished_before(layout)
     if found is None or found.fingerprint != fingerprint(planned):
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
@@ -412,14 +398,18 @@ def _final_documents(
     return sidecar_files(planned, report), checked_metadata(layout, embedded), manifest
 
 
-def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> Layout:
-    """Refuse an output that is not named, is an input, or exists and is not this merge's own."""
+def checked_layout(planned: Plan, *, overwrite: bool, resume: bool) -> tuple[Layout, Report | None]:
+    """Refuse an output that is not named, is an input, or exists and is not this merge's own.
+
+    Return its layout, and the report if this very merge was completed before.
+    """
     if planned.layout is None:
         raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
-    if not resume or _finished_before(planned) is None:
+    finished = _finished_before(planned, planned.layout) if resume else None
+    if finished is None:
         clear_leftovers(planned.layout)
         check_target(planned.layout, planned.input_files, overwrite=overwrite)
-    return planned.layout
+    return planned.layout, finished
 
 
 def apply_delta(
@@ -498,7 +488,7 @@ def merge_arrays(
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
     originals = named_arrays(base, "base")
-    recipe = _array_recipe(names, {"weights": weights, "seeds": seeds}, model_settings, settings)
+    recipe = _array_recipe(names, weights, seeds, model_settings, settings)
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
@@ -521,18 +511,19 @@ def merge_arrays(
 
 def _array_recipe(
     names: list[str],
-    per_model: Mapping[str, Sequence[Any] | None],
+    weights: Sequence[float] | None,
+    seeds: Sequence[int] | None,
     model_settings: Sequence[Mapping[str, Any]] | None,
     settings: Mapping[str, Any],
 ) -> Recipe:
-    for word, given in {**per_model, "model_settings": model_settings}.items():
+    per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
+    for word, given in per_model.items():
         if given is not None and len(given) != len(names):
             raise RecipeError(f"{word}: {len(given)} given for {times(len(names), 'model')}")
-    listed = {"weight": per_model["weights"], "model_seed": per_model["seeds"]}
-    for name, values in listed.items():
-        if values is not None and name in settings:
-            raise RecipeError(f"{name} is given twice; leave one of them out")
+    listed = {"weight": weights, "model_seed": seeds}
     lists = {name: list(values) for name, values in listed.items() if values is not None}
+    for name in lists.keys() & settings.keys():
+        raise RecipeError(f"{name} is given twice; leave one of them out")
     recipe = make_recipe({"base": "base", "models": names}, **settings, **lists)
     if model_settings is None:
         return recipe

@@ -96,17 +96,17 @@ class DareMerger:
         """Write the merged model."""
         config = self.config
         given = {"delta_threshold": config.delta_threshold}
-        recipe = Recipe(
+        return _merge_and_print(
             base=self.base_file,
             models=self.merge_files,
             output=output_file,
+            overwrite=overwrite,
             method=config.method,
             stages=_checked({"dare": {"drop_rate": config.drop_rate}}),
             seed=config.seed,
             verbose=config.verbose,
             **(given if config.delta_threshold != DareConfig.delta_threshold else {}),
         )
-        return _merge_and_print(recipe, overwrite=overwrite)
 
 
 # ---------------------------------------------------------------- dicts of arrays
@@ -225,8 +225,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     that a few outliers decide them; where there are any, what holds without them is printed too,
     and the advice goes by that. NaN and infinite elements are warned of and not counted.
     """
-    total, squares, elements = 0.0, 0.0, 0
-    sums, bins = Sums(), NONE
+    elements, sums, bins = 0, Sums(), NONE
     deltas = named_arrays(task_vector, "task_vector")
     for name, delta in deltas.items():
         magnitudes = np.abs(_as_floats(delta, name))
@@ -234,10 +233,11 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
         magnitudes = magnitudes[np.isfinite(magnitudes)]
         peak, counted = float(magnitudes.max(initial=0.0)), Magnitudes.of(magnitudes)
         zeros = magnitudes.size - int(counted.counts.sum())
-        sums += with_inside(Sums(magnitudes.size, zeros, largest=peak), counted)
+        squares = float(np.square(magnitudes, dtype=np.float64).sum())
+        total = float(magnitudes.sum(dtype=np.float64))
+        found = Sums(magnitudes.size, zeros, squares=squares, magnitude=total, largest=peak)
+        sums += with_inside(found, counted)
         bins += counted
-        total += float(magnitudes.sum(dtype=np.float64))
-        squares += float(np.square(magnitudes, dtype=np.float64).sum())
     largest, count = sums.largest, sums.elements
     if elements == 0:
         raise InputError("there are no elements whose sparsity could be measured")
@@ -252,8 +252,8 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     below = sum(
         int((np.abs(_as_floats(delta, name)) < threshold).sum()) for name, delta in deltas.items()
     )
-    mean = total / count
-    deviation = max(0.0, (squares - count * mean**2) / max(count - 1, 1)) ** 0.5
+    mean = sums.magnitude / count
+    deviation = max(0.0, (sums.squares - count * mean**2) / max(count - 1, 1)) ** 0.5
     left = sums.inside
     typical = share_below(0.01 * left.largest, sums, bins) if left.outliers else below / count
     if verbose:
@@ -362,26 +362,22 @@ def _merge_files(
     finetuned_paths: Sequence[AnyPath],
     output_path: AnyPath,
     lambda_coeff: float,
-    *,
-    overwrite: bool,
-    verbose: bool,
     **settings: Any,
 ) -> Report:
     """Merge as the published listings do: what a model lacks is unchanged, what it adds is left."""
-    recipe = Recipe(
+    return _merge_and_print(
         base=base_path,
         models=finetuned_paths,
         output=output_path,
         scale=lambda_coeff,
         on_missing="base",
         on_extra="drop",
-        verbose=verbose,
         **settings,
     )
-    return _merge_and_print(recipe, overwrite=overwrite)
 
 
-def _merge_and_print(recipe: Recipe, *, overwrite: bool) -> Report:
+def _merge_and_print(*, overwrite: bool, **fields: Any) -> Report:
+    recipe = Recipe(**fields)
     report = merge(recipe, overwrite=overwrite)
     if recipe.verbose:
         print(replace(report, warnings=()))  # these have been issued
@@ -422,7 +418,6 @@ def _seed(seed: int | None) -> int:
 
 
 def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
-    """Return a flat float32 copy of an array of any weight type."""
     kind, _, raw = stored(array, name)
     if not kind.is_weight:
         raise InputError(f"{name}: {kind.name} is not a weight type")

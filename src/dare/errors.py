@@ -50,7 +50,6 @@ class DareError(Exception):
     """Anything `dare` refuses to do or fails to do; catch this one to catch them all."""
 
     def __str__(self) -> str:
-        """Return the message, on one line."""
         return printable(super().__str__())
 
 
@@ -74,7 +73,6 @@ class MismatchError(DareError):
     """Base and models do not fit together; its arguments are the findings, shown one to a line."""
 
     def __str__(self) -> str:
-        """Return every finding on a line of its own."""
         return "\n  ".join(printable(str(finding)) for finding in self.args)
 
 
@@ -90,7 +88,6 @@ class ExistsError(OutputError):
         self.fault = f"{path}: exists already; choose another output"
 
     def __str__(self) -> str:
-        """Return the fault, and what to pass."""
         return printable(f"{self.fault}, or pass overwrite=True to replace it")
 
 
@@ -114,7 +111,6 @@ class DareWarning(UserWarning):
     """Something that is allowed and usually a mistake."""
 
     def __str__(self) -> str:
-        """Return the text, on one line."""
         return printable(super().__str__())
 
 

@@ -16,7 +16,8 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
 from dare.inputs.fit import LeftOut, Misfit
-from dare.recipe.document import read_toml, recipe_from_document
+from dare.recipe.document import recipe_from_document
+from dare.recipe.toml import read_toml
 from helpers import save
 
 ROOT = make_base()

@@ -209,7 +209,6 @@ def with_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _resuming(arguments: Sequence[str]) -> str:
-    """Return the command that resumes interrupted work, if it can be resumed."""
     if with_command(arguments)[0] not in ("merge", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]

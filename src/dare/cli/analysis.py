@@ -61,7 +61,6 @@ class Options:
 
 
 Judged = tuple[Analysis, Readiness, Advice]
-"""An analysis and what is made of it."""
 
 
 def analyze(
@@ -97,7 +96,6 @@ def analyze(
 
 
 def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
-    """The words of a command line for the same models."""
     words = [str(path) for path in inputs]
     if options is not None and options.allow_pickle and len(words) > 1:
         words.append("--allow-pickle")

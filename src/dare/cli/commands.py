@@ -18,7 +18,6 @@ from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import (
     FILES,
     RUN,
-    Config,
     Debug,
     Json,
     Overwrite,
@@ -57,7 +56,6 @@ RECIPES = (".toml", *api.YAML_SUFFIXES)
 @takes_recipe
 def merge(
     *paths: Inputs,
-    config: Config = None,
     overwrite: Overwrite = False,
     resume: Resume = True,
     dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
@@ -71,12 +69,10 @@ def merge(
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
-    stage: StageFiles = None,
-    debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Carry out a recipe."""
-    asked = _asked_recipe(paths, config, flags, verbose=verbose, quiet=quiet)
+    asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
     if part is not None and not resume:
@@ -89,48 +85,40 @@ def merge(
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
     _print_plan(console, planned)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
-        if part is not None:
+        done: show.Result
+        if part is None:
+            done = api.merge(planned, overwrite=overwrite, resume=resume)
+        else:
             done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
-            show.result(console, done, as_json=json)
-            return DONE
-        report = api.merge(planned, overwrite=overwrite, resume=resume)
-    show.result(console, report, as_json=json)
-    return DONE
+    return show.result(console, done, as_json=json)
 
 
 @takes_recipe
 def finish(
     *paths: Inputs,
-    config: Config = None,
     overwrite: Overwrite = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
-    stage: StageFiles = None,
-    debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Publish what slices have made."""
-    asked = _asked_recipe(paths, config, flags, verbose=verbose, quiet=quiet)
+    asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     console = show.console(json=json, quiet=not asked.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
-    show.result(console, report, as_json=json)
-    return DONE
+    return show.result(console, report, as_json=json)
 
 
 @takes_recipe
 def plan(
     *paths: Inputs,
-    config: Config = None,
     quiet: Quiet = False,
     json: Json = False,
-    stage: StageFiles = None,
-    debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Show a plan."""
-    return _show_plan(_asked_recipe(paths, config, flags), json=json, quiet=quiet)
+    return _show_plan(_asked_recipe(paths, flags), json=json, quiet=quiet)
 
 
 def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
@@ -155,24 +143,20 @@ def _print_plan(console: Console, planned: Plan, *, brief: bool = True) -> Estim
 
 
 def _asked_recipe(
-    paths: Sequence[Path],
-    config: Path | None,
-    flags: dict[str, Any],
-    *,
-    verbose: bool = False,
-    quiet: bool = False,
+    paths: Sequence[Path], flags: dict[str, Any], *, verbose: bool = False, quiet: bool = False
 ) -> Recipe:
     if verbose and quiet:
         raise UsageError("--verbose and --quiet given; leave one out")
-    recipe, flags = _by_position(paths, config, flags)
+    recipe, flags = _by_position(paths, flags)
     fixed: dict[str, Any] = {"verbose": verbose} if verbose or quiet else {}
     return recipe_from_flags(recipe, flags, **fixed)
 
 
 def _by_position(
-    paths: Sequence[Path], config: Path | None, flags: dict[str, Any]
+    paths: Sequence[Path], flags: dict[str, Any]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """What paths without a flag stand for: a recipe, or the base and its models."""
+    """Return the recipe that is named with or without a flag, or else flags for base and models."""
+    config = flags.get("config")
     if not paths:
         return config, flags
     if len(paths) == 1 and config is not None:
@@ -183,8 +167,7 @@ def _by_position(
     if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
         remedy = "its models are in it, or replaced with --base and --models"
         raise UsageError(f"{recipes[0]} is a recipe, which stands alone: {remedy}")
-    given = {**flags, "config": config}
-    if twice := [f"--{name}" for name in ("base", "models", "config") if given.get(name)]:
+    if twice := [f"--{name}" for name in ("base", "models", "config") if flags.get(name)]:
         flagged = f"{' and '.join(twice)} too; leave out {twice[0]}, or give all of them by flags"
         raise UsageError(f"base and models are given without flags, and {flagged}")
     models = paths if len(paths) == 2 and _interpolates(flags.get("method")) else paths[1:]
@@ -200,7 +183,6 @@ def _interpolates(method: str | None) -> bool:
 
 
 def _check_is_recipe(path: Path) -> None:
-    """Refuse a model that stands alone, with what is missing."""
     manifest = find_manifest(path)
     if manifest is None or manifest == path or manifest.exists() or not path.exists():
         return
@@ -275,15 +257,12 @@ def init(
     from_analysis: Annotated[
         Path | None, Parameter(group=FILES, help="An analysis whose advice to follow.")
     ] = None,
-    config: Config = None,
-    stage: StageFiles = None,
-    debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Write a recipe."""
-    recipe, flags = _by_position(paths, config, flags)
-    if from_analysis is not None and (paths or config is not None):
-        given = "--config" if config is not None else "models"
+    recipe, flags = _by_position(paths, flags)
+    if from_analysis is not None and (paths or recipe is not None):
+        given = "models" if paths else "--config"
         raise UsageError(f"--from-analysis and {given} given; leave one out")
     advice = None if from_analysis is None else _advice(from_analysis)
     start = None if advice is None else advice.recipe

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from dare import api
-from dare.cli import DONE, UsageError, show
-from dare.cli.flags import (
-    METHOD,
-    MISFITS,
-    RESOURCES,
-    Debug,
-    Json,
-    Overwrite,
-    Quiet,
-    Resume,
-    output_flag,
-    switch,
-)
+from dare.cli import UsageError
+from dare.cli.flags import METHOD, MISFITS, RESOURCES, Overwrite, Resume, output_flag, runs, switch
 from dare.deltas.compressing import compress as compress_model
 from dare.deltas.packing import USUAL_RATES
-from dare.errors import DareWarning
 
 Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
 MaxMemory = Annotated[str | None, Parameter(group=RESOURCES, help="For buffers, such as 512MiB.")]
 
 
+@runs(compress_model)
 def compress(
     base: Base,
     model: Annotated[Path, Parameter(help="The fine-tuned model: a file or a directory.")],
@@ -52,9 +40,15 @@ def compress(
     embedding_drop_rate: Annotated[
         float | None, Parameter(group=METHOD, help="Drop rate for embeddings and head.")
     ] = None,
-    tensors: Annotated[
+    drop_rates: Annotated[
         list[str] | None,
-        Parameter(group=METHOD, negative="", metavar="'PATTERN: RATE'", help="As '*.mlp.*: 0.9'."),
+        Parameter(
+            name="--tensors",
+            group=METHOD,
+            negative="",
+            metavar="'PATTERN: RATE'",
+            help="As '*.mlp.*: 0.9'.",
+        ),
     ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
     on_missing: Annotated[
@@ -70,36 +64,12 @@ def compress(
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> int:
+) -> dict[str, Any]:
     """Store a fine-tune as its change to the base."""
     if lossless and (drop_rate, bits) != (None, None):
         raise UsageError("--lossless keeps everything; leave out --drop-rate and --bits")
-    console = show.console(json=json, quiet=quiet)
-    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
-        report = compress_model(
-            base,
-            model,
-            output,
-            drop_rate=drop_rate,
-            seed=seed,
-            bits=None if bits is None else {str(known): known for known in USUAL_RATES}[bits],
-            keep=keep,
-            embedding_drop_rate=embedding_drop_rate,
-            drop_rates=dict(map(_rate, tensors or ())),
-            lossless=lossless,
-            on_missing=on_missing,
-            on_extra=on_extra,
-            allow_pickle=allow_pickle,
-            overwrite=overwrite,
-            resume=resume,
-            verbose=not quiet,
-            **_resources(threads, max_memory),
-        )
-    show.result(console, report, as_json=json)
-    return DONE
+    stored = {str(known): known for known in USUAL_RATES}
+    return {"bits": bits and stored[bits], "drop_rates": dict(map(_rate, drop_rates or ()))}
 
 
 def _rate(text: str) -> tuple[str, float]:
@@ -111,11 +81,7 @@ def _rate(text: str) -> tuple[str, float]:
         raise UsageError(message) from None
 
 
-def _resources(threads: int | None, max_memory: str | None) -> dict[str, Any]:
-    given = {"threads": threads, "max_memory": max_memory}
-    return {name: value for name, value in given.items() if value is not None}
-
-
+@runs(api.apply_delta)
 def apply(
     base: Base,
     delta: Annotated[Path, Parameter(help="A file from `dare compress`.")],
@@ -129,22 +95,5 @@ def apply(
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Make a model of a delta file and its base."""
-    console = show.console(json=json, quiet=quiet)
-    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
-        report = api.apply_delta(
-            base,
-            delta,
-            output,
-            allow_not_finite=allow_not_finite,
-            overwrite=overwrite,
-            resume=resume,
-            verbose=not quiet,
-            **_resources(threads, max_memory),
-        )
-    show.result(console, report, as_json=json)
-    return DONE

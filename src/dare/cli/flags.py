@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from dare.api import load_document
-from dare.cli import UsageError
+from dare.cli import UsageError, show
 from dare.documents.words import exact_text
-from dare.errors import RecipeError
+from dare.errors import DareWarning, RecipeError
 from dare.recipe.document import overlaid, parameter_names, read_value
 from dare.recipe.naming import FLAGS
 from dare.recipe.schema import Recipe
@@ -98,9 +100,7 @@ class Flag:
             negative="",
             consume_multiple=(1, None),
         )
-        kind = inspect.Parameter.KEYWORD_ONLY
-        annotation = Annotated[self.kind | None, flag]  # type: ignore[name-defined]
-        return inspect.Parameter(name, kind, default=None, annotation=annotation)
+        return _keyword(name, Annotated[self.kind | None, flag], None)
 
 
 FIELDS: dict[str, Flag] = {
@@ -140,21 +140,62 @@ PER_MODEL: dict[str, Flag] = {
     "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
     "model_seed": Flag(list[int], METHOD, help="Each model's seed, one value for each."),
 }
-"""What is said of each model."""
+
+
+BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
+"""Flags of every command that takes a recipe, which are not part of one."""
 
 
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
-    signature = inspect.signature(command, eval_str=True)
     flags = FIELDS | PER_MODEL
     for name in parameter_names():
         flags[name] = Flag(list[str], STAGE_PARAMETERS, (), "VALUE...", _stage_help(name))
+    shared = [_keyword(name, *declared) for name, declared in BESIDE_RECIPE.items()]
+    _declare(command, command, [*shared, *(flag.parameter(name) for name, flag in flags.items())])
+    return command
+
+
+def runs(work: Callable[..., show.Result]) -> Callable[[Callable[..., Any]], Callable[..., int]]:
+    """Make a command of a function: a declaration of flags becomes its call, whose result is shown.
+
+    The declaration may check its flags, and return those that the function takes in another form.
+    """
+
+    def command(declared: Callable[..., dict[str, Any] | None]) -> Callable[..., int]:
+        def run(*given: Any, quiet: bool = False, json: bool = False, **flags: Any) -> int:
+            flags.pop("debug", None)  # which main reads
+            call = inspect.signature(declared).bind(*given, **flags)
+            call.apply_defaults()
+            changed = declared(*call.args, **call.kwargs) or {}
+            if "verbose" in inspect.signature(work).parameters:
+                changed["verbose"] = not quiet
+            console = show.console(json=json, quiet=quiet)
+            with warnings.catch_warnings(action="ignore", category=DareWarning):  # in the report
+                found = work(*call.args, **call.kwargs | changed)
+            return show.result(console, found, as_json=json)
+
+        shared = {"quiet": Quiet, "json": Json, "debug": Debug}
+        _declare(run, declared, [_keyword(name, kind, False) for name, kind in shared.items()])
+        return update_wrapper(run, declared, ("__name__", "__doc__"), ())
+
+    return command
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _declare(
+    command: Callable[..., int], declared: Callable[..., Any], more: Sequence[inspect.Parameter]
+) -> None:
+    """Give a command the declared flags, and more in place of `**flags`."""
+    signature = inspect.signature(declared, eval_str=True)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters += [flag.parameter(name) for name, flag in flags.items()]
-    parameters.sort(key=lambda p: p.kind)
+    parameters = sorted([*parameters, *more], key=lambda p: p.kind)
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
-    return command
 
 
 def _stage_help(name: str) -> str:
@@ -172,7 +213,8 @@ def recipe_from_flags(
     **fixed: Any,
 ) -> Recipe:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
-    given = {name: value for name, value in flags.items() if value is not None}
+    settings = {name: value for name, value in flags.items() if name not in BESIDE_RECIPE}
+    given = {name: value for name, value in settings.items() if value is not None}
     if config is None and start is None:
         missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
         if missing:
@@ -190,7 +232,6 @@ def recipe_from_flags(
 
 
 def _read(name: str, value: Any) -> Any:
-    """What a flag gives, as a recipe would have it."""
     if name == "tensors":
         return [read_rule(text) for text in value]
     if name in FIELDS or name in PER_MODEL:

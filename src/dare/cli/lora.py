@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from dare.cli import DONE, show
-from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, output_flag, several, switch
+from dare.cli import show
+from dare.cli.flags import RUN, Overwrite, output_flag, runs, several, switch
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
@@ -21,13 +21,23 @@ Output = Annotated[Path, output_flag("Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
 
 
+def _merge(
+    adapters: list[Path], *, output: Path, dry_run: bool, overwrite: bool, **settings: Any
+) -> show.Result:
+    plan = plan_adapters(adapters, **settings)
+    return plan if dry_run else run_plan(plan, output, overwrite=overwrite)
+
+
 @lora.command
+@runs(_merge)
 def merge(
     adapters: Annotated[list[Path], Parameter(help="LoRA adapters of one base, from PEFT.")],
     /,
     *,
     output: Output,
-    weight: Annotated[list[float] | None, several("Weights, one for each adapter.")] = None,
+    weights: Annotated[
+        list[float] | None, several("Weights, one for each adapter.", name="--weight")
+    ] = None,
     method: Annotated[str, Parameter(help="As in a merge: sum, dare+linear, ties, …")] = "linear",
     rank: Rank = None,
     energy: Energy = None,
@@ -39,36 +49,15 @@ def merge(
     max_memory: Annotated[str | None, Parameter(help="Memory for buffers and factors.")] = None,
     dry_run: Annotated[bool, switch("Show the plan, but do not merge.", group=RUN)] = False,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Merge LoRA adapters into one, without the base.
 
     Without --rank and --energy the result is exact, and its rank the sum of the ranks.
     """
-    plan = plan_adapters(
-        adapters,
-        weights=weight,
-        method=method,
-        rank=rank,
-        energy=energy,
-        drop_rate=drop_rate,
-        seed=seed,
-        scale=scale,
-        dtype=dtype,
-        threads=threads,
-        max_memory=max_memory,
-    )
-    console = show.console(json=json, quiet=quiet)
-    if dry_run:
-        show.document(console, plan.document())
-    else:
-        show.result(console, run_plan(plan, output, overwrite=overwrite), as_json=json)
-    return DONE
 
 
 @lora.command
+@runs(extract_adapter)
 def extract(
     *,
     base: Annotated[Path, Parameter(name=["--base", "-b"], help="The model before fine-tuning.")],
@@ -88,23 +77,5 @@ def extract(
     ] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank."""
-    report = extract_adapter(
-        base,
-        model,
-        output,
-        rank=rank,
-        energy=energy,
-        modules=modules,
-        save_others=save_others,
-        base_name=base_name,
-        as_stored=as_stored,
-        dtype=dtype,
-        overwrite=overwrite,
-    )
-    show.result(show.console(json=json, quiet=quiet), report, as_json=json)
-    return DONE

@@ -15,12 +15,10 @@ from dare.cli.flags import (
     FILES,
     RESOURCES,
     RUN,
-    Config,
     Debug,
     Json,
     Overwrite,
     Quiet,
-    StageFiles,
     recipe_from_flags,
     several,
     switch,
@@ -126,16 +124,13 @@ def run(
     /,
     *,
     options: Options | None = None,
-    config: Config = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
-    stage: StageFiles = None,
-    debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Search."""
-    place = recipe or config
+    place = recipe or flags.get("config")
     options = options or Options()
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs}: must be at least 1")
@@ -264,7 +259,6 @@ def best_command(
 
 
 def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
-    """Write the best recipe, and say what was done."""
     if result.best is None:
         earlier = f"; {path} is of an earlier search" if path.exists() else ""
         return f"No recipe is written: {result}{earlier}"

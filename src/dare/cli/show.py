@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from dare.cli import DONE
 from dare.documents.document import Document
 from dare.documents.terminal import make_console, print_document, print_steps
 from dare.tensors.json_values import printable_json
@@ -15,22 +16,19 @@ console, document, next_steps = make_console, print_document, print_steps
 
 
 class Result(Protocol):
-    """Anything that a command ends with."""
+    """Anything that a command ends with; most have a method `to_json` too."""
 
     def document(self) -> Document:
         """Return everything that is to be shown."""
         ...
 
-    def to_json(self) -> str:
-        """Return all values as JSON."""
-        ...
 
-
-def result(to: Console, found: Result, *, as_json: bool) -> None:
-    """Show a result to people, and if it is asked for, to programs."""
+def result(to: Console, found: Result, *, as_json: bool) -> int:
+    """Show a result to people, and if it is asked for, to programs; return the exit status."""
     document(to, found.document())
-    if as_json:
+    if as_json and hasattr(found, "to_json"):
         json(found.to_json())
+    return DONE
 
 
 def json(values: Any) -> None:

@@ -11,7 +11,6 @@ SUMMARY: str = _HELP["summary"]
 USAGE: str = _HELP["usage"]
 EXAMPLES: str = _HELP["examples"]
 GROUPS: dict[str, list[str]] = _HELP["groups"]
-"""Commands by purpose."""
 COMMANDS: dict[str, str] = _HELP["commands"]
 """Each command's help; the first line is what the list of commands shows."""
 SUBCOMMANDS: dict[str, str] = _HELP["subcommands"]

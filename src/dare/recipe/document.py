@@ -17,14 +17,11 @@ from typing import Any, TypeVar
 
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import ModelEntry, TensorRule, distinct
+from dare.recipe.entries import ModelEntry, TensorRule, distinct, flat
 from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, Files
 from dare.recipe.schema import SAME_WEIGHTS, Recipe
-from dare.recipe.toml import read_toml
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.methods import load_installed_stages
-
-__all__ = ["LIFTED", "read_toml", "recipe_from_document"]
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
@@ -78,7 +75,6 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(named: Files) -> dict[str, Any]:
-    """Return the fields that name files, from where the document names them."""
     for field in ("base", "models"):
         if named.get(field) is None:
             raise _missing(named, field)
@@ -266,18 +262,13 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str]) -> Recipe:
-    """Return the recipe for some of its models; rules stay with the same ones."""
     for name, value in included.items():
         if name.removeprefix(INCLUDE) not in models or not isinstance(value, bool):
             there = f"{INCLUDE}MODEL is true or false, for {', '.join(models)}"
             raise RecipeError(f"{name} = {value!r}: {there}")
     kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
-    rules = []
-    for rule, places in recipe.rules:
-        files = tuple(str(kept[place].file) for place in places or () if place in kept)
-        if places is None or files:
-            rules.append(rule if places is None else rule.model_copy(update={"model": files}))
-    changed = {"models": tuple(kept.values()), "tensors": tuple(rules), "input_digests": None}
+    rules = recipe.rules_of({n: entry.file for n, entry in kept.items()})
+    changed = {"models": tuple(kept.values()), "tensors": rules, "input_digests": None}
     return recipe.model_copy(update=changed)
 
 
@@ -326,7 +317,6 @@ def applies(name: str, method: str) -> bool:
 
 
 def _remove_unused(document: dict[str, Any]) -> None:
-    """Take out settings that the stages of the method do not have."""
     method = document["method"]
     chain = {stage.name for stage in parse_method(method)}
     for name in [name for name in document if name in STAGES and name not in chain]:
@@ -369,7 +359,6 @@ def set_parameter(
 
 
 def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
-    """Find the stage of the chain that a parameter belongs to."""
     owners = [
         stage
         for stage in chain
@@ -410,7 +399,8 @@ def _entries(document: dict[str, Any]) -> list[Any]:
     models = Files.of(document).get("models")
     if not isinstance(models, list | tuple):
         models = [] if models is None else [models]
-    return [entry.to_table() if isinstance(entry, ModelEntry) else entry for entry in models]
+    plain: dict[str, Any] = {"mode": "json", "exclude_defaults": True}
+    return [flat(e.model_dump(**plain)) if isinstance(e, ModelEntry) else e for e in models]
 
 
 def read_value(text: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -92,8 +92,10 @@ class Strict(BaseModel):
         except ValidationError as error:
             raise _explained(error, type(self)) from None
 
+    def __init_subclass__(cls, **_checked: Any) -> None:
+        """Let classes say `init=False` to type checkers: fields take more than they hold."""
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields that are not at their defaults."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -101,7 +103,6 @@ class Strict(BaseModel):
 
 
 def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
-    """Say the first thing that is wrong in our words."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     name = ".".join(map(str, first["loc"]))
@@ -119,16 +120,12 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
     return RecipeError(f"{name}: not known{did_you_mean(name, model.model_fields)}")
 
 
-class ModelEntry(Strict):
+class ModelEntry(Strict, init=False):
     """One fine-tune: its file or directory, its share, and what is different for it.
 
     >>> ModelEntry(file="math.safetensors", weight=0.5, settings={"drop_rate": 0.8}).weight
     0.5
     """
-
-    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
-
-        def __init__(self, **given: Any) -> None: ...
 
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
     weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
@@ -152,22 +149,14 @@ class ModelEntry(Strict):
         is_generic = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
         return folder.name if is_generic else path.stem.removesuffix(".delta")
 
-    def to_table(self) -> dict[str, Any]:
-        """Return the entry as a table of a recipe: its parameters stand among its keys."""
-        return flat(self.model_dump(mode="json", exclude_defaults=True))
 
-
-class TensorRule(Strict):
+class TensorRule(Strict, init=False):
     """Parameters for the tensors whose names match a pattern, or contain a text.
 
     >>> rule = TensorRule(contains="mlp", match="*.weight", settings={"drop_rate": 0.5})
     >>> rule.matches("layers.0.mlp.up.weight"), rule.matches("layers.0.mlp.up.bias")
     (True, False)
     """
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **given: Any) -> None: ...
 
     match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
     contains: Words = Field(
@@ -194,7 +183,6 @@ class TensorRule(Strict):
         ) and (self.contains is None or any(text in tensor for text in self.contains))
 
     def __str__(self) -> str:
-        """The rule's tensors, in messages."""
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"

@@ -34,7 +34,6 @@ class Name:
     revision: str | None
 
     def __str__(self) -> str:
-        """The text that it was read from."""
         place = "/".join(filter(None, (self.repo, self.inside)))
         return place + (f"@{self.revision}" if self.revision else "")
 

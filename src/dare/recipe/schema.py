@@ -26,7 +26,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -78,17 +78,13 @@ SAME_WEIGHTS = {
 """Fields for the place and the way of a merge, which do not decide the merged weights."""
 
 
-class Recipe(Strict):
+class Recipe(Strict, init=False):
     """A merge, completely described.
 
     >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"], output="o.safetensors")
     >>> recipe.method, recipe.seed
     ('dare+linear', 42)
     """
-
-    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
-
-        def __init__(self, **given: Any) -> None: ...
 
     base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
     models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
@@ -395,14 +391,18 @@ class Recipe(Strict):
             entry.model_copy(update={"file": file})
             for entry, file in zip(self.models, files, strict=True)
         )
-        rules = tuple(
-            rule
-            if indices is None
-            else rule.model_copy(update={"model": tuple(str(files[index]) for index in indices)})
-            for rule, indices in self.rules
-        )
+        rules = self.rules_of(dict(enumerate(files)))
         changed = {"base": base, "models": entries, "output": output, "tensors": rules}
         return self.model_copy(update={**changed, "output_digest": self.output_digest})
+
+    def rules_of(self, files: Mapping[int, Path]) -> tuple[TensorRule, ...]:
+        """Return the rules that concern some models, by number, with the files that these get."""
+        rules = []
+        for rule, indices in self.rules:
+            own = tuple(str(files[index]) for index in indices or () if index in files)
+            if indices is None or own:
+                rules.append(rule if indices is None else rule.model_copy(update={"model": own}))
+        return tuple(rules)
 
     @property
     def has_default_seed(self) -> bool:

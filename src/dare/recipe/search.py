@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -28,12 +28,8 @@ _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
 """Texts that earlier versions read as a formula; no score has such a name."""
 
 
-class Range(Strict):
+class Range(Strict, init=False):
     """All numbers from one to another."""
-
-    if TYPE_CHECKING:  # fields take more than they are declared to hold
-
-        def __init__(self, **given: Any) -> None: ...
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
@@ -115,12 +111,8 @@ def _weights(value: Any) -> Any:
     return weights
 
 
-class Search(Strict):
+class Search(Strict, init=False):
     """The settings that a search tries, and its objective."""
-
-    if TYPE_CHECKING:  # fields take more than they are declared to hold
-
-        def __init__(self, **given: Any) -> None: ...
 
     over: Annotated[dict[str, Choices | Range], BeforeValidator(_over)] = Field(
         default_factory=dict, description="By setting: a list of values, or a range."

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.stages import Block, Deltas, Scratch, Settings
+from dare.stages import Settings
+from dare.stages.blocks import Block, Deltas, Scratch
 from dare.stages.dare import make_up_for
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.dtypes import StorageType

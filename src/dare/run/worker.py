@@ -36,7 +36,7 @@ from dare.run.graph import (
     survey_id,
 )
 from dare.run.threads import Batch, Id, Step
-from dare.stages import Block, Deltas
+from dare.stages.blocks import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 

@@ -6,26 +6,10 @@ To add one, write its function in a file here and decorate it. Every file of the
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
 from dare.stages.methods import ALIASES, IMPLIED, parse_method
-from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage, find_stage
+from dare.stages.registry import STAGES, Settings, Stage, find_stage
 
-__all__ = [
-    "ALIASES",
-    "IMPLIED",
-    "STAGES",
-    "Block",
-    "Deltas",
-    "Mask",
-    "Parameter",
-    "Round",
-    "Scratch",
-    "Settings",
-    "Stage",
-    "Walk",
-    "find_stage",
-    "parse_method",
-]
+__all__ = ["ALIASES", "IMPLIED", "STAGES", "Settings", "Stage", "find_stage", "parse_method"]
 
 for module in iter_modules(__path__):
     import_module(f"{__name__}.{module.name}")

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.registry import meaning
 
 PARALLEL = 0.9995
 """Cosine beyond which two tensors count as parallel, and the sphere as flat."""
 
 Space = Annotated[
-    Literal["weights", "deltas"],
-    Field(description="Interpolate the models' tensors, or only their deltas."),
+    Literal["weights", "deltas"], meaning("Interpolate the models' tensors, or only their deltas.")
 ]
 
 

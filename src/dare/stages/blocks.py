@@ -6,6 +6,7 @@ Where no stage asks for values, several chunks that follow each other are worked
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ INFINITY = 0x7F800000
 _key = lru_cache(maxsize=1024)(mask_key)
 
 
+@dataclass(eq=False, repr=False)
 class Block:
     """One model's delta over a chunk, on its way through the stages.
 
@@ -33,42 +35,32 @@ class Block:
     computed then. A factor that all elements share is left to the weight in the combine stage.
     """
 
-    def __init__(
-        self,
-        kernels: Any,
-        tensor: str,
-        start: int,
-        seed: int,
-        tuned: NDArray[Any],
-        base: NDArray[Any],
-        scratch: Scratch,
-        threshold_bits: np.int32,
-    ) -> None:
-        self.kernels = kernels
-        self.tensor = tensor
-        self.start = start
-        """Index of the first element in the tensor."""
-        self.seed = seed
-        self.size = tuned.size
-        self.factor = 1.0
-        """A number that `values` still have to be multiplied by."""
-        self.summary: Any = None
-        """The result of the survey of the stage being applied."""
-        self.draw: int | None = None
-        """The number of the draw that the stage being applied makes; None if it is not random."""
-        self.tuned = tuned
-        self.mask: Mask | None = None
-        self.least = 0
-        """The least magnitude (its bits) that is noted down to be kept, after the mask."""
-        self.origin = base
-        """The base's stored elements, or zeros: the delta is the difference from these."""
-        self._scratch = scratch
-        self._threshold_bits = threshold_bits
-        self._values: Floats | None = None
-        self._left: NDArray[np.bool_] | None = None
-        self._figures: NDArray[np.int64] | None = None
-        self._survivors = tuned.size
-        self._marks: list[int] = []
+    kernels: Any
+    tensor: str
+    start: int
+    """Index of the first element in the tensor."""
+    seed: int
+    tuned: NDArray[Any]
+    origin: NDArray[Any]
+    """The base's stored elements, or zeros: the delta is the difference from these."""
+    _scratch: Scratch
+    _threshold_bits: np.int32
+    factor: float = 1.0
+    """A number that `values` still have to be multiplied by."""
+    summary: Any = None
+    """The result of the survey of the stage being applied."""
+    draw: int | None = None
+    """The number of the draw that the stage being applied makes; None if it is not random."""
+    mask: Mask | None = None
+    least: int = 0
+    """The least magnitude (its bits) that is noted down to be kept, after the mask."""
+    _values: Floats | None = None
+    _left: NDArray[np.bool_] | None = None
+    _figures: NDArray[np.int64] | None = None
+    _marks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.size = self._survivors = self.tuned.size
 
     @property
     def key(self) -> tuple[np.uint32, np.uint32]:
@@ -311,27 +303,20 @@ class Walk(Protocol):
         """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""
 
 
+@dataclass(eq=False, repr=False)
 class Deltas:
     """The deltas of all models over one chunk, in recipe order, and ways to combine them."""
 
-    def __init__(
-        self,
-        kernels: Any,
-        base: NDArray[Any],
-        blocks: Sequence[Block],
-        weights: Sequence[float],
-        scratch: Scratch,
-        threshold_bits: np.int32,
-        summary: Any = None,
-    ) -> None:
-        self.kernels = kernels
-        self.blocks = blocks
-        self.weights = weights
-        self.summary = summary
-        self.size = base.size
-        self._base = base
-        self._scratch = scratch
-        self._threshold_bits = threshold_bits
+    kernels: Any
+    _base: NDArray[Any]
+    blocks: Sequence[Block]
+    weights: Sequence[float]
+    _scratch: Scratch
+    _threshold_bits: np.int32
+    summary: Any = None
+
+    def __post_init__(self) -> None:
+        self.size = self._base.size
 
     @property
     def base(self) -> Floats:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.stages.blocks import Block, Walk
 from dare.stages.ranks import (
@@ -15,25 +14,22 @@ from dare.stages.ranks import (
     Keys,
     magnitudes_left,
     marks,
-    ranks,
     row_length,
     survey_rows,
     work_on_rows,
 )
-from dare.stages.registry import delta_stage
+from dare.stages.registry import delta_stage, meaning
 from dare.stages.trim import Cut, Magnitudes, count_high, find_cut
 from dare.tensors.chunks import CHUNK
 
 KeepMiddle = Annotated[
-    float,
-    Field(gt=0, le=1, description="Share of each delta's elements to keep, β, the middle ones."),
+    float, meaning("Share of each delta's elements to keep, β, the middle ones.", gt=0, le=1)
 ]
 DropLargest = Annotated[
-    float,
-    Field(ge=0, lt=1, description="Share to drop at the top, γ, as far as β leaves room for it."),
+    float, meaning("Share to drop at the top, γ, as far as β leaves room for it.", ge=0, lt=1)
 ]
 Scope = Annotated[
-    Literal["tensor", "row"], Field(description="Compare the elements of a tensor, or of a row.")
+    Literal["tensor", "row"], meaning("Compare the elements of a tensor, or of a row.")
 ]
 
 
@@ -95,7 +91,6 @@ def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int
 
 
 def _mark_middle(share: tuple[float, float], kernels: Any, keys: Keys) -> NDArray[np.uint8]:
-    """Mark the elements of whole rows that are in the middle."""
     columns = keys.shape[1]
     if keys.all():
         kept, top = _shares(columns, *share)
@@ -103,6 +98,4 @@ def _mark_middle(share: tuple[float, float], kernels: Any, keys: Keys) -> NDArra
     left = np.count_nonzero(keys, axis=1)
     shares = np.array([_shares(int(count), *share) for count in left])
     ends = columns - shares[:, 1:]
-    places = ranks(kernels, keys)
-    middle = (places >= ends - shares[:, :1]) & (places < ends)
-    return np.where(middle, np.uint8(255), np.uint8(0))
+    return marks(kernels, keys, ends - shares[:, :1], ends)

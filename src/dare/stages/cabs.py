@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.ranks import Keys, magnitude_bits, marks
-from dare.stages.registry import combine_stage
+from dare.stages.registry import combine_stage, meaning
 from dare.tensors.chunks import CHUNK
 
 FREE = np.uint32(1 << 31)
@@ -24,13 +24,13 @@ def _check_group(m: int) -> int:
     return m
 
 
-Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours a model may take.")]
+Kept = Annotated[int, meaning("How many of every m neighbours a model may take.", ge=1)]
 Group = Annotated[
     int,
-    Field(ge=1, description="Neighbours that make a group; a power of two."),
+    meaning("Neighbours that make a group; a power of two.", ge=1),
     AfterValidator(_check_group),
 ]
-Rescaling = Annotated[bool, Field(description="Multiply what is kept by m/n.")]
+Rescaling = Annotated[bool, meaning("Multiply what is kept by m/n.")]
 
 
 @combine_stage(paper="arXiv:2503.01874")

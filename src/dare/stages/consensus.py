@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import combine_stage
+from dare.stages.registry import combine_stage, meaning
 
 Selectivity = Annotated[
     float,
-    Field(
+    meaning(
+        "λ: a model needs changes of at least λ times their distance to the sum.",
         gt=0,
         allow_inf_nan=False,
-        description="λ: a model needs changes of at least λ times their distance to the sum.",
     ),
 ]
-Agree = Annotated[int, Field(ge=1, description="How many models must need an element, k.")]
+Agree = Annotated[int, meaning("How many models must need an element, k.", ge=1)]
 
 
 @combine_stage(paper="arXiv:2405.07813")

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from dare.stages.blocks import Block, Mask, Walk
-from dare.stages.registry import Settings, always, delta_stage
+from dare.stages.registry import Settings, always, delta_stage, meaning
 from dare.tensors.mask import check_drop_rate, keep_threshold, mask_key
 
 DropRate = Annotated[
     float,
     AfterValidator(partial(check_drop_rate, name="drop_rate")),
-    Field(
-        description="Share of each delta's elements to drop, p.",
+    meaning(
+        "Share of each delta's elements to drop, p.",
         json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
     ),
 ]
 Rescale = Annotated[
     bool | Literal["l1"],
-    Field(description="Divide what is kept by 1 - p; l1: scale it to the delta's L1 norm."),
+    meaning("Divide what is kept by 1 - p; l1: scale it to the delta's L1 norm."),
 ]
 
 
@@ -32,10 +33,15 @@ def drops(settings: Settings) -> bool:
 
 def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
     """Find the factor that gives the kept elements the L1 norm of the whole delta."""
+    return l1_factor(walk, lambda block: _drop(block, drop_rate))
+
+
+def l1_factor(walk: Walk, drop: Callable[[Block], None]) -> float:
+    """Return the L1 norm of a delta before it is dropped from, divided by the norm afterwards."""
     before = after = 0.0
     for block in walk():
         before += block.kernels.sum_magnitudes(block.values)
-        _drop(block, drop_rate)
+        drop(block)
         after += block.kernels.sum_magnitudes(block.values)
     return before / after if after else 1.0
 

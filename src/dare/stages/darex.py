@@ -12,20 +12,19 @@ from dare.errors import RecipeError
 from dare.stages.blocks import Block
 from dare.stages.dare import DropRate, drops
 from dare.stages.dare import dare as drop
-from dare.stages.registry import always, delta_stage
+from dare.stages.registry import always, delta_stage, meaning
 from dare.tensors.mask import check_drop_rate
 
 Divisor = Annotated[
     Annotated[float, Field(gt=0, le=1)] | None,
-    Field(description="What is kept is divided by this, q; 1 - p if not given."),
+    meaning("What is kept is divided by this, q; 1 - p if not given."),
 ]
 Excess = Annotated[
-    Annotated[float, Field(ge=0, lt=1)] | None,
-    Field(description="In place of q: what q is above 1 - p, ε."),
+    Annotated[float, Field(ge=0, lt=1)] | None, meaning("In place of q: what q is above 1 - p, ε.")
 ]
 LargestVariance = Annotated[
     Annotated[float, Field(gt=0)] | None,
-    Field(description="Raise q until Var[δ̂] is no more than this times δ², whatever p."),
+    meaning("Raise q until Var[δ̂] is no more than this times δ², whatever p."),
 ]
 
 

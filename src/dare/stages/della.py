@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Block, Floats, Walk
-from dare.stages.dare import DropRate, Rescale, drops
+from dare.stages.dare import DropRate, Rescale, drops, l1_factor
 from dare.stages.ranks import (
     CutRows,
     Keys,
@@ -21,11 +20,11 @@ from dare.stages.ranks import (
     survey_rows,
     work_on_rows,
 )
-from dare.stages.registry import Settings, delta_stage
+from dare.stages.registry import Settings, delta_stage, meaning
 from dare.tensors.mask import THRESHOLD_BITS
 
 Window = Annotated[
-    float, Field(ge=0, lt=1, description="How far drop rates reach, ε: from p - ε/2 to p + ε/2.")
+    float, meaning("How far drop rates reach, ε: from p - ε/2 to p + ε/2.", ge=0, lt=1)
 ]
 
 
@@ -47,12 +46,7 @@ def survey_ranks(
     rows = survey_rows(walk, row_length(walk.shape), magnitudes_left, _ranks_of_left)
     if rescale != "l1":
         return rows, 1.0
-    before = after = 0.0
-    for block in walk():
-        before += block.kernels.sum_magnitudes(block.values)
-        _drop(block, rows, drop_rate, window, even=True)
-        after += block.kernels.sum_magnitudes(block.values)
-    return rows, before / after if after else 1.0
+    return rows, l1_factor(walk, lambda b: _drop(b, rows, drop_rate, window, even=True))
 
 
 def _survey_bytes(shape: tuple[int, ...], models: int) -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_delta_stage
+from dare.stages.registry import meaning
 
 Radius = Annotated[
     float,
-    Field(
-        ge=0,
-        le=1,
-        description="Frequencies nearer to zero than this are dropped; 1 is the highest of a side.",
+    meaning(
+        "Frequencies nearer to zero than this are dropped; 1 is the highest of a side.", ge=0, le=1
     ),
 ]
 

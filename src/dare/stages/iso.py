@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from dare.kernels.linalg import (
     NOISE,
@@ -19,18 +18,14 @@ from dare.kernels.linalg import (
 )
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
+from dare.stages.registry import meaning
 
 Variant = Annotated[
-    Literal["c", "cts"],
-    Field(description="Common directions only, or common and each model's own."),
+    Literal["c", "cts"], meaning("Common directions only, or common and each model's own.")
 ]
 CommonShare = Annotated[
     float,
-    Field(
-        ge=0,
-        le=1,
-        description="Share of the rank that is common to all models; the rest is shared out.",
-    ),
+    meaning("Share of the rank that is common to all models; the rest is shared out.", ge=0, le=1),
 ]
 
 
@@ -70,7 +65,6 @@ def iso(
 
 
 def _level(total: Floats) -> Floats:
-    """Set all singular values to their mean."""
     turned, values = polar(total)
     if values.size:
         turned *= np.float32(values.mean())

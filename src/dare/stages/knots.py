@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from dare.kernels.linalg import Numbers, eigen_bytes, factorise, multiply
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_combine_stage
+from dare.stages.registry import meaning
 
 KeepAligned = Annotated[
-    float,
-    Field(gt=0, le=1, description="Share of each model's aligned part to keep, the largest ones."),
+    float, meaning("Share of each model's aligned part to keep, the largest ones.", gt=0, le=1)
 ]
 
 

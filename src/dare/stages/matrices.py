@@ -83,10 +83,7 @@ WorkBytes = Callable[[int, int, int], int]
 
 
 def matrix_delta_stage(
-    *,
-    work_bytes: WorkBytes,
-    paper: str = "",
-    acts_when: Callable[[Settings], bool] = always,
+    *, work_bytes: WorkBytes, acts_when: Callable[[Settings], bool] = always, **declared: Any
 ) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
     """Register a function from one model's matrix to another as a delta stage.
 
@@ -95,9 +92,7 @@ def matrix_delta_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def survey(walk: Walk, **settings: Any) -> Floats | None:
-            if not is_matrix(walk.shape):
-                return None
+        def work(walk: Walk, **settings: Any) -> Floats:
             return function(_gather(walk, combines=False)[0][0], **settings)
 
         @wraps(function)
@@ -107,15 +102,14 @@ def matrix_delta_stage(
                 block.factor = 1.0
                 block.leave_nonzero()
 
-        declared = _declare(survey, work_bytes, paper)
-        delta_stage(**declared, surveys_when=acts_when)(apply)
+        delta_stage(**_survey(work, work_bytes), surveys_when=acts_when, **declared)(apply)
         return function
 
     return register
 
 
 def matrix_combine_stage(
-    *, work_bytes: WorkBytes, paper: str = "", votes: bool = False
+    *, work_bytes: WorkBytes, **declared: Any
 ) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
     """Register a function from all models' matrices and their weights to one as a combine stage.
 
@@ -124,9 +118,7 @@ def matrix_combine_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def survey(walk: Walk, **settings: Any) -> Floats | None:
-            if not is_matrix(walk.shape):
-                return None
+        def work(walk: Walk, **settings: Any) -> Floats:
             return function(*_gather(walk, combines=True), **settings)
 
         @wraps(function)
@@ -135,13 +127,18 @@ def matrix_combine_stage(
                 return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
             return _chunk_of(deltas.summary, deltas.blocks[0])
 
-        combine_stage(**_declare(survey, work_bytes, paper), votes=votes)(apply)
+        combine_stage(**_survey(work, work_bytes), **declared)(apply)
         return function
 
     return register
 
 
-def _declare(survey: Callable[..., Any], work_bytes: WorkBytes, paper: str) -> dict[str, Any]:
+def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:
+    """Declare a survey that works on matrices only."""
+
+    def survey(walk: Walk, **settings: Any) -> Floats | None:
+        return work(walk, **settings) if is_matrix(walk.shape) else None
+
     def survey_bytes(shape: tuple[int, ...], models: int) -> int:
         return work_bytes(*as_matrix(shape), models) if is_matrix(shape) else 0
 
@@ -149,9 +146,8 @@ def _declare(survey: Callable[..., Any], work_bytes: WorkBytes, paper: str) -> d
         return 4 * math.prod(shape) if is_matrix(shape) else 0
 
     sizes = {"survey_bytes": survey_bytes, "kept_bytes": kept_bytes}
-    return {"sees": "matrix", "paper": paper, "survey": survey, **sizes}
+    return {"sees": "matrix", "survey": survey, **sizes}
 
 
 def _chunk_of(matrix: Floats, block: Block) -> Floats:
-    """Return the part of a matrix that belongs to a block."""
     return matrix.reshape(-1)[block.start : block.start + block.size]

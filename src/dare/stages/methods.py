@@ -50,7 +50,7 @@ MAX_MODELS = 8
 """The largest number of models whose default weights are listed."""
 
 
-def find_stage(name: str, file: str = "") -> Stage:
+def stage_named(name: str, file: str = "") -> Stage:
     """Return the stage of that name; register it first, from its file or its package."""
     if name not in STAGES and file:
         load_stages(file)
@@ -77,7 +77,7 @@ def parse_method(method: str) -> tuple[Stage, ...]:
     stages = []
     for name in chain.split("+"):
         try:
-            stages.append(find_stage(name if name in STAGES else name.lower()))
+            stages.append(stage_named(name if name in STAGES else name.lower()))
         except RecipeError as error:
             raise RecipeError(f"method {method!r}: {error}") from None
     for stage in stages:
@@ -93,7 +93,7 @@ def parse_method(method: str) -> tuple[Stage, ...]:
 
 
 # A stage travels by its name and file: where it arrives, it is registered too.
-copyreg.pickle(Stage, lambda stage: (find_stage, (stage.name, stage.file)))
+copyreg.pickle(Stage, lambda stage: (stage_named, (stage.name, stage.file)))
 
 
 # ---------------------------------------------------------------- stages from outside

@@ -6,8 +6,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Block, Floats, Walk
@@ -17,26 +15,24 @@ from dare.stages.ranks import (
     KeysOf,
     magnitudes_left,
     marks,
-    ranks,
     row_length,
     survey_rows,
     work_on_rows,
 )
-from dare.stages.registry import Settings, delta_stage
+from dare.stages.registry import Settings, delta_stage, meaning
 from dare.tensors.mask import THRESHOLD_BITS
 
-Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours to keep.")]
+Kept = Annotated[int, meaning("How many of every m neighbours to keep.", ge=1)]
 Group = Annotated[
-    int, Field(ge=1, le=4096, description="Neighbours in the last dimension that make a group.")
+    int, meaning("Neighbours in the last dimension that make a group.", ge=1, le=4096)
 ]
 Choice = Annotated[
-    Literal["magnitude", "random"], Field(description="Which n: the largest, or any, at random.")
+    Literal["magnitude", "random"], meaning("Which n: the largest, or any, at random.")
 ]
 Turn = Annotated[
-    int,
-    Field(ge=0, description="0 takes the first n in a group's order, 1 the next n, and so on."),
+    int, meaning("0 takes the first n in a group's order, 1 the next n, and so on.", ge=0)
 ]
-Rescaling = Annotated[bool, Field(description="Multiply what is kept by m/n.")]
+Rescaling = Annotated[bool, meaning("Multiply what is kept by m/n.")]
 
 
 def _check_turn(settings: Settings) -> None:
@@ -124,17 +120,12 @@ def _select(n: int, m: int, turn: int, rescale: bool, kernels: Any, keys: Keys) 
 
 
 def _take(turn: int, rescale: bool, kernels: Any, groups: Keys, kept: int) -> Floats:
-    size = groups.shape[1]
-    if groups.all():
-        above = size - turn * kept  # ranks from here on had their turn
-        taken: NDArray[np.bool_] = marks(kernels, groups, above - kept, above) != 0
-        return taken.astype(np.float32)
-    left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
-    kept_of_left = -(-kept * left // size)
-    end = size - turn * kept_of_left
-    places = ranks(kernels, groups)
-    factors = np.ones_like(left, np.float32)
-    if rescale:
-        factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
-    taken = (places >= end - kept_of_left) & (places < end)
+    size, factors, kept_of_left = groups.shape[1], np.float32(1), kept
+    if not groups.all():
+        left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
+        kept_of_left = -(-kept * left // size)
+        if rescale:
+            factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
+    end = size - turn * kept_of_left  # ranks from here on had their turn
+    taken = marks(kernels, groups, end - kept_of_left, end) != 0
     return np.where(taken, factors, np.float32(0))

@@ -9,16 +9,15 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.stages.angles import Space, arc_between, inner_products, sum_in, tensors_in
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix
-from dare.stages.registry import combine_stage
+from dare.stages.registry import combine_stage, meaning
 
 Each = Annotated[
     Literal["tensor", "row", "column"],
-    Field(description="What has an angle of its own: a tensor, each row, or each column."),
+    meaning("What has an angle of its own: a tensor, each row, or each column."),
 ]
 
 

@@ -7,14 +7,13 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.stages.blocks import Block, Deltas, Floats, Walk
-from dare.stages.registry import combine_stage
+from dare.stages.registry import combine_stage, meaning
 from dare.stages.trim import HIGH_COUNTS, LOW_COUNTS, count_down
 
 ScoreRatio = Annotated[
-    float, Field(gt=0, le=1, description="Share of each delta's elements to keep, by score.")
+    float, meaning("Share of each delta's elements to keep, by score.", gt=0, le=1)
 ]
 
 
@@ -62,7 +61,6 @@ def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:
 
 
 def _peak(block: Block) -> float:
-    """Return the largest finite magnitude over a chunk."""
     found = np.abs(block.values)
     return float(found.max(where=np.isfinite(found), initial=0)) * abs(block.factor)
 

@@ -122,8 +122,14 @@ def magnitudes_left(block: Block) -> Keys:
     return numbers if survivors is None else np.where(survivors, numbers, np.uint32(0))
 
 
-def marks(kernels: Any, keys: Keys, least: int, end: int) -> NDArray[np.uint8]:
-    """Return 255 for elements whose rank in their row is from `least` to below `end`, else 0."""
+def marks(kernels: Any, keys: Keys, least: Any, end: Any) -> NDArray[np.uint8]:
+    """Return 255 for elements whose rank in their row is from `least` to below `end`, else 0.
+
+    The two are numbers for all rows, or columns with one for each.
+    """
+    if isinstance(end, np.ndarray):
+        places = ranks(kernels, keys)
+        return np.where((places >= least) & (places < end), np.uint8(255), np.uint8(0))
     found = np.empty(keys.shape, np.uint8)
     kernels.mark_ranks(np.ascontiguousarray(keys), least, end, found)
     return found

@@ -20,12 +20,13 @@ A stage declares in `sees` how much it must have seen before it can work on a ch
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dare.errors import RecipeError, did_you_mean
 
@@ -34,6 +35,11 @@ Settings = Mapping[str, Any]
 Check = Callable[[Settings], None]
 SurveyBytes = Callable[[tuple[int, ...], int], int]
 """Memory by the shape of a tensor and the number of models that are surveyed together."""
+
+
+def meaning(text: str, **limits: Any) -> Any:
+    """Describe a parameter for people; the limits of its values are those of pydantic's `Field`."""
+    return Field(description=text, **limits)
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,14 @@ class Parameter:
 
         A number may also be a list of numbers: its values from the first layer to the last.
         """
-        if self.is_number and isinstance(value, list | tuple):
-            return self._check_gradient(value, where)
-        return self._check_one(value, where)
-
-    def _check_gradient(self, values: Sequence[Any], where: str) -> list[Any]:
-        if not values:
+        if not (self.is_number and isinstance(value, list | tuple)):
+            return self._check_one(value, where)
+        if not value:
             raise RecipeError(f"{where}{self.name} = []: needs at least one number")
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RecipeError(f"{where}{self.name} = {list(values)}: {value!r} is not a number")
-        return [self._check_one(value, where) for value in values]
+        for number in value:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise RecipeError(f"{where}{self.name} = {list(value)}: {number!r} is not a number")
+        return [self._check_one(number, where) for number in value]
 
     def _check_one(self, value: Any, where: str) -> Any:
         try:
@@ -115,12 +118,8 @@ def _choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _described(schema: Mapping[str, Any]) -> str:
-    if "const" in schema:
-        return f'"{schema["const"]}"'
-    if "enum" in schema:
-        return ", ".join(f'"{value}"' for value in schema["enum"])
-    if schema["type"] == "boolean":
-        return "true, false"
+    if values := _values(schema):
+        return ", ".join(map(json.dumps, values))
     low = [f"{schema[key]} {sign} " for key, sign in _LOWER.items() if key in schema]
     high = [f" {sign} {schema[key]}" for key, sign in _UPPER.items() if key in schema]
     return "".join([*low, "x", *high]) if low or high else str(schema["type"])
@@ -134,10 +133,10 @@ def _control(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
-    """Return all values of a type that has few."""
+    """Return all values of a type that has few; none of any other."""
     if schema.get("type") == "boolean":
         return True, False
-    return [schema["const"]] if "const" in schema else schema["enum"]
+    return [schema["const"]] if "const" in schema else schema.get("enum", ())
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
 from dare.stages.angles import Space, arc_between, inner_products, sum_in
 from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.registry import combine_stage
+from dare.stages.registry import combine_stage, meaning
 
 Fraction = Annotated[
-    float, Field(ge=0, le=1, description="Where on the arc: 0 is the first model, 1 the second.")
+    float, meaning("Where on the arc: 0 is the first model, 1 the second.", ge=0, le=1)
 ]
 
 

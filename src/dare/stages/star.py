@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from dare.kernels.linalg import eigen_bytes, project, spectrum
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_delta_stage
+from dare.stages.registry import meaning
 
 SingularShare = Annotated[
-    float,
-    Field(gt=0, le=1, description="Share of the sum of singular values to keep, largest first."),
+    float, meaning("Share of the sum of singular values to keep, largest first.", gt=0, le=1)
 ]
 
 

@@ -7,25 +7,24 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import always, combine_stage
+from dare.stages.registry import always, combine_stage, meaning
 from dare.stages.trim import KeepRatio
 
 TrimFirst = Annotated[
     KeepRatio | None,
-    Field(description="Trim to this share of each delta's elements before the vote; else not."),
+    meaning("Trim to this share of each delta's elements before the vote; else not."),
 ]
 Divisor = Annotated[
     Literal["weights", "count", "nothing"],
-    Field(description="Divide by the weights of the models that agree, their number, or nothing."),
+    meaning("Divide by the weights of the models that agree, their number, or nothing."),
 ]
 Vote = Annotated[
     Literal["sum", "count"],
-    Field(description="Whether the sign of the sum wins, or the one that more models have."),
+    meaning("Whether the sign of the sum wins, or the one that more models have."),
 ]
-Weighted = Annotated[bool, Field(description="Whether a model's vote counts by its weight.")]
+Weighted = Annotated[bool, meaning("Whether a model's vote counts by its weight.")]
 
 
 @combine_stage(

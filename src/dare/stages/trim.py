@@ -14,19 +14,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.stages.blocks import Block, Walk
-from dare.stages.registry import Census, Round, always, delta_stage
+from dare.stages.registry import Census, Round, always, delta_stage, meaning
 from dare.tensors.chunks import CHUNK, chunk_count
 
 KeepRatio = Annotated[
-    float,
-    Field(gt=0, le=1, description="Share of each delta's elements to keep, the largest ones."),
+    float, meaning("Share of each delta's elements to keep, the largest ones.", gt=0, le=1)
 ]
 Scope = Annotated[
     Literal["tensor", "model"],
-    Field(description="Keep that share of each tensor, or of all tensors of a model together."),
+    meaning("Keep that share of each tensor, or of all tensors of a model together."),
 ]
 
 HIGH_COUNTS = 1 << 16
@@ -125,7 +123,6 @@ def count_low(magnitudes: Magnitudes, high: int) -> NDArray[np.int64]:
 
 
 def _cut_at(magnitudes: Magnitudes, cut: int, wanted: int) -> Cut:
-    """Keep the first few of the magnitudes that equal the cut."""
     counted = [np.empty(0, np.int64)]
     for kernels, found, ends in magnitudes():
         counted.append(np.empty(ends.size, np.int64))
@@ -159,11 +156,8 @@ class Counts(NamedTuple):
     survivors: int
 
 
-class HighBits(NamedTuple):
-    """The upper bits of the k-th largest of all tensors, and its rank among their sharers."""
-
-    high: int
-    rank: int
+HighBits = tuple[int, int]
+"""The upper bits of the k-th largest of all tensors, and its rank among their sharers."""
 
 
 class TensorCut(NamedTuple):
@@ -200,7 +194,7 @@ def conclude_high(
     """Find the upper bits of the k-th largest; None if no more than k are not zero."""
     total = _total(observed, HIGH_COUNTS)
     wanted = _wanted(keep_ratio, sum(found.survivors for found in observed.values()))
-    return None if total.sum() <= wanted else HighBits(*count_down(total, wanted))
+    return None if total.sum() <= wanted else count_down(total, wanted)
 
 
 def observe_low(walk: Walk, known: HighBits | None, **_settings: Any) -> Counts | None:
@@ -208,7 +202,7 @@ def observe_low(walk: Walk, known: HighBits | None, **_settings: Any) -> Counts 
     if known is None:
         return None
     magnitudes = Magnitudes(walk)
-    return _sparse(count_low(magnitudes, known.high), magnitudes)
+    return _sparse(count_low(magnitudes, known[0]), magnitudes)
 
 
 def conclude_low(
@@ -217,10 +211,11 @@ def conclude_low(
     """Find the k-th largest, and how many of its equals each tensor keeps, the first ones first."""
     if known is None:
         return dict.fromkeys(observed)
-    low, rank = count_down(_total(observed, LOW_COUNTS), known.rank)
+    high, rank = known
+    low, rank = count_down(_total(observed, LOW_COUNTS), rank)
     ties = np.array([o.counts[o.numbers == low].sum() for o in observed.values()], np.int64)
     return {
-        name: TensorCut(known.high << 15 | low, int(count), int(kept))
+        name: TensorCut(high << 15 | low, int(count), int(kept))
         for name, count, kept in zip(observed, ties, _first(rank, ties), strict=True)
     }
 

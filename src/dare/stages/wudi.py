@@ -7,14 +7,14 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dare.kernels.linalg import squared_norm
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
+from dare.stages.registry import meaning
 
-Steps = Annotated[int, Field(ge=0, le=100_000, description="Steps of Adam.")]
-Rate = Annotated[float, Field(gt=0, le=1, description="Learning rate of Adam.")]
+Steps = Annotated[int, meaning("Steps of Adam.", ge=0, le=100000)]
+Rate = Annotated[float, meaning("Learning rate of Adam.", gt=0, le=1)]
 
 ROWS = 256
 """Rows that are taken through all steps at a time; they do not depend on one another."""

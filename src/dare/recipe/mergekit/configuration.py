@@ -12,6 +12,7 @@ from dare.recipe.layers import count_layers
 from dare.recipe.mergekit.nodes import Input, Node, Table, as_items, as_table, as_text, has_gradient
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import MODEL_TYPES
+from dare.tensors.files import is_there
 
 TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
@@ -102,10 +103,9 @@ def _parameters(table: Table, what: str) -> Table:
 def _base(table: Table) -> str | None:
     if "base_model" not in table:
         return None
-    node = table["base_model"]
-    model, lora = _reference(node)
+    model, lora = _reference(table["base_model"])
     text = "base_model: an adapter cannot be part of the base; merge it first"
-    node.require(lora is None, text)
+    table["base_model"].require(lora is None, text)
     return model
 
 
@@ -204,7 +204,7 @@ def _check_layers(
     model: str, layers: int, node: Node, notes: list[str], tensors_of: TensorsOf
 ) -> None:
     """Refuse slices that leave layers out, which would make a smaller model."""
-    if not _exists(to_path(model)):
+    if not is_there(to_path(model)):
         notes.append(
             f"slices: taken for the whole model, which has {layers} layers then; {model} is not "
             "here to count them"
@@ -216,18 +216,10 @@ def _check_layers(
     node.require(layers in counts.values(), text)
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # no possible name of a file
-        return False
-
-
 # ---------------------------------------------------------------- type, tokenizer, chat template
 
 
 def _storage_type(node: Node) -> str:
-    """Return the type that weights are stored in, by its name in torch."""
     known = [kind.torch_name for kind in MODEL_TYPES]
     name = str(node.value).removeprefix("torch.")
     hint = did_you_mean(name, known)

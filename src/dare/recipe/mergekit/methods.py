@@ -127,7 +127,6 @@ class Family:
 
 
 def _convert_deltas(family: Family, draft: Draft) -> None:
-    """Change each delta, combine, scale."""
     base, models, shared = draft.required_base, draft.config.others(), draft.config.shared
     draft.require(models, "only the base is given: there is nothing to merge into it")
     weights = [numbers("weight", given) for given in models]
@@ -151,7 +150,6 @@ def _convert_deltas(family: Family, draft: Draft) -> None:
 
 
 def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
-    """Set how a part of each delta is dropped and the rest rescaled."""
     models, differences = draft.config.others(), draft.differences
     densities = [_densities(given, draft) for given in models]
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)

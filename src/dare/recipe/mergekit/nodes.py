@@ -218,7 +218,6 @@ Cases = tuple[Case, ...]
 
 
 def _read_cases(name: str, node: Node) -> Iterator[Case]:
-    """Yield a parameter's values as mergekit reads them."""
     entries = node.value if isinstance(node.value, tuple) else (node,)
     if all(isinstance(entry.value, dict) for entry in entries):
         for entry in entries:
