@@ -361,10 +361,6 @@ def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
     return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
 
 
-def _apply_room(base: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
-    return [np.empty(TILE + PLACES_AT_ONCE, np.uint16), np.empty(TILE, base.dtype)]
-
-
 ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
@@ -376,8 +372,10 @@ ROOMS = {
     "rank_rows": _rank_room,
     "mark_ranks": lambda keys, *_: [np.empty((1, keys.shape[1]), np.uint32), *_rank_room(keys)],
     "quantise": lambda *_: [np.empty(SCALE_GROUP, kind) for kind in (np.int32, np.uint8)],
-    "apply_values": _apply_room,
-    "apply_deltas": _apply_room,
+    "apply_packed": lambda base, *_: [
+        np.empty(TILE + PLACES_AT_ONCE, np.uint16),
+        np.empty(TILE, base.dtype),
+    ],
     "digest_pieces": lambda *_: [np.empty(8, np.uint64)],
 }
 """Scratch arrays of kernels that need some, after their other arguments."""
@@ -402,18 +400,14 @@ def combine(
     out: NDArray[np.float32],
 ) -> NDArray[np.int64]:
     figures = np.zeros((chunk_count(base_raw.size), len(operands), 4), np.int64)
-    masks = [each.mask or (0, 0, 256, 0) for each in operands]
+    selections = [(*(each.mask or (0, 0, 256, 0)), each.least) for each in operands]
     KERNELS.combine_tiles(
         base_raw,
         operands[0].tuned[:0],
         np.array([each.tuned.ctypes.data for each in operands], np.int64),
         start,
-        np.array([mask[:2] for mask in masks], np.uint32),
-        np.array([mask[2] for mask in masks], np.int64),
-        np.array([mask[3] for mask in masks], np.uint32),
-        np.array([each.least for each in operands], np.int32),
-        np.array([each.weight for each in operands], np.float32),
-        np.array([each.share for each in operands], np.float32),
+        np.array(selections, np.int64),
+        np.array([(each.weight, each.share) for each in operands], np.float32),
         elects,
         threshold_bits,
         out,

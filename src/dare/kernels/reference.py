@@ -234,23 +234,17 @@ def vote(sums: Floats, values: Floats, weight: np.float32, share: np.float32) ->
 
 
 def elect(sums: Floats, out: Floats) -> None:
-    """out = the mean of the side that outweighs the other; zero where neither does.
-
-    A side without shares is not divided.
-    """
-    above, below, above_share, below_share = sums.reshape(4, -1)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        total = above + below
-        side = np.where(total > 0, above, below)
-        share = np.where(total > 0, above_share, below_share)
-        mean = side / np.where(share == 0, np.float32(1), share)
-    out[:] = np.where(total == 0, np.float32(0), np.where(np.isnan(total), total, mean))
+    """out = the mean of the side that outweighs the other; zero where neither does."""
+    above, below, _, _ = sums.reshape(4, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        elect_by(sums, above + below, out)
 
 
 def elect_by(sums: Floats, balance: Floats, out: Floats) -> None:
     """out = the mean of the side that the balance is on; zero where it is on neither.
 
-    `sums` are those of `vote`. Where they hold a NaN, the result is one.
+    `sums` are those of `vote`. Where they hold a NaN, the result is one. A side without shares is
+    not divided.
     """
     above, below, above_share, below_share = sums.reshape(4, -1)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -688,32 +682,31 @@ def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: Lanes) 
     return True
 
 
-def apply_values(
-    base: Raw, packed: Raw, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
+def apply_packed(
+    base: Raw,
+    packed: Raw,
+    are_deltas: bool,
+    lanes: Lanes,
+    factor: np.float32,
+    out: Raw,
+    saved: Raw,
 ) -> int:
     """out = base + factor·(packed - base) where the lane is set, as `combine` and `add_to_base` do.
 
-    `saved` takes the base's elements there, in order; `out` may be the base itself and is not
-    touched elsewhere, nor where no packed element is left. Returns how many lanes are set.
+    Packed deltas are not subtracted from. `saved` takes the base's elements there, in order; `out`
+    may be the base itself and is not touched elsewhere, nor where no packed element is left.
+    Returns how many lanes are set.
     """
-    used = np.flatnonzero(lanes[: base.size])[: packed.size]
-    origin, tuned = np.empty((2, used.size), np.float32)
-    decode(base[used], origin)
-    decode(packed[: used.size], tuned)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return apply_deltas(base, tuned - origin, lanes, factor, out, saved)
-
-
-def apply_deltas(
-    base: Raw, deltas: Floats, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
-) -> int:
-    """out = base + factor·delta where the lane is set; else as `apply_values`."""
     places = np.flatnonzero(lanes[: base.size])
-    used = places[: deltas.size]
+    used = places[: packed.size]
     stored = base[used]
     moved = np.empty_like(stored)
+    origin, change = np.empty((2, used.size), np.float32)
+    decode(stored, origin)
+    decode(packed[: used.size], change)
     with np.errstate(over="ignore", invalid="ignore"):
-        add_to_base(stored, factor * deltas[: used.size], np.float32(1), moved)
+        change = factor * (change if are_deltas else change - origin)
+        add_to_base(stored, change, np.float32(1), moved)
     saved[: used.size] = stored
     out[used] = moved
     return int(places.size)
