@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import carray, cfunc, errors, from_dtype, njit, types
 from numba.extending import intrinsic, overload
 
-from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW
-from dare.kernels.native import DATA_OFFSET, LENGTHS_OFFSET
+from dare.kernels import PLACES_AT_ONCE, ROW
+from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, TILE
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -275,8 +275,6 @@ def encode(values, out):
 
 PHILOX_WIDTH = CALLS_PER_GROUP
 """Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
-TILE = LANES_MULTIPLE
-"""Elements whose lanes, values and sums stay in a close cache; a multiple of GROUP."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -931,9 +929,7 @@ def balance_scores(values, total, factor, peak, models, out):
 
 # ---------------------------------------------------------------- ranks
 
-SHORT_ROW = 64
-"""Rows up to this length are ranked by comparing all pairs, longer ones by sorting."""
-DIGITS = 256
+SHORT_ROW = 64  # rows up to this length are ranked by comparing all pairs, longer ones by sorting
 
 
 @kernel
@@ -941,20 +937,21 @@ def rank_rows(keys, out, items, places):
     rows, columns = keys.shape
     for row in range(rows):
         if columns <= SHORT_ROW:
-            rank_by_pairs(keys[row], out[row])
+            for i in range(columns):
+                out[row, i] = rank_of(keys[row], i)
         else:
             rank_by_digits(keys[row], out[row], items[0], items[1], places)
 
 
-@kernel
-def rank_by_pairs(keys, out):
-    for i in range(keys.size):
-        smaller = u32(0)
-        for j in range(i):
-            smaller = u32(smaller + u32(keys[j] < keys[i]))
-        for j in range(i + 1, keys.size):
-            smaller = u32(smaller + u32(keys[j] <= keys[i]))
-        out[i] = smaller
+@helper
+def rank_of(keys, i):
+    """Count the keys that are smaller than one of them; of equals the first is larger."""
+    smaller = u32(0)
+    for j in range(i):
+        smaller = u32(smaller + u32(keys[j] < keys[i]))
+    for j in range(i + 1, keys.size):
+        smaller = u32(smaller + u32(keys[j] <= keys[i]))
+    return smaller
 
 
 @kernel
@@ -1133,7 +1130,10 @@ def quantise(values, bits, codes, scales, parts, fields):
     for group in range(scales.size):
         first = group * SCALE_GROUP
         some = values[first : first + SCALE_GROUP]
-        largest = largest_of(some)
+        peak = i32(0)
+        for i in range(some.size):
+            peak = max(peak, magnitude_of(some[i]))
+        largest = min(float_of(u32(peak)), LARGEST)
         scale, odd = scale_of(some, largest, bits, parts[: some.size])
         rounded = from_float(scale, u16(0))
         odd = odd and rounded != u16(0)
@@ -1149,14 +1149,6 @@ def quantise(values, bits, codes, scales, parts, fields):
             rounded = from_float(scale, u16(0))
         scales[group] = u16(rounded | u16(32768)) if odd else rounded
         pack_fields(fields, bits, codes[first * bits // 8 : ((first + some.size) * bits + 7) // 8])
-
-
-@kernel
-def largest_of(values):
-    peak = i32(0)
-    for i in range(values.size):
-        peak = max(peak, magnitude_of(values[i]))
-    return min(float_of(u32(peak)), LARGEST)
 
 
 @kernel
@@ -1394,8 +1386,7 @@ def find_lanes(lanes, first, last, places):
 # XXH3-128 of many pieces of memory in one call. The library `xxhash` has the same digests and is as
 # fast, one piece at a time: threads would ask for the interpreter's lock after every piece.
 
-STRIPE, STRIPES = 64, 16
-"""Bytes that are taken at a time, and how often between two scrambles."""
+STRIPE, STRIPES = 64, 16  # bytes that are taken at a time, and how often between two scrambles
 BLOCK = STRIPE * STRIPES
 
 START = (
@@ -1404,10 +1395,8 @@ START = (
 )
 FIRST, SECOND, SCRAMBLING, AVALANCHE = *START[1:3], START[7], u64(0x165667919E3779F9)
 HALF, ALL = u64(32), u64(0xFFFFFFFF)
-SCRAMBLE, LOW, HIGH = 0, 8, 16
-"""First words of the secret for each use, in the array of words."""
-LAST_STRIPE = 192 - STRIPE - 7
-"""The first byte of the secret for the last bytes."""
+SCRAMBLE, LOW, HIGH = 0, 8, 16  # first words of the secret for each use, in the array of words
+LAST_STRIPE = 192 - STRIPE - 7  # the first byte of the secret for the last bytes
 
 
 def _take(count):
