@@ -294,12 +294,12 @@ def test_applying_is_merging(case, factor):
     reference.decode(base, origin)
     reference.delta(tuned, origin, lane, change, 0)
     for backend in BACKENDS:
-        for name, given_values in (("apply_values", packed), ("apply_deltas", change[kept])):
-            apply = getattr(backend, name)
+        for values in ((packed, False), (change[kept], True)):
+            apply = backend.apply_packed
             elsewhere, saved = base.copy(), np.zeros(kept.size, base.dtype)
-            assert apply(base, given_values, lane, factor, elsewhere, saved) == kept.size
+            assert apply(base, *values, lane, factor, elsewhere, saved) == kept.size
             in_place, again = base.copy(), np.zeros(kept.size, base.dtype)
-            assert apply(in_place, given_values, lane, factor, in_place, again) == kept.size
+            assert apply(in_place, *values, lane, factor, in_place, again) == kept.size
             assert elsewhere.tobytes() == in_place.tobytes() == expected.tobytes()
             assert saved.tobytes() == again.tobytes() == base[kept].tobytes()
             assert backend.expand(saved, lane, in_place) == kept.size
@@ -307,12 +307,12 @@ def test_applying_is_merging(case, factor):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["apply_values", "apply_deltas"])
-def test_only_what_is_packed_is_applied(backend, name):
+@pytest.mark.parametrize("are_deltas", [False, True])
+def test_only_what_is_packed_is_applied(backend, are_deltas):
     base = np.array([1, 2, 3, 4], np.float32)
     lane = np.array([255, 0, 255, 255], np.uint8)
     out, saved = np.full(4, 9, np.float32), np.full(3, 9, np.float32)
     packed = np.array([5, 7], np.float32)
-    assert getattr(backend, name)(base, packed, lane, np.float32(0.5), out, saved) == 3
-    assert out.tolist() == ([3, 9, 5, 9] if name == "apply_values" else [3.5, 9, 6.5, 9])
+    assert backend.apply_packed(base, packed, are_deltas, lane, np.float32(0.5), out, saved) == 3
+    assert out.tolist() == ([3.5, 9, 6.5, 9] if are_deltas else [3, 9, 5, 9])
     assert saved.tolist() == [1, 3, 9]

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import dare
 from dare.output.writer import ArraySink
 from dare.run.execute import draw_conclusions, execute
-from dare.run.graph import Conclude, Copy, Merge, Observe, Survey, SurveyAll, list_steps
+from dare.run.graph import Conclude, Make, Observe, Survey, list_steps
 from dare.tensors.header import TensorInfo
 from helpers import write_recipe
 
@@ -64,7 +64,8 @@ def test_a_plan_and_its_steps_survive_pickling(tmp_path, models, method):
 def test_every_kind_of_step_stands_behind_what_it_needs(tmp_path, models):
     settings = {"method": "trim+slerp", "stages": METHODS["trim+ties"]}
     steps = list_steps(dare.plan(write_recipe(tmp_path, *models, **settings)))
-    assert {type(step) for step in steps} == {Observe, Conclude, Survey, SurveyAll, Merge, Copy}
+    assert {type(step) for step in steps} == {Observe, Conclude, Survey, Make}
+    assert {step.model for step in steps if isinstance(step, Survey)} == {0, 1, None}
     ids = [step.id for step in steps]
     assert len(set(ids)) == len(ids)
     for place, step in enumerate(steps):
@@ -78,7 +79,7 @@ def test_what_is_done_or_known_is_no_step_any_more(tmp_path, models):
     plan = dare.plan(write_recipe(tmp_path, *models, **settings))
     known = draw_conclusions(plan)
     left = list_steps(plan, {("a.weight", 0), ("ids", 0)}, known)
-    assert [type(step) for step in left] == [Survey, Survey, Merge]
+    assert [type(step) for step in left] == [Survey, Survey, Make]
     assert merged(plan, known=known) == merged(plan)
 
 

@@ -267,12 +267,12 @@ class LiveDelta:
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
         if self.notes.bits == "native" and tensor.kind == place.target.kind:
-            run.apply_values(raw, parts[0], lanes, factor, raw, saved)
+            run.apply_packed(raw, parts[0], False, lanes, factor, raw, saved)
             if factor == 1:  # these are the fine-tune's own elements
                 run.expand(parts[0], lanes, raw)
         else:
             change = self._file.kept_changes(kept, parts, raw, lanes)
-            run.apply_deltas(raw, change, lanes, factor, raw, saved)
+            run.apply_packed(raw, change, True, lanes, factor, raw, saved)
         return saved
 
     def _put_back(self, place: LiveChunk, saved: Saved) -> None:

@@ -16,7 +16,8 @@ from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
 from dare.output.writer import PieceOutput
 from dare.run.backend import Bytes, Chunk
-from dare.run.worker import Results, Worker, summaries_of
+from dare.run.threads import Results
+from dare.run.worker import Worker, summaries_of
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK
 from dare.tensors.digest import bytes_digest

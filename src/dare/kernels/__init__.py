@@ -20,22 +20,18 @@ LANES_MULTIPLE = 8192
 """Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
 ROW = LANES_MULTIPLE + 16
 """Distance between rows of sums: not a power of two, or they would share cache sets."""
-PLACES_AT_ONCE = 8
-"""Places that are written for each 64 lanes without counting those that are set."""
+PLACES_AT_ONCE = 8  # places that are written for each 64 lanes without counting those that are set
 
 
 class Operand(NamedTuple):
     """One model as an operand of `combine`."""
 
-    tuned: NDArray[Any]
-    """Stored elements, as carriers of their type."""
+    tuned: NDArray[Any]  # stored elements, as carriers of their type
     mask: tuple[int, int, int, int] | None
     """Key words and the threshold's two parts; None keeps everything."""
-    least: int
-    """Bits of the least magnitude that is kept; 0 keeps everything."""
+    least: int  # bits of the least magnitude that is kept; 0 keeps everything
     weight: np.float32
-    share: float
-    """The model's addition to the divisor of its side, when signs are elected."""
+    share: float  # the model's addition to the divisor of its side, when signs are elected
 
 
 def check_backend(backend: str) -> str:

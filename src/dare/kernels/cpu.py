@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import carray, cfunc, errors, from_dtype, njit, types
 from numba.extending import intrinsic, overload
 
-from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW
-from dare.kernels.native import DATA_OFFSET, LENGTHS_OFFSET
+from dare.kernels import PLACES_AT_ONCE, ROW
+from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, TILE
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -275,8 +275,6 @@ def encode(values, out):
 
 PHILOX_WIDTH = CALLS_PER_GROUP
 """Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
-TILE = LANES_MULTIPLE
-"""Elements whose lanes, values and sums stay in a close cache; a multiple of GROUP."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -350,13 +348,10 @@ def philox_lanes(_typing, first, key0, key1, high, lanes, ties):
             _store(builder, compared("<", word), builder.add(lanes, offset), align=4)
             _store(builder, equal[place], builder.add(ties, offset), align=4)
         joined = builder.or_(builder.or_(equal[0], equal[1]), builder.or_(equal[2], equal[3]))
-        halves = builder.bitcast(joined, ir.VectorType(ir.IntType(64), PHILOX_WIDTH // 2))
-        found = builder.extract_element(halves, _word(0))
-        for place in range(1, PHILOX_WIDTH // 2):
-            found = builder.or_(found, builder.extract_element(halves, _word(place)))
-        return found
+        whole = ir.IntType(32 * PHILOX_WIDTH)
+        return builder.icmp_unsigned("!=", builder.bitcast(joined, whole), whole(0))
 
-    signature = types.uint64(
+    signature = types.boolean(
         types.uint64, types.uint32, types.uint32, types.uint8, types.intp, types.intp
     )
     return signature, build
@@ -442,16 +437,20 @@ def keep_lanes(values, lanes):
 # ---------------------------------------------------------------- deltas in, weights out
 
 
+@helper
+def subtract(code, base, peak, over, threshold_bits):
+    """Return an element's delta, with the largest magnitude and the count over a threshold."""
+    difference = to_float(code) - base
+    magnitude = magnitude_of(difference)
+    return difference, max(peak, magnitude), i32(over + i32(magnitude > threshold_bits))
+
+
 @kernel
 def delta(raw, base, lanes, out, threshold_bits):
-    peak = i32(0)
-    over = i32(0)
+    peak = over = i32(0)
     for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
+        difference, peak, over = subtract(raw[i], base[i], peak, over, threshold_bits)
         out[i] = masked(difference, lanes[i])
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
     return peak, over
 
 
@@ -625,15 +624,16 @@ def ballot(value, share, sums, i, size):
 
 
 @helper
-def outcome(sums, i, size):
-    """Return the mean of the side that outweighs the other; its sum where there are no shares."""
-    total = sums[i] + sums[size + i]
-    above = all_ones(total > f32(0))
+def outcome(sums, balance, i, size):
+    """Return the mean of the side that the balance is on; its sum where there are no shares."""
+    above = all_ones(balance > f32(0))
     side = float_of(choose(above, bits_of(sums[i]), bits_of(sums[size + i])))
-    share = float_of(choose(above, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i])))
-    share = float_of(choose(all_ones(share == f32(0)), bits_of(f32(1)), bits_of(share)))
-    mean = bits_of(side / share) & ~all_ones(total == f32(0))
-    return float_of(choose(all_ones(total == total), mean, bits_of(total)))
+    share = choose(above, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i]))
+    undivided = all_ones(float_of(share) == f32(0))
+    mean = side / float_of(choose(undivided, bits_of(f32(1)), share))
+    total = sums[i] + sums[size + i]
+    elected = u32(bits_of(mean) & ~all_ones(balance == f32(0)))
+    return float_of(choose(all_ones(total == total), elected, u32(0x7FC00000)))
 
 
 @kernel
@@ -645,22 +645,13 @@ def vote(sums, values, weight, share):
 @kernel
 def elect(sums, out):
     for i in range(out.size):
-        out[i] = outcome(sums, i, out.size)
+        out[i] = outcome(sums, sums[i] + sums[out.size + i], i, out.size)
 
 
 @kernel
 def elect_by(sums, balance, out):
-    size = out.size
-    for i in range(size):
-        above, below = sums[i], sums[size + i]
-        positive = all_ones(balance[i] > f32(0))
-        side = float_of(choose(positive, bits_of(above), bits_of(below)))
-        share = choose(positive, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i]))
-        nothing = all_ones(float_of(share) == f32(0))
-        mean = side / float_of(choose(nothing, bits_of(f32(1)), share))
-        elected = u32(bits_of(mean) & ~all_ones(balance[i] == f32(0)))
-        together = above + below
-        out[i] = float_of(choose(all_ones(together == together), elected, u32(0x7FC00000)))
+    for i in range(out.size):
+        out[i] = outcome(sums, balance[i], i, out.size)
 
 
 @kernel
@@ -703,40 +694,20 @@ def keep_needed(total, counts, least):
 
 @kernel
 def tile_sum(raw, base, lanes, weight, total, threshold_bits):
-    peak = i32(0)
-    over = i32(0)
+    peak = over = i32(0)
     for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
+        difference, peak, over = subtract(raw[i], base[i], peak, over, threshold_bits)
         total[i] += weight * masked(difference, lanes[i])
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
     return peak, over
 
 
 @kernel
 def tile_vote(raw, base, lanes, weight, share, sums, threshold_bits):
-    peak = i32(0)
-    over = i32(0)
+    peak = over = i32(0)
     for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
+        difference, peak, over = subtract(raw[i], base[i], peak, over, threshold_bits)
         ballot(weight * masked(difference, lanes[i]), share, sums, i, ROW)
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
     return peak, over
-
-
-@kernel
-def tile_ballots(values, weight, share, sums):
-    for i in range(values.size):
-        ballot(weight * values[i], share, sums, i, ROW)
-
-
-@kernel
-def tile_elect(sums, out):
-    for i in range(out.size):
-        out[i] = outcome(sums, i, ROW)
 
 
 @kernel
@@ -745,12 +716,8 @@ def combine_tiles(
     like,
     addresses,
     start,
-    keys,
-    highs,
-    lows,
-    leasts,
-    weights,
-    shares,
+    selections,
+    factors,
     elects,
     threshold_bits,
     out,
@@ -775,19 +742,13 @@ def combine_tiles(
             total[:] = f32(0)
         for model in range(addresses.size):
             raw = carray(pointer_to(addresses[model], like), size)[first : first + used]
-            weight, share, least = weights[model], shares[model], leasts[model]
-            if highs[model] < 256:
+            weight, share = factors[model, 0], factors[model, 1]
+            key0, key1 = u32(selections[model, 0]), u32(selections[model, 1])
+            high, low = selections[model, 2], u32(selections[model, 3])
+            least = i32(selections[model, 4])
+            if high < 256:
                 figures[chunk, model, 2] += draw_tile(
-                    lanes,
-                    used,
-                    start + first,
-                    keys[model, 0],
-                    keys[model, 1],
-                    highs[model],
-                    lows[model],
-                    ties,
-                    elements,
-                    words,
+                    lanes, used, start + first, key0, key1, high, low, ties, elements, words
                 )
             else:
                 lanes[:] = u8(255)
@@ -797,7 +758,8 @@ def combine_tiles(
                 peak, over = delta(raw, base, lanes, kept_values, threshold_bits)
                 figures[chunk, model, 3] += keep_largest(kept_values, least)
                 if elects:
-                    tile_ballots(kept_values, weight, share, sums)
+                    for i in range(used):
+                        ballot(weight * kept_values[i], share, sums, i, ROW)
                 else:
                     add_scaled(total, kept_values, weight)
             elif elects:
@@ -807,7 +769,8 @@ def combine_tiles(
             figures[chunk, model, 0] = max(figures[chunk, model, 0], i64(peak))
             figures[chunk, model, 1] += i64(over)
         if elects:
-            tile_elect(sums, total)
+            for i in range(used):
+                total[i] = outcome(sums, sums[i] + sums[ROW + i], i, ROW)
 
 
 # ---------------------------------------------------------------- sums over a tensor
@@ -966,9 +929,7 @@ def balance_scores(values, total, factor, peak, models, out):
 
 # ---------------------------------------------------------------- ranks
 
-SHORT_ROW = 64
-"""Rows up to this length are ranked by comparing all pairs, longer ones by sorting."""
-DIGITS = 256
+SHORT_ROW = 64  # rows up to this length are ranked by comparing all pairs, longer ones by sorting
 
 
 @kernel
@@ -976,20 +937,21 @@ def rank_rows(keys, out, items, places):
     rows, columns = keys.shape
     for row in range(rows):
         if columns <= SHORT_ROW:
-            rank_by_pairs(keys[row], out[row])
+            for i in range(columns):
+                out[row, i] = rank_of(keys[row], i)
         else:
             rank_by_digits(keys[row], out[row], items[0], items[1], places)
 
 
-@kernel
-def rank_by_pairs(keys, out):
-    for i in range(keys.size):
-        smaller = u32(0)
-        for j in range(i):
-            smaller = u32(smaller + u32(keys[j] < keys[i]))
-        for j in range(i + 1, keys.size):
-            smaller = u32(smaller + u32(keys[j] <= keys[i]))
-        out[i] = smaller
+@helper
+def rank_of(keys, i):
+    """Count the keys that are smaller than one of them; of equals the first is larger."""
+    smaller = u32(0)
+    for j in range(i):
+        smaller = u32(smaller + u32(keys[j] < keys[i]))
+    for j in range(i + 1, keys.size):
+        smaller = u32(smaller + u32(keys[j] <= keys[i]))
+    return smaller
 
 
 @kernel
@@ -1168,7 +1130,10 @@ def quantise(values, bits, codes, scales, parts, fields):
     for group in range(scales.size):
         first = group * SCALE_GROUP
         some = values[first : first + SCALE_GROUP]
-        largest = largest_of(some)
+        peak = i32(0)
+        for i in range(some.size):
+            peak = max(peak, magnitude_of(some[i]))
+        largest = min(float_of(u32(peak)), LARGEST)
         scale, odd = scale_of(some, largest, bits, parts[: some.size])
         rounded = from_float(scale, u16(0))
         odd = odd and rounded != u16(0)
@@ -1184,14 +1149,6 @@ def quantise(values, bits, codes, scales, parts, fields):
             rounded = from_float(scale, u16(0))
         scales[group] = u16(rounded | u16(32768)) if odd else rounded
         pack_fields(fields, bits, codes[first * bits // 8 : ((first + some.size) * bits + 7) // 8])
-
-
-@kernel
-def largest_of(values):
-    peak = i32(0)
-    for i in range(values.size):
-        peak = max(peak, magnitude_of(values[i]))
-    return min(float_of(u32(peak)), LARGEST)
 
 
 @kernel
@@ -1221,7 +1178,7 @@ def scale_of(values, largest, bits, parts):
         step, _ = best_even_step(parts, i32(7), STEPS_OF_4)
         return largest * (f32(step) / f32(PARTS)), False
     step, error = best_even_step(parts, i32(1), STEPS_OF_2)
-    odd_step, odd_error = best_odd_step(parts, STEPS_OF_ODD)
+    odd_step, odd_error = best_odd_step(parts, i32(3), STEPS_OF_ODD)
     odd = odd_error < error
     return largest * (f32(odd_step if odd else step) / f32(PARTS)), odd
 
@@ -1233,35 +1190,38 @@ def parts_of(values, largest, unit, parts):
         parts[i] = i32(bits_of(share + ROUNDER) - bits_of(ROUNDER))
 
 
-@kernel
-def best_even_step(parts, most, steps):
-    best, least = i32(0), u32(0xFFFFFFFF)
-    for number in range(steps.size):
-        step = steps[number]
-        inverse = i32((i32(65536) + step // i32(2)) // step)
-        error = u32(0)
-        for i in range(parts.size):
-            level = min(i32(i32(i32(parts[i] * inverse) + i32(32768)) >> i32(16)), most)
-            left = i32(parts[i] - i32(level * step))
-            error = u32(error + u32(left * left))
-        if error < least:
-            best, least = step, error
-    return best, least
+@helper
+def even_level(part, step, inverse, most):
+    return min(i32(i32(i32(part * inverse) + i32(32768)) >> i32(16)), most)
 
 
-@kernel
-def best_odd_step(parts, steps):
-    best, least = i32(0), u32(0xFFFFFFFF)
-    for number in range(steps.size):
-        step = steps[number]
-        error = u32(0)
-        for i in range(parts.size):
-            level = i32(3) if parts[i] >= i32(2) * step else i32(1)
-            left = i32(parts[i] - i32(level * step))
-            error = u32(error + u32(left * left))
-        if error < least:
-            best, least = step, error
-    return best, least
+@helper
+def odd_level(part, step, inverse, most):
+    return most if part >= i32(2) * step else i32(1)
+
+
+def _best_step(level_of):
+    """Make a kernel that finds the step of least squared error, and that error."""
+
+    @kernel
+    def best_step(parts, most, steps):
+        best, least = i32(0), u32(0xFFFFFFFF)
+        for number in range(steps.size):
+            step = steps[number]
+            inverse = i32((i32(65536) + step // i32(2)) // step)
+            error = u32(0)
+            for i in range(parts.size):
+                level = level_of(parts[i], step, inverse, most)
+                left = i32(parts[i] - i32(level * step))
+                error = u32(error + u32(left * left))
+            if error < least:
+                best, least = step, error
+        return best, least
+
+    return best_step
+
+
+best_even_step, best_odd_step = _best_step(even_level), _best_step(odd_level)
 
 
 @kernel
@@ -1378,36 +1338,20 @@ LAST_BIT = u64(1 << 63)
 
 
 @kernel
-def apply_values(base, packed, lanes, factor, out, saved, places, fresh):
+def apply_packed(base, packed, are_deltas, lanes, factor, out, saved, places, fresh):
     count = 0
     for first in range(0, base.size, TILE):
         last = min(first + TILE, base.size)
         found = find_lanes(lanes, first, last, places)
         used = max(0, min(found, packed.size - count))
-        stored, tuned = saved[count : count + used], packed[count : count + used]
+        stored, given = saved[count : count + used], packed[count : count + used]
         for i in range(used):
             stored[i] = base[first + places[i]]
         for i in range(used):  # apart from what gathers and scatters, so that it is vectorised
             origin = to_float(stored[i])
-            fresh[i] = moved(stored[i], origin, factor * (to_float(tuned[i]) - origin))
-        for i in range(used):
-            out[first + places[i]] = fresh[i]
-        count += found
-    return count
-
-
-@kernel
-def apply_deltas(base, deltas, lanes, factor, out, saved, places, fresh):
-    count = 0
-    for first in range(0, base.size, TILE):
-        last = min(first + TILE, base.size)
-        found = find_lanes(lanes, first, last, places)
-        used = max(0, min(found, deltas.size - count))
-        stored, change = saved[count : count + used], deltas[count : count + used]
-        for i in range(used):
-            stored[i] = base[first + places[i]]
-        for i in range(used):
-            fresh[i] = moved(stored[i], to_float(stored[i]), factor * change[i])
+            change = factor * (to_float(given[i]) - (f32(0) if are_deltas else origin))
+            value = from_float(origin + change, stored[i])
+            fresh[i] = stored[i] if change == f32(0) else value
         for i in range(used):
             out[first + places[i]] = fresh[i]
         count += found
@@ -1437,40 +1381,22 @@ def find_lanes(lanes, first, last, places):
     return count
 
 
-@helper
-def moved(stored, origin, change):
-    """Return the base's element plus a change; itself where the change is zero."""
-    value = from_float(origin + change, stored)
-    return stored if change == f32(0) else value
-
-
 # ---------------------------------------------------------------- digests
 
 # XXH3-128 of many pieces of memory in one call. The library `xxhash` has the same digests and is as
 # fast, one piece at a time: threads would ask for the interpreter's lock after every piece.
 
-STRIPE, STRIPES = 64, 16
-"""Bytes that are taken at a time, and how often between two scrambles."""
+STRIPE, STRIPES = 64, 16  # bytes that are taken at a time, and how often between two scrambles
 BLOCK = STRIPE * STRIPES
 
-PRIME32 = (u64(0x9E3779B1), u64(0x85EBCA77), u64(0xC2B2AE3D))
-PRIME64 = (
-    *(u64(0x9E3779B185EBCA87), u64(0xC2B2AE3D27D4EB4F), u64(0x165667B19E3779F9)),
-    *(u64(0x85EBCA77C2B2AE63), u64(0x27D4EB2F165667C5)),
-)
-FIRST, SECOND = PRIME64[:2]
-SCRAMBLING, AVALANCHE = PRIME32[0], u64(0x165667919E3779F9)
 START = (
-    *(PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2]),
-    *(PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]),
+    *(u64(0xC2B2AE3D), u64(0x9E3779B185EBCA87), u64(0xC2B2AE3D27D4EB4F), u64(0x165667B19E3779F9)),
+    *(u64(0x85EBCA77C2B2AE63), u64(0x85EBCA77), u64(0x27D4EB2F165667C5), u64(0x9E3779B1)),
 )
+FIRST, SECOND, SCRAMBLING, AVALANCHE = *START[1:3], START[7], u64(0x165667919E3779F9)
 HALF, ALL = u64(32), u64(0xFFFFFFFF)
-SCRAMBLE, LOW, HIGH = 0, 8, 16
-"""First words of the secret for each use, in the array of words."""
-LAST_STRIPE = 192 - STRIPE - 7
-"""The first byte of the secret for the last bytes."""
-
-_eight_words = ir.VectorType(ir.IntType(64), 8)
+SCRAMBLE, LOW, HIGH = 0, 8, 16  # first words of the secret for each use, in the array of words
+LAST_STRIPE = 192 - STRIPE - 7  # the first byte of the secret for the last bytes
 
 
 def _take(count):
@@ -1481,22 +1407,16 @@ def _take(count):
         def build(_context, builder, _signature, arguments):
             def load(address, offset):
                 place = builder.add(address, ir.IntType(64)(offset))
-                return _load(builder, place, _eight_words, align=1)
-
-            def splat(value):
-                return ir.Constant(_eight_words, [value] * 8)
+                return _load(builder, place, _wide, align=1)
 
             sums, data, secret = arguments
-            total = _load(builder, sums, _eight_words, align=8)
+            total = _load(builder, sums, _wide, align=8)
             for number in range(count):
                 values = load(data, STRIPE * number)
                 keyed = builder.xor(values, load(secret, 8 * number))
-                low = builder.and_(keyed, splat(0xFFFFFFFF))
-                product = builder.mul(low, builder.lshr(keyed, splat(32)))
-                swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
-                others = builder.shuffle_vector(
-                    values, ir.Constant(_eight_words, ir.Undefined), swapped
-                )
+                low = builder.and_(keyed, _constant(_wide, 0xFFFFFFFF))
+                product = builder.mul(low, builder.lshr(keyed, _constant(_wide, 32)))
+                others = _shuffle(builder, values, values, [1, 0, 3, 2, 5, 4, 7, 6])
                 total = builder.add(total, builder.add(others, product))
             return _store(builder, total, sums, align=8)
 

@@ -27,33 +27,20 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-Numbers = NDArray[np.floating[Any]]
-"""float32 or float64."""
+Numbers = NDArray[np.floating[Any]]  # float32 or float64
 
-NOISE = 1e-6
-"""Singular values below this share of the largest are rounding, and count as zero."""
-PANEL = 1024
-"""Rows or columns that are widened to float64, or multiplied in float32, at a time."""
-SKETCH = 128
-"""Columns of the sketch that looks for low rank."""
-SKETCHED_FROM = 4 * SKETCH
-"""The shortest side for which looking is worth it."""
-CORNER = SKETCH + SKETCH // 2
-"""Rows and columns of the corner that shows at little cost that a matrix has no low rank."""
-MISSED = 2e-6
-"""The share of a matrix's norm that a sketch may miss: what float32 rounds away."""
-SINGLE_FROM = 384
-"""The shortest side for which float32 is worth it."""
-SMALL = 0.1
-"""Singular values below this share of the largest are not taken from a Gram matrix in float32."""
-MOST_SMALL = 0.4
-"""The share of the short side that may be small; else float64 is as fast."""
-OUTSTANDING = 20.0
-"""The largest ratio of the largest squared singular value to their mean in float32."""
-POWER_STEPS = 8
-"""Steps of the power iteration that estimates the largest one."""
-SINGLE_RANGE = 1e-12, 1e12
-"""Largest elements whose squares float32 has room for, and for sums of them."""
+NOISE = 1e-6  # singular values below this share of the largest are rounding, and count as zero
+PANEL = 1024  # rows or columns that are widened to float64, or multiplied in float32, at a time
+SKETCH = 128  # columns of the sketch that looks for low rank
+SKETCHED_FROM = 4 * SKETCH  # the shortest side for which looking is worth it
+CORNER = SKETCH + SKETCH // 2  # the side of a corner that shows cheaply that the rank is not low
+MISSED = 2e-6  # the share of a matrix's norm that a sketch may miss: what float32 rounds away
+SINGLE_FROM = 384  # the shortest side for which float32 is worth it
+SMALL = 0.1  # singular values below this share of the largest are not taken from float32
+MOST_SMALL = 0.4  # the share of the short side that may be small; else float64 is as fast
+OUTSTANDING = 20.0  # the largest squared singular value over their mean, at most
+POWER_STEPS = 8  # steps of the power iteration that estimates the largest one
+SINGLE_RANGE = 1e-12, 1e12  # largest elements whose squares, and sums of them, float32 has room for
 
 
 @contextmanager
@@ -79,11 +66,9 @@ def _blas() -> Any:
 class Factors:
     """A matrix as left·diag(values)·right, values falling, both sides orthonormal."""
 
-    left: Numbers
-    """Rows × rank."""
+    left: Numbers  # rows × rank
     values: Doubles
-    right: Numbers
-    """Rank × columns."""
+    right: Numbers  # rank × columns
 
     def product(self) -> Floats:
         """Return the matrix."""
@@ -94,8 +79,7 @@ class Factors:
 class Spectrum:
     """Singular values and one side's vectors; the other side's follow from the matrix."""
 
-    vectors: Numbers
-    """Short side × rank; in the precision they were found in."""
+    vectors: Numbers  # short side × rank; in the precision they were found in
     values: Doubles
     far: Floats
     """The other side's vectors of the last few values, where the matrix gives too few digits."""
@@ -147,11 +131,8 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
         return None
     small, small_values, far = _small_part(wide, vectors[:, :large], values, vectors[:, large:])
     values = np.concatenate([values, small_values])[:rank]
-    return Spectrum(
-        np.concatenate([vectors[:, :large], small], axis=1)[:, :rank],
-        values,
-        far[: len(values) - large],
-    )
+    near = np.concatenate([vectors[:, :large], small], axis=1)[:, :rank]
+    return Spectrum(near, values, far[: len(values) - large])
 
 
 def _small_part(
@@ -254,10 +235,8 @@ def _inverse_root(symmetric: Doubles) -> Doubles:
     """Return symmetric^(-1/2), zero where there is nothing to invert."""
     energies, vectors = np.linalg.eigh(symmetric)
     kept = energies > NOISE**2 * energies.max(initial=0)
-    roots = energies[kept] ** -0.25
-    half = vectors[:, kept] * roots
-    inverse: Doubles = half @ half.T
-    return inverse
+    half: Doubles = vectors[:, kept] * energies[kept] ** -0.25
+    return half @ half.T
 
 
 def without(matrix: Floats, left: Numbers) -> Floats:
@@ -356,33 +335,24 @@ def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
 
 
 def _stands_out(wide: Floats) -> bool:
-    """Tell whether the largest singular value is far above the others, by power iteration.
-
-    The estimate is at most the largest.
-    """
+    """Tell whether the largest singular value is far above the others, by power iteration."""
     vector: Floats = np.random.default_rng(0).standard_normal(len(wide), np.float32)
     for _ in range(POWER_STEPS):
         vector = wide @ (wide.T @ (vector / np.linalg.norm(vector)))
     return float(np.linalg.norm(vector)) > OUTSTANDING * squared_norm(wide) / len(wide)
 
 
-def _is_seen_to_be_full(wide: Floats) -> bool:
-    """Tell whether a corner already has more directions than a sketch could hold.
-
-    No singular value of a part is larger than that of the whole with the same number.
-    """
-    energies = squared_values(wide[:CORNER, :CORNER])
-    return bool(energies[SKETCH] > MISSED**2 * squared_norm(wide))
-
-
 def _low_rank_basis(wide: Floats) -> Doubles | None:
     """Return an orthonormal basis of all columns, if a few directions hold them."""
-    if wide.shape[0] < SKETCHED_FROM or _is_seen_to_be_full(wide):
+    if wide.shape[0] < SKETCHED_FROM:
+        return None
+    squared = squared_norm(wide)
+    # No singular value of a part is larger than that of the whole with the same number.
+    if squared_values(wide[:CORNER, :CORNER])[SKETCH] > MISSED**2 * squared:
         return None
     start = np.random.default_rng(0).standard_normal((wide.shape[1], SKETCH), np.float32)
     basis = np.linalg.qr(wide @ start)[0]
     inside = basis.T @ wide
-    squared = squared_norm(wide)
     if squared - squared_norm(inside) > 1e-5 * squared:  # quick; the next test is exact
         return None
     missed = sum(

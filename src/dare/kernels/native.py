@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from itertools import islice
@@ -37,7 +38,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW, Operand, reference
-from dare.kernels.reference import SCALE_GROUP, SUM_LANES, places_low_bits, places_nbytes
+from dare.kernels.reference import (
+    SCALE_GROUP,
+    SUM_LANES,
+    Floats,
+    Lanes,
+    Raw,
+    places_low_bits,
+    places_nbytes,
+)
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.files import (
     HAS_OWNERS,
@@ -58,8 +67,7 @@ SOURCES = (
 """The files that decide the machine code of the kernels in `cpu`."""
 DIGEST_BYTES = 16
 SYMBOL = "dare_kernel"
-PLAIN_FLAGS = 0x1 | 0x100
-"""Flags of an array that is C-contiguous and aligned."""
+PLAIN_FLAGS = 0x1 | 0x100  # flags of an array that is C-contiguous and aligned
 DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
 """Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI)."""
 
@@ -68,23 +76,23 @@ _announcers: list[Callable[[], None]] = []
 _engines: list[Any] = []
 
 
+@dataclass(eq=False)
 class Kernel:
-    """A kernel with machine code for each kind of arguments."""
+    """A kernel with machine code for each kind of arguments.
 
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        sources: Sequence[str],
-        room: Callable[..., Sequence[Any]] | None = None,
-    ) -> None:
-        self.name, self._module, self._sources, self._room = name, module, sources, room
-        self._variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    Sources are the files that decide it; `room` makes the scratch arrays after its arguments.
+    """
+
+    name: str
+    module: str
+    sources: Sequence[str]
+    room: Callable[..., Sequence[Any]] | None = None
+    variants: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, init=False)
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it; only here the interpreter's lock is held."""
-        if self._room:
-            arguments = (*arguments, *self._room(*arguments))
+        if self.room:
+            arguments = (*arguments, *self.room(*arguments))
         kinds: list[Any] = []
         values: list[Any] = []
         copies: list[tuple[Any, Any]] = []
@@ -99,7 +107,7 @@ class Kernel:
             else:
                 kinds.append(type(argument))
                 values.append(argument.item() if isinstance(argument, np.generic) else argument)
-        run = self._variants.get(key := tuple(kinds)) or self._load(key, arguments)
+        run = self.variants.get(key := tuple(kinds)) or self._load(key, arguments)
         result = run(values)
         for given, copy in copies:
             if given.flags.writeable:
@@ -109,16 +117,15 @@ class Kernel:
     def _load(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> Callable[..., Any]:
         types = [describe(argument) for argument in arguments]
         with _loading:
-            if key not in self._variants:
-                code = self._find(types) or self._compile(types)
-                self._variants[key] = _link(types, code)
-            return self._variants[key]
+            if key not in self.variants:
+                self.variants[key] = _link(types, self._find(types) or self._compile(types))
+            return self.variants[key]
 
     def _compile(self, types: Sequence[str]) -> Code:
         for announce in _announcers:
             announce()
-        code = compile_kernel(self._module, self.name, types)
-        described = {"source": _digest_of(self._sources), "returns": code.returns}
+        code = compile_kernel(self.module, self.name, types)
+        described = {"source": _digest_of(self.sources), "returns": code.returns}
         rest = json.dumps(described).encode() + b"\n" + code.machine_code
         with suppress(OSError):
             write_private(kernel_folder() / self._file_name(types), _digest(rest) + rest)
@@ -131,29 +138,25 @@ class Kernel:
             if digest == _digest(rest):
                 line, _, machine_code = rest.partition(b"\n")
                 described = json.loads(line)
-                if described["source"] == _digest_of(self._sources):
+                if described["source"] == _digest_of(self.sources):
                     return Code(described["returns"], machine_code)
         return None
 
     def _file_name(self, types: Sequence[str]) -> str:
-        made_for = json.dumps([self._module, *types, *_machine()])
+        made_for = json.dumps([self.module, *types, *_machine()])
         return f"{self.name}-{_digest(made_for.encode()).hex()}.kernel"
 
 
+@dataclass(eq=False)
 class Kernels:
-    """The kernels of a module, as attributes.
+    """The kernels of a module, as attributes; rooms are those of kernels that need some."""
 
-    Sources are the files that decide their machine code; rooms make scratch arrays of kernels that
-    need some, which follow their other arguments.
-    """
-
-    def __init__(
-        self, module: str, sources: Sequence[str], rooms: Mapping[str, Callable[..., Any]]
-    ) -> None:
-        self._module, self._sources, self._rooms = module, sources, rooms
+    module: str
+    sources: Sequence[str]
+    rooms: Mapping[str, Callable[..., Any]]
 
     def __getattr__(self, name: str) -> Kernel:
-        made = Kernel(name, self._module, self._sources, self._rooms.get(name))
+        made = Kernel(name, self.module, self.sources, self.rooms.get(name))
         kernel: Kernel = self.__dict__.setdefault(name, made)
         return kernel
 
@@ -196,8 +199,7 @@ class Code(NamedTuple):
     returns: str
     """One letter for each number that it returns, q or d as in `struct`; in parentheses if they
     are a tuple."""
-    machine_code: bytes
-    """An object file."""
+    machine_code: bytes  # an object file
 
 
 def compile_kernel(module: str, name: str, types: Sequence[str]) -> Code:
@@ -278,8 +280,7 @@ def _machine() -> list[str]:
     import llvmlite
 
     llvm = _llvm()
-    settings = {k: v for k, v in os.environ.items() if k.startswith("NUMBA_")}
-    settings.pop("NUMBA_CACHE_DIR", None)
+    names = {k for k in os.environ if k.startswith("NUMBA_")} - {"NUMBA_CACHE_DIR"}
     return [
         llvm.get_default_triple(),
         llvm.get_host_cpu_name(),
@@ -287,7 +288,7 @@ def _machine() -> list[str]:
         sys.implementation.cache_tag or "",
         str(DATA_OFFSET),
         *(llvmlite.__version__, numba_version(), np.__version__),
-        json.dumps(settings, sort_keys=True),
+        json.dumps({name: os.environ[name] for name in sorted(names)}),
     ]
 
 
@@ -335,7 +336,7 @@ def _folders() -> Iterator[Path]:
 
 # ---------------------------------------------------------------- the kernels of `cpu`
 
-TILE = LANES_MULTIPLE
+TILE = LANES_MULTIPLE  # elements whose lanes, values and sums stay in a close cache
 DIGITS = 256
 
 
@@ -361,10 +362,6 @@ def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
     return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
 
 
-def _apply_room(base: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
-    return [np.empty(TILE + PLACES_AT_ONCE, np.uint16), np.empty(TILE, base.dtype)]
-
-
 ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
@@ -376,8 +373,10 @@ ROOMS = {
     "rank_rows": _rank_room,
     "mark_ranks": lambda keys, *_: [np.empty((1, keys.shape[1]), np.uint32), *_rank_room(keys)],
     "quantise": lambda *_: [np.empty(SCALE_GROUP, kind) for kind in (np.int32, np.uint8)],
-    "apply_values": _apply_room,
-    "apply_deltas": _apply_room,
+    "apply_packed": lambda base, *_: [
+        np.empty(TILE + PLACES_AT_ONCE, np.uint16),
+        np.empty(TILE, base.dtype),
+    ],
     "digest_pieces": lambda *_: [np.empty(8, np.uint64)],
 }
 """Scratch arrays of kernels that need some, after their other arguments."""
@@ -394,26 +393,17 @@ def __getattr__(name: str) -> Kernel:
 
 
 def combine(
-    base_raw: NDArray[Any],
-    operands: Sequence[Operand],
-    start: int,
-    elects: bool,
-    threshold_bits: np.int32,
-    out: NDArray[np.float32],
+    base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
 ) -> NDArray[np.int64]:
-    figures = np.zeros((chunk_count(base_raw.size), len(operands), 4), np.int64)
-    masks = [each.mask or (0, 0, 256, 0) for each in operands]
+    figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
+    selections = [(*(each.mask or (0, 0, 256, 0)), each.least) for each in operands]
     KERNELS.combine_tiles(
-        base_raw,
+        base,
         operands[0].tuned[:0],
         np.array([each.tuned.ctypes.data for each in operands], np.int64),
         start,
-        np.array([mask[:2] for mask in masks], np.uint32),
-        np.array([mask[2] for mask in masks], np.int64),
-        np.array([mask[3] for mask in masks], np.uint32),
-        np.array([each.least for each in operands], np.int32),
-        np.array([each.weight for each in operands], np.float32),
-        np.array([each.share for each in operands], np.float32),
+        np.array(selections, np.int64),
+        np.array([(each.weight, each.share) for each in operands], np.float32),
         elects,
         threshold_bits,
         out,
@@ -422,8 +412,7 @@ def combine(
     return figures
 
 
-SHORT_BYTES = 240
-"""Bytes up to which a digest is computed in another way."""
+SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
 SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -455,15 +444,15 @@ def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
     return [[f"{high:016x}{low:016x}" for high, low in islice(found, len(s))] for s in spans]
 
 
-def select(raw: NDArray[Any], lanes: NDArray[np.uint8], out: NDArray[Any]) -> int:
+def select(raw: Raw, lanes: Lanes, out: Raw) -> int:
     return int(KERNELS.select_integers(_as_integers(raw), lanes, _as_integers(out)))
 
 
-def expand(packed: NDArray[Any], lanes: NDArray[np.uint8], into: NDArray[Any]) -> int:
+def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
     return int(KERNELS.expand_integers(_as_integers(packed), lanes, _as_integers(into)))
 
 
-def _as_integers(raw: NDArray[Any]) -> NDArray[Any]:
+def _as_integers(raw: Raw) -> Raw:
     """View carriers as unsigned integers, so that kernels that move them are compiled per width."""
     return raw.view(f"u{raw.dtype.itemsize}")
 

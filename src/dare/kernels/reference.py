@@ -26,6 +26,7 @@ Raw = NDArray[Any]
 Bits = NDArray[np.uint32]
 Lanes = NDArray[np.uint8]
 Integers = NDArray[np.int32]
+Doubles = NDArray[np.float64]
 
 SUM_LANES = 64
 _INFINITY = 0x7F800000
@@ -105,11 +106,9 @@ def count_exceptions(
     raw: Raw, merged: Floats, scale: np.float32, overflow_bits: int
 ) -> tuple[int, int]:
     """Count results too large for the output type, infinities included, and those that are NaN."""
-    magnitudes = magnitude_bits(_moved(raw, merged, scale))
-    return (
-        int(((magnitudes >= overflow_bits) & (magnitudes <= _INFINITY)).sum()),
-        int((magnitudes > _INFINITY).sum()),
-    )
+    found = magnitude_bits(_moved(raw, merged, scale))
+    overflowed = (found >= overflow_bits) & (found <= _INFINITY)
+    return int(overflowed.sum()), int((found > _INFINITY).sum())
 
 
 def _moved(raw: Raw, merged: Floats, scale: np.float32) -> Floats:
@@ -187,9 +186,7 @@ def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
 
 def keep_largest(values: Floats, least: int) -> int:
     """Zero magnitudes below `least`; return how many are kept."""
-    keep = magnitude_bits(values) >= least
-    values[~keep] = 0
-    return int(keep.sum())
+    return trim(values, least - 1, 0)
 
 
 def trim(values: Floats, cut: int, ties_kept: int) -> int:
@@ -234,23 +231,17 @@ def vote(sums: Floats, values: Floats, weight: np.float32, share: np.float32) ->
 
 
 def elect(sums: Floats, out: Floats) -> None:
-    """out = the mean of the side that outweighs the other; zero where neither does.
-
-    A side without shares is not divided.
-    """
-    above, below, above_share, below_share = sums.reshape(4, -1)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        total = above + below
-        side = np.where(total > 0, above, below)
-        share = np.where(total > 0, above_share, below_share)
-        mean = side / np.where(share == 0, np.float32(1), share)
-    out[:] = np.where(total == 0, np.float32(0), np.where(np.isnan(total), total, mean))
+    """out = the mean of the side that outweighs the other; zero where neither does."""
+    above, below, _, _ = sums.reshape(4, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        elect_by(sums, above + below, out)
 
 
 def elect_by(sums: Floats, balance: Floats, out: Floats) -> None:
     """out = the mean of the side that the balance is on; zero where it is on neither.
 
-    `sums` are those of `vote`. Where they hold a NaN, the result is one.
+    `sums` are those of `vote`. Where they hold a NaN, the result is one. A side without shares is
+    not divided.
     """
     above, below, above_share, below_share = sums.reshape(4, -1)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -292,12 +283,7 @@ def keep_needed(total: Floats, counts: Integers, least: int) -> None:
 
 
 def combine(
-    base: Raw,
-    operands: Sequence[Operand],
-    start: int,
-    elects: bool,
-    threshold_bits: int,
-    out: Floats,
+    base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
 ) -> NDArray[np.int64]:
     """Take all models' deltas, drop, keep the largest, and add up or elect.
 
@@ -336,7 +322,7 @@ def digests(raws: Sequence[Raw]) -> list[list[str]]:
     ]
 
 
-def _lane_sum(terms: NDArray[np.float64]) -> float:
+def _lane_sum(terms: Doubles) -> float:
     """Sum in a fixed order: SUM_LANES interleaved sums, then those from first to last."""
     rows = np.zeros((-(-terms.size // SUM_LANES), SUM_LANES))
     rows.reshape(-1)[: terms.size] = terms
@@ -392,12 +378,7 @@ def draw_uniform(out: NDArray[np.uint64], start: int, key0: int, key1: int) -> N
 
 
 def add_products(
-    left: Floats,
-    right: Floats,
-    first: int,
-    columns: int,
-    by_column: bool,
-    sums: NDArray[np.float64],
+    left: Floats, right: Floats, first: int, columns: int, by_column: bool, sums: Doubles
 ) -> None:
     """Add left·right to the sum of its row, or of its column, element after element, in float64.
 
@@ -425,7 +406,7 @@ def balance_scores(
         out[:] = np.where(together > 0, score, 0.0).astype(np.float32)
 
 
-def _exponential(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _exponential(x: Doubles) -> Doubles:
     """exp(x) for moderate x ≤ 0: that of x/256, squared eight times."""
     power = 1 + _less_one(x * (1 / 256))
     for _ in range(8):
@@ -433,7 +414,7 @@ def _exponential(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return power
 
 
-def _tangent(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _tangent(x: Doubles) -> Doubles:
     """tanh(x) for x > 0, as E/(E + 2) with E = exp(2x) - 1, and E(2y) = E(y)·(E(y) + 2)."""
     grown = _less_one(np.where(x < 20, x, 20.0) * (1 / 128))
     for _ in range(8):
@@ -441,7 +422,7 @@ def _tangent(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return grown / (grown + 2)
 
 
-def _less_one(part: NDArray[np.float64]) -> NDArray[np.float64]:
+def _less_one(part: Doubles) -> Doubles:
     """exp(x) - 1 for x near 0, by its series."""
     power = np.ones_like(part)
     for inverse in INVERSES:
@@ -521,8 +502,7 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
     return int(places.size)
 
 
-SCALE_GROUP = 256
-"""Values that share a scale."""
+SCALE_GROUP = 256  # values that share a scale
 LARGEST = np.float32(255 * 2.0**120)
 """The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite."""
 PARTS, FINE_PARTS = 1 << 12, 1 << 20
@@ -688,32 +668,25 @@ def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: Lanes) 
     return True
 
 
-def apply_values(
-    base: Raw, packed: Raw, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
+def apply_packed(
+    base: Raw, packed: Raw, are_deltas: bool, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
 ) -> int:
     """out = base + factor·(packed - base) where the lane is set, as `combine` and `add_to_base` do.
 
-    `saved` takes the base's elements there, in order; `out` may be the base itself and is not
-    touched elsewhere, nor where no packed element is left. Returns how many lanes are set.
+    Packed deltas are not subtracted from. `saved` takes the base's elements there, in order; `out`
+    may be the base itself and is not touched elsewhere, nor where no packed element is left.
+    Returns how many lanes are set.
     """
-    used = np.flatnonzero(lanes[: base.size])[: packed.size]
-    origin, tuned = np.empty((2, used.size), np.float32)
-    decode(base[used], origin)
-    decode(packed[: used.size], tuned)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return apply_deltas(base, tuned - origin, lanes, factor, out, saved)
-
-
-def apply_deltas(
-    base: Raw, deltas: Floats, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
-) -> int:
-    """out = base + factor·delta where the lane is set; else as `apply_values`."""
     places = np.flatnonzero(lanes[: base.size])
-    used = places[: deltas.size]
+    used = places[: packed.size]
     stored = base[used]
     moved = np.empty_like(stored)
+    origin, change = np.empty((2, used.size), np.float32)
+    decode(stored, origin)
+    decode(packed[: used.size], change)
     with np.errstate(over="ignore", invalid="ignore"):
-        add_to_base(stored, factor * deltas[: used.size], np.float32(1), moved)
+        change = factor * (change if are_deltas else change - origin)
+        add_to_base(stored, change, np.float32(1), moved)
     saved[: used.size] = stored
     out[used] = moved
     return int(places.size)

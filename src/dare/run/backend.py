@@ -19,11 +19,9 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.files import ALIGNMENT, aligned_bytes
 
 Raw = NDArray[Any]
-"""Stored elements, as carriers of their type."""
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-Summaries = Mapping[int, Any]
-"""Findings of surveying stages in a tensor of one model, by their positions in the chain."""
+Summaries = Mapping[int, Any]  # findings of a model's surveying stages, by position in the chain
 
 
 _ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
@@ -36,8 +34,7 @@ class Chunk(NamedTuple):
     tensor: TensorPlan
     start: int
     base: Raw
-    tuned: Mapping[int, Raw]
-    """The elements by model."""
+    tuned: Mapping[int, Raw]  # the elements by model
 
     @property
     def size(self) -> int:
@@ -55,27 +52,19 @@ class Figures(NamedTuple):
 
     models: tuple[tuple[int, ...], ...]
     """Largest |δ|, elements over the threshold and survivors after each stage, for each model."""
-    exceptions: tuple[int, int]
-    """Elements that overflow, and that are NaN."""
+    exceptions: tuple[int, int]  # elements that overflow, and that are NaN
 
 
 class Backend:
-    """The means of one worker to compute, with buffers of its own.
-
-    This one runs the stages on NumPy arrays, with the kernels `cpu` or `reference`. Another device
-    would override `merge` for chains whose stages are lazy; the others compute on arrays, here.
-    """
+    """The means of one worker to compute: kernels on NumPy arrays, and buffers of its own."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._kernels = kernels.load(plan.backend)
-        self.chunks_at_once = plan.cost.chunks_at_once
-        """Chunks that are read and written together, where that can be done."""
+        self.chunks_at_once = plan.cost.chunks_at_once  # read and written together, if possible
         span = CHUNK * self.chunks_at_once * plan.cost.widest
-        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)
-        """Buffers for stored elements: the base's, then each model's."""
+        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)  # the base's, each model's
         self.output = aligned_bytes(span + ALIGNMENT)
-        """A buffer, from a page's beginning on, for results that are written elsewhere."""
         self.chunks_together = self.chunks_at_once if plan.cost.is_fused else 1
         """Chunks that can be merged as one, because no stage asks for values."""
         self._scratch = Scratch(CHUNK * self.chunks_together)
@@ -160,14 +149,9 @@ class Backend:
     ) -> Deltas:
         """Return the deltas of all models as they come to the combine stage."""
         blocks = [self.block(chunk, model, summaries.get(model, {})) for model in chunk.tuned]
+        weights = chunk.tensor.weights
         return Deltas(
-            self._kernels,
-            chunk.base,
-            blocks,
-            chunk.tensor.weights,
-            self._scratch,
-            self._threshold_bits,
-            summary,
+            self._kernels, chunk.base, blocks, weights, self._scratch, self._threshold_bits, summary
         )
 
     def _add(
@@ -176,21 +160,20 @@ class Backend:
         """Encode base + scale·merged; count for each chunk results that overflow or are NaN."""
         dtype, scale = chunk.tensor.dtype, np.float32(self._plan.recipe.scale)
         add = self._kernels.add_to_base if dtype == kind else self._kernels.add_to_base_as
-        if add(base, merged, scale, into.view(dtype.carrier)) < dtype.overflow_bits:
-            return [(0, 0)] * chunk_count(base.size)
-        spans = (slice(first, first + size) for first, size in chunk_spans(base.size))
-        return [self._count_exceptions(dtype, base[span], merged[span], scale) for span in spans]
-
-    def _count_exceptions(
-        self, dtype: StorageType, raw: Raw, merged: Floats, scale: np.float32
-    ) -> tuple[int, int]:
-        """Count results that overflow, kept infinities of the base aside, and that are NaN."""
         limit = np.int32(dtype.overflow_bits)
-        overflowed, nans = self._kernels.count_exceptions(raw, merged, scale, limit)
-        kept = 0
-        if np.isinf(np.array(np.inf).astype(dtype.numpy_type)):
-            base = np.empty(raw.size, np.float32)
-            self._kernels.decode(raw, base)
-            with np.errstate(invalid="ignore", over="ignore"):
-                kept = int(np.count_nonzero(np.isinf(base) & (base + scale * merged == base)))
-        return int(overflowed) - kept, int(nans)
+        if add(base, merged, scale, into.view(dtype.carrier)) < limit:
+            return [(0, 0)] * chunk_count(base.size)
+        has_infinities = np.isinf(np.array(np.inf).astype(dtype.numpy_type))
+        counts = []
+        for first, size in chunk_spans(base.size):
+            raw, change = base[first : first + size], merged[first : first + size]
+            overflowed, nans = self._kernels.count_exceptions(raw, change, scale, limit)
+            kept = 0  # infinities of the base, which do not count
+            if has_infinities:
+                origin = np.empty(size, np.float32)
+                self._kernels.decode(raw, origin)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    is_kept = np.isinf(origin) & (origin + scale * change == origin)
+                kept = int(np.count_nonzero(is_kept))
+            counts.append((int(overflowed) - kept, int(nans)))
+        return counts

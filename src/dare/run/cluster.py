@@ -52,22 +52,14 @@ from dare.stores.locations import StorePath
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
 
-RETRIES = 5
-"""Times that Ray starts a task again whose process or machine has died."""
-TASKS_PER_SLOT = 2
-"""Tasks that are handed to Ray for each one that can run."""
-NODE_POLL_SECONDS = 2.0
-"""Time between two questions which nodes there are."""
-PATIENCE_SECONDS = 60.0
-"""Time to wait for a first answer, and for a node when none is left."""
-TASK_MEMORY_BYTES = 256 << 20
-"""Memory of a task if no limit is set, and it does not need more."""
-SLICES_PER_NODE, SLICES_PER_TASK = 16, 8
-"""The least number of slices, for each node and for each task that runs at once."""
-SLICE_BYTES = 1 << 30
-"""The most that a slice reads and writes, unless there would be too many."""
-SAMPLES = 3
-"""Chunks of each input whose digests are compared: the first, the last, and some between."""
+RETRIES = 5  # times that Ray starts a task again whose process or machine has died
+TASKS_PER_SLOT = 2  # tasks that are handed to Ray for each one that can run
+NODE_POLL_SECONDS = 2.0  # time between two questions which nodes there are
+PATIENCE_SECONDS = 60.0  # time to wait for a first answer, and for a node when none is left
+TASK_MEMORY_BYTES = 256 << 20  # memory of a task if no limit is set, and it does not need more
+SLICES_PER_NODE, SLICES_PER_TASK = 16, 8  # at least, for each node and for each running task
+SLICE_BYTES = 1 << 30  # the most that a slice reads and writes, unless there would be too many
+SAMPLES = 3  # chunks of each input that are compared: the first, the last, and some between
 
 SAME_VERSIONS = "install the same versions on every node"
 
@@ -93,8 +85,7 @@ def versions() -> dict[str, str]:
 
 # ---------------------------------------------------------------- in the tasks
 
-_opened: dict[str, tuple[ExitStack, RunPiece]] = {}
-"""The work that this process has open, by its key."""
+_opened: dict[str, tuple[ExitStack, RunPiece]] = {}  # the work open in this process, by key
 
 
 def _run_piece(
@@ -147,8 +138,7 @@ def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
         return
     with redirect_stdout(sys.stderr if verbose else io.StringIO()):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 ray.init(address, log_to_driver=False, logging_level="CRITICAL")
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or repr(error)
@@ -177,17 +167,16 @@ def _no_answer(address: str, reason: str) -> ClusterError:
     )
 
 
+@dataclass(eq=False)
 class Cluster:
     """A Ray cluster that this process is connected to."""
 
-    def __init__(self, ray: Any, address: str) -> None:
-        self._ray = ray
-        self._address = address
-        self._tasks_per_node = 1
-        self.task_memory = 0
-        """Bytes that one task may take."""
-        self._is_answering = False
-        self._sent: tuple[Work, Any] | None = None
+    _ray: Any
+    _address: str
+    _tasks_per_node: int = 1
+    task_memory: int = 0  # bytes that one task may take
+    _is_answering: bool = False
+    _sent: tuple[Work, Any] | None = None
 
     def processors(self) -> list[int]:
         """Return the number of processors that Ray may use on each node that is there."""
@@ -338,12 +327,9 @@ class MergeWork:
     stage_files: tuple[str, ...]
     fingerprint: str
     inputs: tuple[Sample, ...]
-    folder: Path
-    """The folder of the partial output."""
-    metadata: Mapping[str, str]
-    """The metadata of its files, which decides where their tensors begin."""
-    fetches: bool = True
-    """True if models on the hub are fetched, and not read from there."""
+    folder: Path  # the folder of the partial output
+    metadata: Mapping[str, str]  # of its files; it decides where their tensors begin
+    fetches: bool = True  # True if models on the hub are fetched, and not read from there
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str], memory: int) -> MergeWork:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -20,15 +20,13 @@ from dare.output.writer import ArraySink, PartialOutput, Sink
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend
-from dare.run.graph import Conclude, Copy, Merge, list_census_steps, list_steps
-from dare.run.threads import Id, Step, run_steps
+from dare.run.graph import Conclude, Make, list_census_steps, list_steps
+from dare.run.threads import Id, Results, Step, run_steps
 from dare.run.worker import Progress, Worker, sources_of
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 
 MakeWorker = Callable[[Plan, Backend, Any, Progress, threading.Event], Worker]
-Conclusions = Mapping[Id, Any]
-"""Conclusions about all tensors of a model, for the stages that ask for them."""
 
 
 def execute(
@@ -38,7 +36,7 @@ def execute(
     done: Sequence[Record] = (),
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
-    known: Conclusions | None = None,
+    known: Results | None = None,
     share: Share | None = None,
     make_worker: MakeWorker = Worker,
 ) -> list[Record]:
@@ -55,7 +53,7 @@ def execute(
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
         pairs = zip(steps, results, strict=True)
-        if made := [result for step, result in pairs if isinstance(step, Merge | Copy)]:
+        if made := [result for step, result in pairs if isinstance(step, Make)]:
             sink.record(made)
             records.extend(made)
 
@@ -66,17 +64,13 @@ def execute(
 
 
 def confirm_inputs(plan: Plan, output: PartialOutput, display: Display) -> None:
-    """Keep the chunks of an earlier try whose inputs have other stamps and the same content."""
-    if output.doubtful:
-        display.announce("comparing the inputs with those of the earlier run")
-        output.confirm(_with_same_inputs(plan, output.doubtful))
-
-
-def _with_same_inputs(plan: Plan, records: Sequence[Record]) -> list[Record]:
-    """Read the inputs of finished chunks again; keep the records of those that are the same.
+    """Keep the chunks of an earlier try whose inputs have other stamps and the same content.
 
     What was surveyed as a whole counts only if all of it is the same.
     """
+    if not (records := output.doubtful):
+        return
+    display.announce("comparing the inputs with those of the earlier run")
     tensors = {tensor.name: tensor for tensor in plan.tensors}
 
     def is_same(record: Record) -> bool:
@@ -92,11 +86,12 @@ def _with_same_inputs(plan: Plan, records: Sequence[Record]) -> list[Record]:
     chunks = Counter(record.tensor for record in same)
     whole = {name for name, count in chunks.items() if count == tensors[name].chunks}
     if plan.censuses and len(whole) < len(tensors):
-        return [record for record in same if not tensors[record.tensor].is_merged]
-    return [r for r in same if r.tensor in whole or not plan.is_surveyed(tensors[r.tensor])]
+        same = [record for record in same if not tensors[record.tensor].is_merged]
+    kept = [r for r in same if r.tensor in whole or not plan.is_surveyed(tensors[r.tensor])]
+    output.confirm(kept)
 
 
-def draw_conclusions(plan: Plan) -> Conclusions:
+def draw_conclusions(plan: Plan) -> Results:
     """Observe all tensors for the stages that ask for it, so that parts of the plan can be run."""
     return do_census_steps(plan, list_census_steps(plan), {}, kind=Conclude)
 
@@ -104,7 +99,7 @@ def draw_conclusions(plan: Plan) -> Conclusions:
 def do_census_steps(
     plan: Plan,
     steps: Iterable[Step],
-    known: Mapping[Id, Any],
+    known: Results,
     *,
     kind: type[Step] = Step,
     progress: Progress = lambda _nbytes: None,
@@ -127,7 +122,7 @@ def _run(
     sink: Sink,
     progress: Progress,
     announce: Callable[[], None],
-    known: Conclusions,
+    known: Results,
     collect: Callable[[Sequence[Step], Sequence[Any]], None],
     make_worker: MakeWorker = Worker,
 ) -> None:

@@ -1,12 +1,11 @@
 """The work of a plan as a list of steps: plain data, which any thread, process or machine can do.
 
     observe (a tensor, for a stage that asks about all tensors of a model) → conclude
-      → survey (a tensor of one model) → survey all (a tensor of all models) → merge (a chunk)
-    copy (a chunk)
+      → survey (a tensor of one model) → survey (a tensor of all models) → make (a chunk)
 
-A step names the tensor it is for, and by id the results that it needs. Merges and copies write
-their bytes and return a record; the results of the others are passed on. The order of the list
-only serves speed: bytes depend on the plan and the inputs alone.
+A step names the tensor it is for, and by id the results that it needs. Chunks that are made are
+written, and their results are records; the results of the others are passed on. The order of the
+list only serves speed: bytes depend on the plan and the inputs alone.
 """
 
 from __future__ import annotations
@@ -15,19 +14,21 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from dare.planning.data import CensusPlan, Fate, TensorPlan
+from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.threads import Id, Step
 from dare.tensors.chunks import chunk_span
+
+Conclusions = dict[tuple[str, int], list[tuple[int, Id]]]
+"""Ids of conclusions with the positions of their stages in the chain, by tensor and model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observe(Step):
     """Observe one tensor for a stage that asks about all tensors of a model."""
 
-    census: int
-    """The place of the stage's request in the plan's `censuses`."""
+    census: int  # the place of the stage's request in the plan's `censuses`
     round: int
     tensor: str
     conclusions: tuple[tuple[int, Id], ...]
@@ -44,44 +45,24 @@ class Conclude(Step):
 
 @dataclass(frozen=True, slots=True)
 class Survey(Step):
-    """Let the surveying stages of one model's chain see one tensor."""
+    """Let the surveying stages of one model's chain, or the combine stage, see one tensor."""
 
     tensor: str
-    model: int
-    conclusions: tuple[tuple[int, Id], ...]
+    model: int | None  # None for the combine stage, which sees the deltas of all models
+    conclusions: tuple[tuple[int, Id], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class SurveyAll(Step):
-    """Let the combine stage see all models' deltas of one tensor."""
-
-    tensor: str
-
-
-@dataclass(frozen=True, slots=True)
-class Merge(Step):
-    """Merge one chunk of a tensor."""
+class Make(Step):
+    """Merge one chunk of a tensor; or copy it from the base, comparing the models' if asked."""
 
     tensor: str
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy(Step):
-    """Copy one chunk of a tensor from the base, comparing the models' copies if asked."""
-
-    tensor: str
-    chunk: int
-
-
-def survey_id(tensor: TensorPlan, model: int) -> Id:
-    """Return the id of a survey."""
+def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
+    """Return the id of a model's survey, or of the combine stage's."""
     return "survey", tensor.name, model
-
-
-def survey_all_id(tensor: TensorPlan) -> Id:
-    """Return the id of a combine stage's survey."""
-    return "survey all", tensor.name
 
 
 def conclusion_id(census: CensusPlan, number: int) -> Id:
@@ -105,20 +86,18 @@ def list_steps(
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
+    merges = False
     for group, tensor in enumerate(plan.tensors, start=1):
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
-        if tensor.fate is Fate.MERGED:
-            steps += _merging(plan, tensor, chunks, conclusions, group)
-        else:
-            name, elements = tensor.name, tensor.elements
-            place = group if is_sent else 0
-            (steps if is_sent else copies).extend(
-                Copy(("copy", name, c), (), place, chunk_span(c, elements)[1], name, c)
-                for c in chunks
-            )
-    is_merged = any(not isinstance(step, Copy) for step in steps)
-    return [*copies, *(list_census_steps(plan, known) if is_merged else ()), *steps]
+        if not tensor.is_merged:
+            (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
+        elif chunks:
+            merges = True
+            surveys = list(_surveying(plan, tensor, conclusions, group))
+            needs = tuple(survey.id for survey in surveys)
+            steps += [*surveys, *_making(tensor, chunks, needs, group)]
+    return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
 def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
@@ -142,9 +121,9 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
             last = (concluded,)
 
 
-def _conclusions(plan: Plan) -> dict[tuple[str, int], list[tuple[int, Id]]]:
-    """Return the last conclusion for each stage that has a census, by tensor and model."""
-    conclusions: dict[tuple[str, int], list[tuple[int, Id]]] = defaultdict(list)
+def _conclusions(plan: Plan) -> Conclusions:
+    """Return the last conclusion for each stage that has a census."""
+    conclusions: Conclusions = defaultdict(list)
     for census in plan.censuses:
         last = len(plan.stages[census.position].rounds(census.settings)) - 1
         for tensor in census.tensors:
@@ -153,28 +132,25 @@ def _conclusions(plan: Plan) -> dict[tuple[str, int], list[tuple[int, Id]]]:
     return conclusions
 
 
-def _merging(
-    plan: Plan,
-    tensor: TensorPlan,
-    chunks: list[int],
-    conclusions: dict[tuple[str, int], list[tuple[int, Id]]],
-    group: int,
-) -> Iterator[Step]:
-    """List the steps of one tensor, if it has chunks to be merged."""
-    if not chunks:
-        return
+def _surveying(
+    plan: Plan, tensor: TensorPlan, conclusions: Conclusions, group: int
+) -> Iterator[Survey]:
+    name, elements = tensor.name, tensor.elements
     surveys: list[Id] = []
     for model in tensor.models:
         if tensor.surveyed_stages(plan.stages, model):
             concluded = tuple(conclusions[tensor.key, model])
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
-            found = surveys[-1], needs, group, tensor.elements
-            yield Survey(*found, tensor.name, model, concluded)
+            yield Survey(surveys[-1], needs, group, elements, name, model, concluded)
     if plan.combine.surveys(tensor.combine):
-        yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.elements, tensor.name)
-        surveys.append(survey_all_id(tensor))
-    needs, name, elements = tuple(surveys), tensor.name, tensor.elements
+        yield Survey(survey_id(tensor), tuple(surveys), group, elements, name, None)
+
+
+def _making(
+    tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+) -> Iterator[Make]:
+    name, elements = tensor.name, tensor.elements
     for chunk in chunks:  # millions of them, in a large model
         size = chunk_span(chunk, elements)[1]
-        yield Merge(("merge", name, chunk), needs, group, size, name, chunk)
+        yield Make(("make", name, chunk), needs, group, size, name, chunk)

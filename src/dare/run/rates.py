@@ -21,12 +21,9 @@ USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "ref
 """Bytes that one thread reads and writes in a second, where nothing was measured."""
 USUAL_MARGINS, MEASURED_MARGINS = (0.5, 2.0), (0.6, 1.8)
 """Factors for the ends of a range, at most 4 times apart."""
-START_SECONDS = 0.8
-"""The time that every merge takes to start, whatever its size."""
-NOTICEABLE_BYTES = 1e8
-"""The least a merge must read and write to say something about the rate."""
-PLAIN_SIDE = 1024
-"""The shorter side of a matrix whose bytes count once, where stages need whole matrices."""
+START_SECONDS = 0.8  # the time that every merge takes to start, whatever its size
+NOTICEABLE_BYTES = 1e8  # the least a merge must read and write to say something about the rate
+PLAIN_SIDE = 1024  # the shorter side of a matrix whose bytes count once, where stages need it whole
 RATES_KEPT = 200
 
 
@@ -59,7 +56,6 @@ class Estimate:
 
 
 def _rounded(value: float) -> float:
-    """Round to two digits."""
     return round(value, 1 - math.floor(math.log10(value))) if value else value
 
 

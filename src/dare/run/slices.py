@@ -38,18 +38,16 @@ from dare.output.targets import slice_journal
 from dare.output.writer import explaining
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.run.execute import Conclusions, do_census_steps
+from dare.run.execute import do_census_steps
 from dare.run.graph import Conclude, Observe, list_census_steps
-from dare.run.threads import Id
+from dare.run.threads import Id, Results
 from dare.run.worker import Progress
 from dare.tensors.digest import bytes_digest
 
 POLL_SECONDS = 0.25
 OBSERVATIONS_VERSION = 1
-RoundKey = tuple[int, int]
-"""A census, by its place in the plan, and a round of it."""
-Observer = Callable[..., Any]
-"""A stage's function that observes a tensor; its classes are those of its module."""
+RoundKey = tuple[int, int]  # a census, by its place in the plan, and a round of it
+Observer = Callable[..., Any]  # a stage's function that observes a tensor
 Arrays = list[NDArray[Any]]
 
 
@@ -60,25 +58,19 @@ class SharedObservations:
     plan: Plan
     part: Slice
     division: Division
-    folder: Path
-    """The folder of the files of observations."""
-    identity: str
-    """The merge, and its inputs here and now."""
-    wait: float
-    """Seconds without news after which nobody waits for a slice that runs."""
+    folder: Path  # the folder of the files of observations
+    identity: str  # the merge, and its inputs here and now
+    wait: float  # seconds without news after which nobody waits for a slice that runs
     progress: Progress
     announce: Callable[[str], None]
     """Gets a line when the slice waits, compiles kernels, or does what others do not."""
 
     def __post_init__(self) -> None:
-        self._steps: dict[RoundKey, dict[int, list[Observe]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        """The steps of each slice, by its number."""
+        # By the numbers of slices.
+        self._steps = defaultdict[RoundKey, dict[int, list[Observe]]](lambda: defaultdict(list))
         self._conclude: dict[RoundKey, Conclude] = {}
         self._known: dict[Id, Any] = {}
-        self._absent: set[int] = set()
-        """Slices whose tensors were observed here."""
+        self._absent: set[int] = set()  # slices whose tensors were observed here
         for step in list_census_steps(self.plan):
             if isinstance(step, Observe):
                 owner = self.division.owner(step.tensor)
@@ -86,7 +78,7 @@ class SharedObservations:
             elif isinstance(step, Conclude):
                 self._conclude[step.census, step.round] = step
 
-    def conclusions(self) -> Conclusions:
+    def conclusions(self) -> Results:
         """Observe this slice's tensors and draw all conclusions."""
         left, own = list(self._conclude), self.part.number
         while left:

@@ -17,26 +17,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dare.tensors.chunks import CHUNK
 
-STEPS_READ_AHEAD = 4
-"""Steps per thread between asking for bytes and reading them."""
-BATCH_ELEMENTS = 4 * CHUNK
-"""Elements that a thread takes at a time: the interpreter's lock is asked for less often."""
+STEPS_READ_AHEAD = 4  # steps per thread between asking for bytes and reading them
+BATCH_ELEMENTS = 4 * CHUNK  # taken at a time: the interpreter's lock is asked for less often
 
 Id = tuple[Any, ...]
+Results = Mapping[Id, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A piece of work."""
 
-    id: Id
-    """The name of its result."""
-    needs: tuple[Id, ...]
-    """The ids of the results that it needs."""
-    group: int
-    """Its group: the place of its tensor in the plan, from 1; 0 for what comes before."""
-    elements: int
-    """The number of elements of each input that it reads, by which batches are measured."""
+    id: Id  # the name of its result
+    needs: tuple[Id, ...]  # the ids of the results that it needs
+    group: int  # its group: the place of its tensor in the plan, from 1; 0 for what comes before
+    elements: int  # read of each input; batches are measured by them
 
 
 AnyStep = TypeVar("AnyStep", bound=Step)
@@ -48,11 +43,9 @@ AnyStep_contra = TypeVar("AnyStep_contra", bound=Step, contravariant=True)
 class Batch(Generic[AnyStep_co]):
     """Some steps that can be done now, none of which needs another."""
 
-    places: tuple[int, ...]
-    """The places of the steps in the list of all."""
+    places: tuple[int, ...]  # the places of the steps in the list of all
     steps: tuple[AnyStep_co, ...]
-    results: Mapping[Id, Any]
-    """The results that the steps need, by id."""
+    results: Results  # the results that the steps need, by id
 
 
 class AnyWorker(Protocol[AnyStep_contra]):
@@ -70,7 +63,7 @@ def run_steps(
     make_worker: Callable[[threading.Event], AnyWorker[AnyStep]],
     threads: int,
     *,
-    known: Mapping[Id, Any] = MappingProxyType({}),
+    known: Results = MappingProxyType({}),
     collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
     groups_ahead: int | None = None,
 ) -> None:
@@ -133,14 +126,9 @@ class _Schedule(Generic[AnyStep]):
     """Hands out steps, and passes their results on; any thread may ask."""
 
     def __init__(
-        self,
-        steps: Sequence[AnyStep],
-        known: Mapping[Id, Any],
-        takers: int,
-        groups_ahead: int | None,
+        self, steps: Sequence[AnyStep], known: Results, takers: int, groups_ahead: int | None
     ) -> None:
-        self.stop = threading.Event()
-        """Set when no more steps are to be done."""
+        self.stop = threading.Event()  # set when no more steps are to be done
         self._steps = steps
         self._takers = takers
         self._groups_ahead = groups_ahead
@@ -151,8 +139,7 @@ class _Schedule(Generic[AnyStep]):
         self._missing = [0] * len(steps)
         self._is_done = [False] * len(steps)
         self._first_undone = 0
-        self._left = sum(step.elements for step in steps)
-        """Elements of the steps that nobody has taken."""
+        self._left = sum(step.elements for step in steps)  # elements that nobody has taken
         self._ready: list[int] = []
         for place, step in enumerate(steps):
             needs = [need for need in step.needs if need not in self._results]

@@ -10,7 +10,7 @@ is a warning in the report.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
@@ -24,27 +24,13 @@ from dare.output.writer import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
-from dare.run.graph import (
-    Conclude,
-    Copy,
-    Merge,
-    Observe,
-    Survey,
-    SurveyAll,
-    conclusion_id,
-    survey_all_id,
-    survey_id,
-)
-from dare.run.threads import Batch, Id, Step
+from dare.run.graph import Conclude, Make, Observe, Survey, conclusion_id, survey_id
+from dare.run.threads import Batch, Id, Results, Step
 from dare.stages.blocks import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were just read."""
-Results = Mapping[Id, Any]
-BASE = -1
-"""The base's number where models are counted by their places in the recipe."""
+Progress = Callable[[int], None]  # called with the number of bytes that were just read
 
 
 class Stopped(Exception):  # noqa: N818
@@ -59,8 +45,7 @@ def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[So
 class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
 
-    takes_spans = True
-    """Tells that `_code` takes several chunks as one, where the backend does."""
+    takes_spans = True  # tells that `_code` takes several chunks as one, where the backend does
 
     def __init__(
         self, plan: Plan, backend: Backend, sink: Sink, progress: Progress, stop: threading.Event
@@ -74,7 +59,7 @@ class Worker:
 
     def prefetch(self, step: Step) -> None:
         """Ask for the bytes of a chunk; what reads whole tensors is served by the system."""
-        if isinstance(step, Merge | Copy):
+        if isinstance(step, Make):
             tensor = self._tensors[step.tensor]
             for source in sources_of(self._plan, tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
@@ -84,12 +69,12 @@ class Worker:
         results = batch.results
         for steps in _spans(batch.steps, self._backend.chunks_at_once):
             match steps[0]:
-                case Merge() | Copy():
-                    yield from self._make(cast("Sequence[Merge | Copy]", steps), results)
-                case Survey(tensor=name, model=model, conclusions=conclusions):
-                    yield self._survey(self._tensors[name], model, conclusions, results)
-                case SurveyAll(tensor=name):
+                case Make():
+                    yield from self._make(cast("Sequence[Make]", steps), results)
+                case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
+                case Survey(tensor=name, model=int(model), conclusions=conclusions):
+                    yield self._survey(self._tensors[name], model, conclusions, results)
                 case Observe() as step:
                     yield self._observe(step, results)
                 case Conclude() as step:
@@ -104,7 +89,7 @@ class Worker:
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
         observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        walk = self._walk(tensor, model, summaries, position)
+        walk = self._walk(tensor, model, summaries, position, None)
         return observe(walk, _conclusion_before(census, step.round, results), **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
@@ -136,12 +121,7 @@ class Worker:
         return summaries
 
     def _walk(
-        self,
-        tensor: TensorPlan,
-        model: int,
-        summaries: Summaries,
-        position: int,
-        census: Any = None,
+        self, tensor: TensorPlan, model: int, summaries: Summaries, position: int, census: Any
     ) -> _Walk:
         """Return the blocks as they come to a stage, which knows the surveys before it."""
 
@@ -186,7 +166,7 @@ class Worker:
 
     # ------------------------------------------------------------ chunks
 
-    def _make(self, steps: Sequence[Merge | Copy], results: Results) -> list[Record]:
+    def _make(self, steps: Sequence[Make], results: Results) -> list[Record]:
         """Make the chunks of one tensor that follow each other, and write them together."""
         tensor = self._tensors[steps[0].tensor]
         together = self._backend.chunks_together if self.takes_spans else 1
@@ -204,7 +184,7 @@ class Worker:
         """Make the stored bytes of some chunks."""
         tensor = chunk.tensor
         if tensor.is_merged:
-            summary = results.get(survey_all_id(tensor))
+            summary = results.get(survey_id(tensor))
             figures = self._backend.merge(chunk, summaries_of(tensor, results), summary, into)
             self._check_finite(chunk, figures)
         else:
@@ -274,9 +254,9 @@ def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
 
 
 def _follows(step: Step, after: Step) -> bool:
-    if isinstance(step, Merge | Copy) and isinstance(after, Merge | Copy):
-        return (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
-    return False
+    if not (isinstance(step, Make) and isinstance(after, Make)):
+        return False
+    return (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:

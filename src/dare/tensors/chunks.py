@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-CHUNK = 1 << 19
-"""Elements in a chunk; the last one of a tensor may have fewer."""
+CHUNK = 1 << 19  # elements in a chunk; the last one of a tensor may have fewer
 
 
 def chunk_count(elements: int) -> int:

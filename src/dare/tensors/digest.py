@@ -11,6 +11,7 @@ someone who forges a collision on purpose.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,11 +30,8 @@ def bytes_digest(data: bytes | memoryview) -> str:
 
 def file_digest(path: Path) -> str:
     """Hash a file piece by piece."""
-    digest = xxhash.xxh3_128()
     with as_stream(open_input(path)) as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def tensor_digest(chunk_digests: Iterable[str]) -> str:

@@ -32,8 +32,7 @@ class StorageType:
     numpy_type: np.dtype[np.generic]
     carrier: np.dtype[np.generic]
     is_weight: bool = False
-    mantissa_bits: int = 0
-    """Bits of a weight's fraction, the leading one not counted."""
+    mantissa_bits: int = 0  # bits of a weight's fraction, the leading one not counted
     overflow_bits: int = 0x7F800000
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
     packed_bits: int = 0
@@ -79,14 +78,8 @@ STORAGE_TYPES: dict[str, StorageType] = {
         _weight("F8_E4M3", ml_dtypes.float8_e4m3fn, "uint8", 3, 0x43E80001),  # above 464: NaN
         _weight("F8_E5M2", ml_dtypes.float8_e5m2, "int8", 2, 0x47700000),  # 61440
         _copied("BOOL", "bool"),
-        _copied("U8", "uint8"),
-        _copied("I8", "int8"),
-        _copied("U16", "uint16"),
-        _copied("I16", "int16"),
-        _copied("U32", "uint32"),
-        _copied("I32", "int32"),
-        _copied("U64", "uint64"),
-        _copied("I64", "int64"),
+        *(_copied(f"U{bits}", f"uint{bits}") for bits in (8, 16, 32, 64)),
+        *(_copied(f"I{bits}", f"int{bits}") for bits in (8, 16, 32, 64)),
         _copied("F8_E8M0", ml_dtypes.float8_e8m0fnu),
         _copied("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
         _copied("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
@@ -103,13 +96,8 @@ MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
 """Types that a model can have as a whole; transformers cannot build one in float8."""
 BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values() if not kind.packed_bits}
 
-_SPELLINGS = {kind.torch_name: kind.name for kind in WEIGHT_TYPES} | {
-    "double": "F64",
-    "float": "F32",
-    "fp32": "F32",
-    "half": "F16",
-    "fp16": "F16",
-}
+_SPELLINGS = {"double": "F64", "float": "F32", "fp32": "F32", "half": "F16", "fp16": "F16"}
+_SPELLINGS |= {kind.torch_name: kind.name for kind in WEIGHT_TYPES}
 
 
 def weight_type(name: object) -> StorageType:

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +34,12 @@ from dare.stores.locations import StorePath
 if TYPE_CHECKING:
     from dare.stores.ahead import Ahead
 
-ALIGNMENT = 4096
-"""Direct writes start and end at multiples of this, in the file and in memory."""
+ALIGNMENT = 4096  # direct writes start and end at multiples of this, in the file and in memory
 
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
-"""Opens a file and not what a link leads to, where the system can."""
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # opens a file and not what a link leads to
 
 Bytes = bytes | NDArray[np.uint8]
-Stamp = tuple[Any, ...]
-"""Facts by which a file is known to be the same; the last may change with its name."""
+Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with its name
 
 
 class InputFile(Protocol):
@@ -66,10 +63,8 @@ class InputFile(Protocol):
         """Close."""
 
 
-READ_AHEAD_BYTES = 128 << 10
-"""The usual length that a system reads ahead, if it does not say."""
-MAX_UNCHECKED_READS = 15
-"""Reads of a file that was in memory before for which it is taken to be there still."""
+READ_AHEAD_BYTES = 128 << 10  # the usual length that a system reads ahead, if it does not say
+MAX_UNCHECKED_READS = 15  # reads of a file that was in memory, taken to be there still
 
 
 class LocalFile:
@@ -77,8 +72,7 @@ class LocalFile:
 
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor
-        self._window = 0
-        """Bytes that its system reads ahead; 0 if it need not."""
+        self._window = 0  # bytes that its system reads ahead; 0 if it need not
         self._unchecked = self._streak = 0
         if hasattr(os, "posix_fadvise") and not _is_in_memory(file_descriptor):
             self._window = _read_ahead(os.fstat(file_descriptor).st_dev)
@@ -92,8 +86,7 @@ class LocalFile:
     def stamp(self) -> Stamp:
         """Size, time, device and inode; last the time that nobody can set."""
         status = os.fstat(self.file_descriptor)
-        times = status.st_mtime_ns, status.st_ctime_ns
-        return status.st_size, times[0], status.st_dev, status.st_ino, times[1]
+        return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino, status.st_ctime_ns
 
     def read_at(self, into: memoryview, position: int) -> int:
         """Fill a buffer; return how many bytes there were before the end of the file."""
@@ -155,8 +148,7 @@ def share_ahead(nbytes: int) -> Ahead:
 
 def prefetch_beginnings(files: Iterable[Path]) -> None:
     """Say that the beginnings of these files will be read, so that stores are asked at once."""
-    stored = [file for file in files if isinstance(file, StorePath)]
-    if stored:
+    if stored := [file for file in files if isinstance(file, StorePath)]:
         from dare.stores import reading
 
         reading.prefetch_first_bytes(stored)
@@ -182,7 +174,7 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-def as_stream(file: InputFile, *, closes: bool = True) -> BinaryIO:
+def as_stream(file: InputFile, *, closes: bool = True) -> io.BufferedReader:
     """Return an input as a stream of bytes, which closes it unless told otherwise."""
     return io.BufferedReader(_Stream(file, closes=closes), 1 << 20)
 
@@ -368,8 +360,7 @@ class OutputFile:
         self._memory = None
 
 
-MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
-"""The numbers of tmpfs and ramfs on Linux."""
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # the numbers of tmpfs and ramfs on Linux
 
 
 def _take_room(file_descriptor: int, size: int) -> bool:
@@ -395,8 +386,7 @@ def _write_all(file_descriptor: int, rest: memoryview, position: int) -> None:
 
 # ---------------------------------------------------------------- files of this user alone
 
-HAS_OWNERS = hasattr(os, "geteuid")
-"""True if files have owners and modes, which Windows' do not."""
+HAS_OWNERS = hasattr(os, "geteuid")  # True if files have owners and modes, which Windows' do not
 
 
 def is_safe(folder: Path) -> bool:

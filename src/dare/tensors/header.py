@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,22 +20,17 @@ from dare.errors import HeaderError
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
 from dare.tensors.files import InputFile
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 64
-MAX_TENSORS = 300_000
-"""The limit for one file, more than any model has in all its files."""
-MAX_ENTRY = 2048
-"""Characters of a tensor's entry; 64 dimensions take 1500."""
-MAX_METADATA = 8_000_000
-"""Characters of a header's notes; some programs keep all they know of a training there."""
+MAX_TENSORS = 300_000  # the limit for one file, more than any model has in all its files
+MAX_ENTRY = 2048  # characters of a tensor's entry; 64 dimensions take 1500
+MAX_METADATA = 8_000_000  # characters of notes; some programs keep all of a training there
 _SPACE = re.compile(r"[ \t\n\r]+")
 _LENGTH_BYTES = 8
 _ALIGNMENT = 4096
 """Our own headers end on a page, so that weights can be written past the page cache and mapped."""
 
-METADATA = "__metadata__"
-"""The key of a header's notes, so that no tensor can be called that."""
+METADATA = "__metadata__"  # the key of a header's notes, so that no tensor can be called that
 
 Described = tuple[str, StorageType, tuple[int, ...]]
 
@@ -47,8 +42,7 @@ class TensorInfo:
     name: str
     dtype: StorageType
     shape: tuple[int, ...]
-    start: int
-    """Offset of the first byte, from the start of the file."""
+    start: int  # offset of the first byte, from the start of the file
 
     @property
     def elements(self) -> int:
@@ -129,7 +123,6 @@ def read_header(file: InputFile, where: str) -> Header:
 
 
 def _read(file: InputFile, nbytes: int, position: int) -> bytearray:
-    """Read some bytes of a file, or as many as there are."""
     found = bytearray(nbytes)
     del found[file.read_at(memoryview(found), position) :]
     return found
@@ -188,7 +181,13 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             name, place = decode(text, place)
             place = _expect(":", text, _after_space(text, place))
             limit = MAX_METADATA if name == METADATA else MAX_ENTRY
-            value, length = _decode_some(decode, text[place : place + limit], limit, name, where)
+            try:  # no more of it is read, whatever follows
+                value, length = decode(text[place : place + limit])
+            except ValueError:
+                if len(text) - place < limit:
+                    raise
+                what = f"what the header says of it is longer than {limit} characters, or not JSON"
+                raise HeaderError(f"{where}: {name}: {what}") from None
             yield name, value
             place = _after_space(text, place + length)
             if text[place : place + 1] == "}":
@@ -200,19 +199,6 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             raise json.JSONDecodeError("more after the end", text, rest)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
-
-
-def _decode_some(
-    decode: Callable[[str], tuple[Any, int]], text: str, limit: int, name: str, where: str
-) -> tuple[Any, int]:
-    """Decode a name's value, which must be short: no more is read, whatever follows."""
-    try:
-        return decode(text)
-    except ValueError:
-        if len(text) < limit:
-            raise
-        reason = f"what the header says of it is longer than {limit} characters, or not JSON"
-        raise HeaderError(f"{where}: {name}: {reason}") from None
 
 
 def _after_space(text: str, place: int) -> int:

@@ -29,8 +29,7 @@ LATER_DRAWS_VERSION = 1
 """Version of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7
 CALLS_PER_GROUP = 8
-GROUP = 128
-"""Elements whose lanes come from the same eight calls."""
+GROUP = 128  # elements whose lanes come from the same eight calls
 THRESHOLD_BITS = 40
 TIE_BREAK = 1
 """Third counter word of the calls that break ties; it is 0 in the calls that fill lanes."""
@@ -40,8 +39,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
-Words = NDArray[np.uint64]
-"""32-bit words held in uint64, so that products do not overflow."""
+Words = NDArray[np.uint64]  # 32-bit words held in uint64, so that products do not overflow
 
 
 def philox4x32(

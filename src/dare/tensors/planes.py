@@ -31,16 +31,14 @@ RAW, ALONE, DIFFERENCE = range(3)
 ZEROS, PLAIN, ZSTD, SCATTERED = range(4)
 """Forms of a plane: not stored, byte by byte, as a frame, or as gaps and the bytes after them."""
 
-BLOCK = 1 << 15
-"""Elements that are taken apart or put together at once: they stay in the cache."""
+BLOCK = 1 << 15  # elements that are taken apart or put together at once: they stay in the cache
 
 LENGTH = struct.Struct("<I")
 LEVEL = 1
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
 """Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
 and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster."""
-LONG_GAP = 255
-"""An entry of a list of gaps: so many zeros, and the gap goes on."""
+LONG_GAP = 255  # an entry of a list of gaps: so many zeros, and the gap goes on
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.unsignedinteger]
