@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dare.errors import InputError, RecipeError
-from dare.studies.judging import Entry, Objective
+from dare.recipe.search import Objective
+from dare.studies.judging import Entry
 from dare.studies.results import Estimate, Scored, State, Trial, group_means
 from dare.studies.statistics import pareto_front, resample, verdict
 

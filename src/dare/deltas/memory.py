@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dare import kernels
 from dare.errors import InputError
 from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, RenamedSource, Source
-from dare.tensors.dtypes import StorageType
+from dare.output.journal import Record
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
+from dare.tensors.names import some_of
 
+Arrays = dict[str, NDArray[Any]]
+F32 = STORAGE_TYPES["F32"]
+ALIGN_BYTES = 64  # the start of an array is a multiple of this, counted from the first
 WRITING = threading.Lock()  # held while a model is changed; one, as two may share memory
 MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
 
@@ -197,3 +207,115 @@ def _bare_source(names: Iterable[str]) -> Source:
     source = Source()
     source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
     return source
+
+
+# ---------------------------------------------------------------- where a merge is written to
+
+
+class Home(NamedTuple):
+    """The memory that a merged tensor goes to."""
+
+    memory: Memory
+    kind: StorageType
+    merged: StorageType  # the type of the merged tensor; that of the memory, `kind`, may be wider
+
+    def put(self, start: int, raw: Raw) -> None:
+        """Write merged elements from one on."""
+        if self.kind == self.merged:
+            wide = raw
+        elif self.kind == F32:
+            is_flat = isinstance(self.memory, Flat)
+            wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
+            kernels.load("cpu").decode(raw, wide)
+        else:
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                values = raw.view(self.merged.numpy_type).astype(self.kind.numpy_type)
+            wide = values.view(self.kind.carrier)
+        self.memory.write(start, wide)
+
+
+class MemorySink:
+    """Writes merged tensors to their homes; one that has none is another's second name."""
+
+    def __init__(self, homes: Mapping[str, Home]) -> None:
+        self._homes = homes
+
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+        home = self._homes.get(name)
+        if home is None or home.kind != home.merged or not isinstance(home.memory, Flat):
+            return None
+        size = home.kind.itemsize
+        return home.memory.read(offset // size, nbytes // size).view(np.uint8)
+
+    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
+        return 0
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        if (home := self._homes.get(name)) is not None:
+            home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
+
+    def record(self, records: Sequence[Record]) -> None:
+        pass
+
+
+def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Home]:
+    """Find the tensors of a plan in a model, each piece of memory once."""
+    if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
+        raise InputError(
+            f"the model has no {some_of(lacking)}, and the base does; give one with its tensors"
+        )
+    homes: dict[str, Home] = {}
+    owners: dict[Any, TensorPlan] = {}
+    for tensor in plan.tensors:
+        name = names[tensor.name]
+        kind, shape, memory = memory_of(arrays[name], name)
+        if shape != tensor.shape or not _holds_all(kind, tensor.dtype):
+            raise InputError(
+                f"{name}: is {kind.name} {list(shape)} in the model and "
+                f"{tensor.dtype.name} {list(tensor.shape)} in the merge; load the model "
+                "in that type or a wider one, such as float32"
+            )
+        if tensor.elements:
+            owner = owners.setdefault(place_of(arrays[name]), tensor)
+            if owner.key != tensor.key:
+                raise InputError(
+                    f"{owner.name} and {tensor.name} are one tensor in the model and two in "
+                    "the base; untie them in the model"
+                )
+            if owner is tensor:
+                homes[tensor.name] = Home(memory, kind, tensor.dtype)
+    check_apart(arrays, {names[tensor.name] for tensor in plan.tensors})
+    return homes
+
+
+def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
+    return kind == narrower or (
+        kind.is_weight
+        and narrower.is_weight
+        and kind.mantissa_bits >= narrower.mantissa_bits
+        and kind.overflow_bits >= narrower.overflow_bits
+    )
+
+
+def make_arrays(plan: Plan) -> Arrays:
+    """Return arrays in one piece of memory, faster to get than many small ones."""
+    sizes = [-(-t.elements * t.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for t in plan.tensors]
+    room, starts = np.empty(sum(sizes), np.uint8), accumulate(sizes, initial=0)
+    return {
+        t.name: np.ndarray(t.shape, t.dtype.numpy_type, room, start)
+        for t, start in zip(plan.tensors, starts, strict=False)
+    }
+
+
+def check_arrays(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Refuse arrays that are not like those of a candidate."""
+    wanted = {t.name: f"{t.dtype.numpy_type} {list(t.shape)}" for t in plan.tensors}
+    given = {name: f"{array.dtype} {list(array.shape)}" for name, array in into.items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        expected, found = (known.get(name, "absent") for known in (wanted, given))
+        if found != expected:
+            raise InputError(
+                f"{name}: the array to fill must be {expected}, not {found}; "
+                "give the arrays of a candidate with the same types"
+            )
+    return {name: into[name] for name in wanted}

@@ -15,9 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import ModelEntry, TensorRule, distinct, flat
+from dare.recipe.layers import mean_value
 from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, Files
 from dare.recipe.schema import SAME_WEIGHTS, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
@@ -270,6 +273,31 @@ def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str
     rules = recipe.rules_of({n: entry.file for n, entry in kept.items()})
     changed = {"models": tuple(kept.values()), "tensors": rules, "input_digests": None}
     return recipe.model_copy(update=changed)
+
+
+def get_by_name(recipe: Recipe, name: str) -> Any:
+    """Return the value of a setting in a recipe; of several models, the mean."""
+    first, dot, rest = name.partition(".")
+    names = distinct([entry.name for entry in recipe.models])
+    if not dot and name in FIELDS:
+        return getattr(recipe, name)
+    if dot and first in {stage.name for stage, _ in recipe.chain}:
+        return next(s[rest] for stage, s in recipe.chain if stage.name == first)
+    chosen = [names.index(rest)] if dot and rest in names else list(range(len(names)))
+    if dot and rest not in names:
+        return None
+    if first == "weight":
+        return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
+    stages = [settings for _, settings in recipe.chain]
+    values = [
+        own[first]
+        for model in chosen
+        for own in (*recipe.settings_for("", model), stages[-1])
+        if first in own
+    ]
+    if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        return float(np.mean(values))
+    return values[0] if values else None
 
 
 def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that run code of others: bounded output, a time limit, an end when we end.
+"""Code of others, imported or run in child processes that have bounds and end when we end.
 
 Each runs in a session of its own, so that it can be ended with all it has started. A second, tiny
 process waits for this one to end, however it ends, and then ends the first: an evaluator that
@@ -11,6 +11,7 @@ writes to, so that the code of others may print what it likes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -22,12 +23,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dare import errors
-from dare.errors import DareError, EvaluationError, printable
+from dare.errors import DareError, EvaluationError, RecipeError, printable
 
 SHELL = "/bin/sh"
+FILE_SUFFIX = ".py"
 MOST_KEPT_BYTES = 1 << 26
 """Bytes of standard output in which a last line of many items is looked for."""
 MOST_SHOWN_BYTES = 1 << 16
@@ -293,3 +296,32 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
+
+
+def import_program(place: str) -> Any:
+    """Import a module or a file as a program in the current folder, or in its own, would."""
+    folder = Path.cwd()
+    module_name = place
+    if place.endswith(FILE_SUFFIX):
+        file = Path(place).absolute()
+        if not file.is_file():
+            raise RecipeError(f"{place}: there is no such file")
+        folder, module_name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise RecipeError(
+                f"{place}: there is no module {error.name!r}, neither in {folder} nor installed"
+            ) from None
+        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
+    found = getattr(module, "__file__", None)
+    if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):
+        raise RecipeError(
+            f"{place}: there is another module called {module_name!r} ({found}); rename the file"
+        )
+    return module

@@ -12,30 +12,34 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from dare import kernels
 from dare.api import AnyRecipe, check_digests, make_recipe, merge
 from dare.checks.same_model import check_inputs
-from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, memory_of, names_in
+from dare.deltas.memory import (
+    WRITING,
+    Arrays,
+    Home,
+    MemorySink,
+    arrays_of,
+    check_arrays,
+    find_homes,
+    make_arrays,
+    names_in,
+)
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.arrays import place_of
 from dare.inputs.formats import open_inputs
 from dare.inputs.reading import Held, HeldSource, hold
-from dare.inputs.sources import Raw, Source
-from dare.output.journal import Record
+from dare.inputs.sources import Source
 from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
 from dare.planning.cost import available_cores
-from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import with_settings
@@ -44,13 +48,9 @@ from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute
 from dare.run.worker import Progress
-from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.names import some_of
 
-Arrays = dict[str, NDArray[Any]]
 LoadModel = Callable[[Path], Any]
-ALIGN_BYTES = 64  # the start of an array is a multiple of this, counted from the first
-F32 = STORAGE_TYPES["F32"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,8 +115,8 @@ class Candidates:
         read them; what it raises ends the merge.
         """
         recipe, plan = self._plan(settings)
-        arrays = _fresh(plan) if into is None else _checked(plan, into)
-        homes = _homes_of(plan, arrays, {name: name for name in arrays})
+        arrays = make_arrays(plan) if into is None else check_arrays(plan, into)
+        homes = find_homes(plan, arrays, {name: name for name in arrays})
         return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
     def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe | None = None) -> str:
@@ -130,7 +130,7 @@ class Candidates:
         arrays = arrays_of(model)
         names = names_in(arrays, [tensor.name for tensor in plan.tensors])
         with WRITING:
-            return _carry_out(plan, _homes_of(plan, arrays, names))
+            return _carry_out(plan, find_homes(plan, arrays, names))
 
     def _plan(self, settings: Mapping[str, Any] | Recipe | None) -> tuple[Recipe, Plan]:
         given = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
@@ -185,119 +185,10 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- outputs
 
 
-def _carry_out(plan: Plan, homes: Mapping[str, _Home], progress: Progress = lambda _: None) -> str:
-    digests = digests_of(plan, execute(plan, _LiveSink(homes), progress=progress))
+def _carry_out(plan: Plan, homes: Mapping[str, Home], progress: Progress = lambda _: None) -> str:
+    digests = digests_of(plan, execute(plan, MemorySink(homes), progress=progress))
     check_digests(plan, digests)
     return digests.output
-
-
-def _fresh(plan: Plan) -> Arrays:
-    """Return arrays in one piece of memory, faster to get than many small ones."""
-    sizes = [-(-t.elements * t.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for t in plan.tensors]
-    room, starts = np.empty(sum(sizes), np.uint8), accumulate(sizes, initial=0)
-    return {
-        t.name: np.ndarray(t.shape, t.dtype.numpy_type, room, start)
-        for t, start in zip(plan.tensors, starts, strict=False)
-    }
-
-
-def _checked(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
-    """Refuse arrays that are not like those of a candidate."""
-    wanted = {t.name: f"{t.dtype.numpy_type} {list(t.shape)}" for t in plan.tensors}
-    given = {name: f"{array.dtype} {list(array.shape)}" for name, array in into.items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        expected, found = (known.get(name, "absent") for known in (wanted, given))
-        if found != expected:
-            raise InputError(
-                f"{name}: the array to fill must be {expected}, not {found}; "
-                "give the arrays of a candidate with the same types"
-            )
-    return {name: into[name] for name in wanted}
-
-
-class _Home(NamedTuple):
-    """The memory that a merged tensor goes to."""
-
-    memory: Memory
-    kind: StorageType
-    merged: StorageType  # the type of the merged tensor; that of the memory, `kind`, may be wider
-
-    def put(self, start: int, raw: Raw) -> None:
-        """Write merged elements from one on."""
-        if self.kind == self.merged:
-            wide = raw
-        elif self.kind == F32:
-            is_flat = isinstance(self.memory, Flat)
-            wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
-            kernels.load("cpu").decode(raw, wide)
-        else:
-            with np.errstate(invalid="ignore"):  # NaN stays NaN
-                values = raw.view(self.merged.numpy_type).astype(self.kind.numpy_type)
-            wide = values.view(self.kind.carrier)
-        self.memory.write(start, wide)
-
-
-class _LiveSink:
-    """Writes merged tensors to their homes; one that has none is another's second name."""
-
-    def __init__(self, homes: Mapping[str, _Home]) -> None:
-        self._homes = homes
-
-    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        home = self._homes.get(name)
-        if home is None or home.kind != home.merged or not isinstance(home.memory, Flat):
-            return None
-        size = home.kind.itemsize
-        return home.memory.read(offset // size, nbytes // size).view(np.uint8)
-
-    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
-        return 0
-
-    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        if (home := self._homes.get(name)) is not None:
-            home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
-
-    def record(self, records: Sequence[Record]) -> None:
-        pass
-
-
-def _homes_of(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, _Home]:
-    """Find the tensors of a plan in a model, each piece of memory once."""
-    if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
-        raise InputError(
-            f"the model has no {some_of(lacking)}, and the base does; give one with its tensors"
-        )
-    homes: dict[str, _Home] = {}
-    owners: dict[Any, TensorPlan] = {}
-    for tensor in plan.tensors:
-        name = names[tensor.name]
-        kind, shape, memory = memory_of(arrays[name], name)
-        if shape != tensor.shape or not _holds_all(kind, tensor.dtype):
-            raise InputError(
-                f"{name}: is {kind.name} {list(shape)} in the model and "
-                f"{tensor.dtype.name} {list(tensor.shape)} in the merge; load the model "
-                "in that type or a wider one, such as float32"
-            )
-        if tensor.elements:
-            owner = owners.setdefault(place_of(arrays[name]), tensor)
-            if owner.key != tensor.key:
-                raise InputError(
-                    f"{owner.name} and {tensor.name} are one tensor in the model and two in "
-                    "the base; untie them in the model"
-                )
-            if owner is tensor:
-                homes[tensor.name] = _Home(memory, kind, tensor.dtype)
-    check_apart(arrays, {names[tensor.name] for tensor in plan.tensors})
-    return homes
-
-
-def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
-    return kind == narrower or (
-        kind.is_weight
-        and narrower.is_weight
-        and kind.mantissa_bits >= narrower.mantissa_bits
-        and kind.overflow_bits >= narrower.overflow_bits
-    )
 
 
 # ---------------------------------------------------------------- forms for evaluators

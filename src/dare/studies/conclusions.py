@@ -10,6 +10,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import listed, times
 from dare.errors import RecipeError
+from dare.recipe.search import Scores
 from dare.studies.judging import LEVELS, Entry, Judge, doubts
 from dare.studies.results import (
     NOT_MERGED,
@@ -18,7 +19,6 @@ from dare.studies.results import (
     Holdout,
     Ranked,
     Role,
-    Scores,
     Settings,
     State,
     StudyData,

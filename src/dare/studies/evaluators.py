@@ -19,7 +19,6 @@ such a function is known in a tenth of a second.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import math
@@ -41,12 +40,13 @@ from typing import TYPE_CHECKING, Any
 from dare.documents.words import times
 from dare.errors import DareError, EvaluationError, RecipeError, did_you_mean
 from dare.run.processes import (
+    FILE_SUFFIX,
     SHELL,
     AnsweringProcess,
     Watched,
-    describe_error,
     describe_status,
     foreign_error,
+    import_program,
 )
 from dare.studies import harness
 from dare.studies.results import UNGROUPED, Scored, group_means
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 Evaluator = str | Callable[..., Any]
 LoadModel = Callable[[Path], Any]
 FORMS = ("tensors", "model", "path")
-FILE_SUFFIX = ".py"
 MODEL, ITEMS = "{model}", "{items}"
 ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
 QUOTED_LINE, QUOTED_VALUE = 200, 60
@@ -182,7 +181,7 @@ def find_function(text: str) -> Function:
         tasks = harness.Harness(text)
         return Function(tasks.score, "model", tasks.takes_items, tasks.load_model)
     place, name = split_name(text)
-    module = _import(place)
+    module = import_program(place)
     try:
         function = attrgetter(name)(module)
     except AttributeError:
@@ -213,35 +212,6 @@ def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> F
             )
     takes_items = any(other.name == "items" for other in others)
     return Function(function, first.name, takes_items, load_model)
-
-
-def _import(place: str) -> Any:
-    """Import a module as a program in the current folder, or in the file's folder, would."""
-    folder = Path.cwd()
-    module_name = place
-    if place.endswith(FILE_SUFFIX):
-        file = Path(place).absolute()
-        if not file.is_file():
-            raise RecipeError(f"{place}: there is no such file")
-        folder, module_name = file.parent, file.stem
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise RecipeError(
-                f"{place}: there is no module {error.name!r}, neither in {folder} nor installed"
-            ) from None
-        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
-    found = getattr(module, "__file__", None)
-    if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):
-        raise RecipeError(
-            f"{place}: there is another module called {module_name!r} ({found}); rename the file"
-        )
-    return module
 
 
 # ---------------------------------------------------------------- scorers

@@ -21,7 +21,6 @@ from dare.documents.words import value_text
 
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
-Scores = Mapping[str, float]
 ALONE = " alone"  # the end of the name of each single model, and of no other
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""

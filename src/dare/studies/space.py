@@ -20,12 +20,12 @@ from dare.recipe.document import (
     FIELDS,
     INCLUDE,
     applies,
+    get_by_name,
     recipe_from_document,
     set_by_name,
     with_settings,
 )
 from dare.recipe.entries import distinct
-from dare.recipe.layers import mean_value
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
@@ -185,7 +185,7 @@ class Space:
         same_models = all(f"{INCLUDE}{model}" in self.over for model in left_out)
         for name in self.names_in(same[0]):
             near = recipe if same_models or name != "scale" else self.recipe
-            settings[name] = _snapped(self.over[name], _value_of(near, name))
+            settings[name] = _snapped(self.over[name], get_by_name(near, name))
             if name.startswith(INCLUDE):
                 settings[name] = name.removeprefix(INCLUDE) not in left_out
         return self.counting(settings)
@@ -249,31 +249,6 @@ def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
     if dimension.values is not None:
         found = [min(dimension.values, key=lambda value: abs(value - f)) for f in found]
     return found[0] if dimension.layers is None else found
-
-
-def _value_of(recipe: Recipe, name: str) -> Any:
-    """Return the value of a setting in a recipe; of several models, the mean."""
-    first, dot, rest = name.partition(".")
-    names = distinct([entry.name for entry in recipe.models])
-    if not dot and name in FIELDS:
-        return getattr(recipe, name)
-    if dot and first in {stage.name for stage, _ in recipe.chain}:
-        return next(s[rest] for stage, s in recipe.chain if stage.name == first)
-    chosen = [names.index(rest)] if dot and rest in names else list(range(len(names)))
-    if dot and rest not in names:
-        return None
-    if first == "weight":
-        return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
-    stages = [settings for _, settings in recipe.chain]
-    values = [
-        own[first]
-        for model in chosen
-        for own in (*recipe.settings_for("", model), stages[-1])
-        if first in own
-    ]
-    if values and all(map(is_number, values)):
-        return float(np.mean(values))
-    return values[0] if values else None
 
 
 def _snapped(dimension: Choices | Range, value: Any) -> Any:

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dare.errors import InputError
-from dare.studies.judging import Entry, Objective, sounds_like_an_error
+from dare.recipe.search import Objective
+from dare.studies.judging import Entry, sounds_like_an_error
 from dare.studies.results import Estimate, Scored, groups_of, groups_of_scores
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
