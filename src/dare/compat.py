@@ -60,7 +60,7 @@ __all__ = [
 
 AnyPath = str | PathLike[str]
 BESIDE_A_BASE = ("large_deltas", "far_from_base", "equals_base")
-"""What can only be said of a model that has a base."""
+"""Notices that only a model with a base can have."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
 

@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_left_out():
     assert tuple(map(str, found.left_out)) == (
         "a: base is 3 F32, math is 4 F32",
         "b: base is 2×3 F32, code is 2×3 I32",
-        "ids: I64 is no type of weights",
+        "ids: I64 is not a type of weights",
         "new: in math, not in the base",
     )
     assert [t.name for t in found.model("math").tensors] == ["b", "kept"]

@@ -386,6 +386,6 @@ def check_message(status: int, err: str, context: str) -> None:
     """An error is one message that names a place; nothing is a traceback."""
     assert status in (0, 1), context
     assert "Traceback" not in err, context
-    assert "mistake in dare" not in err, context
+    assert "bug in dare" not in err, context
     if status == 1:
         assert re.match(r"dare: (?!stdout)\S+: ", err), f"{context} (names no place)"

@@ -147,7 +147,7 @@ def check_reported(place: Place, scenario: Scenario, name: str, context: str) ->
     outcome = place.run(("verify", scenario.output))
     said = outcome.out + outcome.err
     assert "Traceback" not in said, f"{context}: {said}"
-    assert "mistake in dare" not in said, f"{context}: {said}"
+    assert "bug in dare" not in said, f"{context}: {said}"
     is_mentioned = outcome.status == 0 and Path(name).name in EDITED and Path(name).name in said
     assert outcome.status == 1 or is_mentioned, f"{context}: verify says {said}"
 

@@ -265,7 +265,7 @@ async def attack(requests: Requests, seed: int, count: int, own_models: OwnModel
                 failures.append(f"{number}: {error!r:.300} {sent!r:.300}")
                 continue
             statuses[answer.status] += 1
-            is_mistaken = answer.status >= 500 or b"mistake in dare" in answer.body
+            is_mistaken = answer.status >= 500 or b"bug in dare" in answer.body
             is_silent = not answer.ends and not sent.is_cut
             if is_mistaken or is_silent or time.monotonic() - began > MOST_SECONDS:
                 failures.append(f"{number}: {answer!r:.300} {sent!r:.300}")

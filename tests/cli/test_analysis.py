@@ -248,7 +248,7 @@ def test_a_file_is_replaced_if_told_and_if_dare_wrote_it(folder, analysis, name)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name the base and its fine-tunes"),
+        ((), "name the base and the models"),
         (("base.safetensors",), "base without models"),
         (("base.safetensors", "gone.safetensors"), "gone.safetensors"),
         (("gone.json",), "gone.json"),
@@ -262,7 +262,7 @@ def test_wrong_input_is_refused_with_a_reason(folder, arguments, message):
     found = dare("analyze", *arguments)
     assert found.status in (1, 2)
     assert message in found.err
-    assert "mistake in dare" not in found.err
+    assert "bug in dare" not in found.err
 
 
 def test_a_spoilt_analysis_is_refused(folder, analysis):
@@ -271,7 +271,7 @@ def test_a_spoilt_analysis_is_refused(folder, analysis):
     analysis.write_text(json.dumps(document))
     found = dare("advise", analysis)
     assert found.status == 1
-    assert "is no whole analysis: pairs is missing" in found.err
+    assert "is not a complete analysis: pairs is missing" in found.err
 
 
 def test_configurations_are_compared(folder):

@@ -402,7 +402,7 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
         ("a: !!python/object:os.system x", r"line 1: not valid YAML"),
         ("- a\n", r"line 1: a configuration: must be a table"),
         ("models: &a [*a]\n", r"line 1: contains itself"),
-        ("merge_method: ties\nmerge_method: sum\n", r"line 2: merge_method stands on line 1"),
+        ("merge_method: ties\nmerge_method: sum\n", r"line 2: merge_method is already on line 1"),
         ("base_model: b\n" + TWO, r"merge_method is missing"),
         ("merge_methd: ties\n" + TWO, r"line 1: merge_methd: .*did you mean 'merge_method'"),
         (head("dare_lineer") + TWO, r"line 1: .*did you mean 'dare_linear'.*task_arithmetic"),

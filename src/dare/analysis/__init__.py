@@ -1,1 +1,1 @@
-"""What deltas look like."""
+"""The shape of deltas: measured, judged, shown."""

@@ -75,7 +75,7 @@ FIGURE_SECTIONS = (
 
 @dataclass(frozen=True, repr=False)
 class Analysis(AnalysisData, Shown):
-    """What was found about models that are to be merged, as `dare.analyze` returns it."""
+    """The findings about models that are to be merged, as `dare.analyze` returns them."""
 
     def document(self) -> Document:
         """Return the analysis with the verdict and the advice."""

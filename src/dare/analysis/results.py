@@ -34,9 +34,9 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 
 SCHEMA = "dare-analysis/4"
-"""Of the JSON document; a change that old readers cannot take changes the number."""
+"""The schema of the JSON document; a change that old readers cannot take changes the number."""
 MAX_BYTES = 1 << 30
-"""Of such a document; one tensor of one model takes some 2,000."""
+"""The most bytes of such a document; one tensor of one model takes some 2,000."""
 OUTSIDE = -1
 """The layer of a tensor that stands in none."""
 
@@ -50,7 +50,7 @@ Layer = Annotated[int, Field(ge=OUTSIDE, lt=1 << 31)]
 
 
 class Kind(StrEnum):
-    """What a tensor is for, by its name."""
+    """The purpose of a tensor, by its name."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -61,7 +61,7 @@ class Kind(StrEnum):
 
 
 class Origin(StrEnum):
-    """How a delta was made, as far as its rank tells."""
+    """The way a delta was made, as far as its rank tells."""
 
     UNCHANGED = "unchanged"
     LORA = "lora"
@@ -83,7 +83,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements have which magnitude: octaves, zeros left out.
+    """The number of elements of each magnitude: octaves, zeros left out.
 
     Bin i counts magnitudes from 2**(lowest + i) up to but not 2**(lowest + i + 1).
     """
@@ -113,7 +113,7 @@ class Inliers:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
+    """Figures of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
 
     elements: Count
     zeros: Count
@@ -159,7 +159,7 @@ class Spectrum:
     """The singular values of one matrix's delta, or of a window of it."""
 
     rows: Count
-    """Of what was looked at: those of the tensor, or fewer, evenly spread over it."""
+    """The rows and columns measured: all of the tensor's, or fewer, evenly spread over it."""
     columns: Count
     values: Annotated[tuple[Size, ...], Field(min_length=1)]
     """Up to 64 of them, falling: all, or evenly spread over the ranks 1 to min(rows, columns)."""
@@ -170,7 +170,7 @@ class Spectrum:
     stable_rank: Size
     """Σσ² / σ₁²."""
     rank_99: Count
-    """How many directions hold 99 % of Σσ²."""
+    """The number of directions that hold 99 % of Σσ²."""
     tail_share: Share
     """Share of Σσ² in the weaker half of the directions."""
     bulk_edge: Size
@@ -198,7 +198,7 @@ class TensorAnalysis:
     """-1 for a tensor that stands in no layer."""
     shape: tuple[Count, ...]
     dtype: str
-    """Of the model's copy."""
+    """The type of the model's copy."""
     statistics: Statistics
     spectrum: Spectrum | None
 
@@ -225,7 +225,7 @@ class ModelAnalysis:
     tensors: tuple[TensorAnalysis, ...]
     origin: Origin
     likely_rank: Count | None
-    """Of a LoRA: the largest rank that was seen."""
+    """The largest rank that was seen, of a LoRA."""
     missing: tuple[str, ...]
     """Weights of the base that the model lacks.
 
@@ -235,9 +235,9 @@ class ModelAnalysis:
     dtypes: dict[str, Count]
     """Elements by the storage type of the model's copy."""
     is_adapter: bool
-    """Whether the model is given as an adapter, its delta computed from it."""
+    """True if the model is given as an adapter, its delta computed from it."""
     was_dropped: bool = False
-    """Whether it is a delta file from which changes were dropped by chance; they are rescaled."""
+    """True if it is a delta file from which changes were dropped by chance; they are rescaled."""
 
     def __repr__(self) -> str:
         """The model in a line."""
@@ -249,7 +249,7 @@ class ModelAnalysis:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How two deltas lie to each other, over some tensors."""
+    """The relation of two deltas, over some tensors."""
 
     cosine: Signed
     """0 if one of them is zero."""
@@ -292,7 +292,7 @@ class PairAnalysis:
 
 @dataclass(frozen=True)
 class Interference:
-    """What a merge of all models with equal weights would lose to opposite changes."""
+    """The loss to opposite changes in a merge of all models with equal weights."""
 
     cancelled: Share
     """1 - Σ|Σᵢ δᵢ| / Σᵢ Σ|δᵢ|: 0 if no changes oppose each other."""
@@ -304,7 +304,7 @@ class Interference:
 
 @dataclass(frozen=True, repr=False)
 class AnalysisData:
-    """What was found about models that are to be merged."""
+    """The findings about models that are to be merged."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # holds for all that it is made of
 
@@ -315,9 +315,9 @@ class AnalysisData:
     pairs: tuple[PairAnalysis, ...]
     together: Interference
     notes: tuple[Notice, ...]
-    """What was done so that the inputs fit together."""
+    """Notices about what was done so that the inputs fit together."""
     vocabularies: dict[str, str]
-    """How vocabularies differ from the base's, for models whose rows were matched by token."""
+    """Differences from the base's vocabulary, of models whose rows were matched by token."""
     left_out: tuple[LeftOut, ...]
     """Tensors that could not be compared."""
     tied: tuple[str, ...]
@@ -360,9 +360,9 @@ class AnalysisData:
         try:
             document = pydantic_core.from_json(text)  # refuses halves of characters
         except ValueError as error:
-            raise InputError(f"{where}: is no analysis: {error}") from None
+            raise InputError(f"{where}: is not an analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
-            raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
+            raise InputError(f"{where}: is not {SCHEMA}; make one with `dare analyze`")
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
@@ -371,14 +371,15 @@ class AnalysisData:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             fault = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
-            raise InputError(f"{where}: is no whole analysis: {place} {fault}") from None
+            raise InputError(f"{where}: is not a complete analysis: {place} {fault}") from None
         pairs, names = [(pair.first, pair.second) for pair in analysis.pairs], {*analysis.names}
         expected = combinations(analysis.names, 2)
         if len(names) < len(analysis.models) or sorted(pairs) != sorted(expected):
-            raise InputError(f"{where}: is no whole analysis: pairs must be every two models")
+            raise InputError(f"{where}: is not a complete analysis: pairs must be every two models")
         types = [analysis.base_dtypes, *(model.dtypes for model in analysis.models)]
         if unknown := {name for each in types for name in each} - STORAGE_TYPES.keys():
-            raise InputError(f"{where}: is no whole analysis: dtypes has {min(unknown)!a:.80}")
+            name = f"{min(unknown)!a:.80}"
+            raise InputError(f"{where}: is not a complete analysis: unknown dtype {name}")
         return analysis
 
     @classmethod
@@ -392,7 +393,7 @@ class AnalysisData:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a merge did."""
+    """The effect of a merge."""
 
     method: str
     output: str

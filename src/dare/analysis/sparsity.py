@@ -1,4 +1,4 @@
-"""How much of a delta can be dropped: the analyzer that descriptions of DARE refer to.
+"""The share of a delta that can be dropped: the analyzer that descriptions of DARE refer to.
 
     analysis = DARESparsityAnalyzer().analyze("base.safetensors", "math.safetensors")
     print(analysis.recommended_drop_rate)
@@ -65,7 +65,7 @@ NAME = "delta"
 
 @dataclass(frozen=True)
 class Configuration:
-    """What to look at, and what to allow.
+    """Settings: what to look at, and what to allow.
 
     >>> Configuration.aggressive().droppable_percentile
     0.99
@@ -124,7 +124,7 @@ class LayerSparsityMetrics:
 
 @dataclass(frozen=True)
 class MagnitudeStatistics:
-    """Of all magnitudes together."""
+    """The figures of all magnitudes together."""
 
     mean: float
     standard_deviation: float
@@ -154,14 +154,14 @@ class SparsityAnalysis:
     relative_norm: float
     recommended_drop_rate: float
     output_error: float
-    """What the error of the layers' outputs stays under at that rate, with probability 0.95;
+    """The bound on the error of the layers' outputs at that rate, with probability 0.95;
     infinite if the base of all that is changed is zero."""
     has_base: bool
-    """Whether a base was given, or one of the assumed size was compared with."""
+    """True if a base was given; otherwise one of the assumed size was compared with."""
     left_out: tuple[str, ...]
     """Tensors that could not be looked at, each with the reason."""
     readiness: Readiness
-    """What `assess` says of it."""
+    """The words of `assess`."""
     computed_at: datetime
     seconds: float
 
@@ -315,7 +315,7 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
 
 
 def _size(analysis: SparsityAnalysis) -> str:
-    """How large the change is, for sentences."""
+    """Return the size of the change, for sentences."""
     whole = "the base" if analysis.has_base else "weights of the assumed size"
     size = f"{analysis.relative_norm:.2%} of {whole}"
     if math.isinf(analysis.relative_norm):
@@ -325,7 +325,7 @@ def _size(analysis: SparsityAnalysis) -> str:
 
 
 def _promise(analysis: SparsityAnalysis, layers: str) -> str:
-    """What holds at the recommended drop rate, for sentences."""
+    """Return what holds at the recommended drop rate, for sentences."""
     if math.isinf(analysis.output_error):
         return "enough of the elements that carry the change of an output survive"
     return f"the outputs of {layers} stay within {analysis.output_error:.1%}"

@@ -160,7 +160,7 @@ def find_large_deltas(
     reason, remedy = _reason_and_remedy(list(gambled.values()), is_too_large=is_too_large)
     large = [each for each in counted if each.over_threshold]
     most = max(large, key=lambda each: each.over_threshold)
-    place = f"{most.over_threshold:,}, in {most.tensor.name}"
+    place = f"the most, {most.over_threshold:,}, in {most.tensor.name}"
     yield notice(
         "large_deltas",
         plan.model_names[merged[0].model],
@@ -169,7 +169,7 @@ def find_large_deltas(
         over=over,
         elements=elements,
         share=share,
-        most=f" of {times(len(large), 'tensor')}, most of them, {place}" if is_given else "",
+        most=f" of {times(len(large), 'tensor')}, {place}" if is_given else "",
         peak=peak,
         where=where,
         reason=reason,

@@ -99,7 +99,7 @@ def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeErr
         is_short = 0 < len(others) <= SHORT_LIST
         remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
     return RecipeError(
-        f"{bases[0].file}: is the base, and stands among the models too; {remedy}; to stay nearer "
+        f"{bases[0].file}: is the base and one of the models; {remedy}; to stay nearer "
         "to the base, lower scale"
     )
 

@@ -48,7 +48,7 @@ OUTLIER_FOURTHS = 0.05  # share of Σδ⁴ from which outliers matter
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """How many elements that are neither zero nor infinite have a magnitude in which bin."""
+    """The number of elements, neither zero nor infinite, with a magnitude in each bin."""
 
     first: int  # the bin of the first count
     counts: NDArray[np.int64]  # neither the first nor the last is zero
@@ -72,7 +72,7 @@ class Magnitudes:
         return (edges[:-1] + edges[1:]) / 2
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
-        """Of both sets together."""
+        """Return the counts of both sets together."""
         if not self.counts.size or not other.counts.size:
             return self if self.counts.size else other
         first = min(self.first, other.first)
@@ -225,7 +225,7 @@ def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float
 
 
 def _edge(median: float, short: int, long: int) -> float:
-    """Where the singular values of noise end whose median is known."""
+    """Return the end of the singular values of noise whose median is known."""
     deviation = median / math.sqrt(long * median_of_noise(short / long))
     center = (math.sqrt(short) + math.sqrt(long)) ** 2
     unit = math.sqrt(center) * (1 / math.sqrt(short) + 1 / math.sqrt(long)) ** (1 / 3)

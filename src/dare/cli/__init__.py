@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-"""How a user says how many threads OpenBLAS gets; the first counts most."""
+"""Variables by which a user sets the number of OpenBLAS's threads; the first counts most."""
 USES_BLAS = ("lora", "demo")
 """Commands that multiply large matrices in the main thread."""
 
@@ -147,7 +147,7 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         return _fail(message, error, given, FAILED)
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}")
-        message = f"{reason} (this is a mistake in dare; --debug shows where)"
+        message = f"{reason} (this is a bug in dare; --debug shows where)"
         return _fail(message, error, given, FAILED)
     return outcome if isinstance(outcome, int) else DONE
 

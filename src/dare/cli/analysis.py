@@ -34,7 +34,7 @@ WRITES = Group("What to write", sort_key=1)
 
 Inputs = Annotated[
     Path,
-    Parameter(help="The base and its fine-tunes; or a recipe with them, or an analysis."),
+    Parameter(help="The base and models; or a recipe with them, or an analysis."),
 ]
 
 Steps = Annotated[int | None, Parameter(help="Steps of fine-tuning; guidelines depend on it.")]
@@ -48,7 +48,7 @@ def _of_recipe(name: str) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """How the weights are looked at."""
+    """Flags for how the weights are measured."""
 
     spectra: Annotated[
         Literal["auto", "all", "none"],
@@ -123,7 +123,7 @@ def _free_name(stem: str, suffix: str) -> str:
 def advise(
     *inputs: Inputs,
     output: Annotated[Path, output_flag("The merge's output.")] = Path("merged.safetensors"),
-    study: Annotated[Path | None, Parameter(help="A study to go by, in place of rules.")] = None,
+    study: Annotated[Path | None, Parameter(help="A study to follow, instead of rules.")] = None,
     steps: Steps = None,
     options: Options | None = None,
     quiet: Quiet = False,
@@ -189,7 +189,7 @@ def report(
 
 
 def is_analysis(path: Path) -> bool:
-    """Whether a file is an analysis, not a manifest or a recipe; its first words tell."""
+    """Tell if a file is an analysis, not a manifest or a recipe, by its first words."""
     try:
         return SCHEMA.partition("/")[0].encode() in read_beginning(path, 100)
     except (InputError, OSError):
@@ -216,12 +216,12 @@ def judge(
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     """Base and models: as they are given, or as a recipe or a finished merge names them."""
     if not inputs:
-        raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
+        raise UsageError("nothing to analyse: name the base and the models, or a recipe")
     if len(inputs) > 1:
         return inputs[0], list(inputs[1:])
     manifest = find_manifest(inputs[0])
     if inputs[0].exists() and manifest is not None and not manifest.exists():
-        raise UsageError(f"{inputs[0]} is a base without models: name its fine-tunes after it")
+        raise UsageError(f"{inputs[0]} is a base without models: name models after it")
     recipe = api.load_recipe(inputs[0])
     return recipe.base, [entry.file for entry in recipe.models]
 
@@ -229,7 +229,7 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
 def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
-    """What a finished merge did, and how far each model's delta is still in it."""
+    """Measure what a finished merge did, and how much of each model's delta is still in it."""
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")

@@ -1,4 +1,4 @@
-"""What each command does. What it says of itself is in `texts`."""
+"""The commands, apart from their help, which is in `help.toml`."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _by_position(
 
 
 def _interpolates(method: str | None) -> bool:
-    """Whether a method goes from model to model, so that two paths are its two models."""
+    """Tell if a method goes from model to model, so that two paths are its two models."""
     try:
         return method is not None and parse_method(method)[-1].interpolates is not None
     except RecipeError:  # which is said when the recipe is made

@@ -44,7 +44,7 @@ def switch(text: str, *names: str, **place: Any) -> Parameter:
 
 
 def output_flag(text: str, **place: Any) -> Parameter:
-    """Where the result goes."""
+    """The flag for the place of the result."""
     return Parameter(name=["--output", "-o"], help=text, **place)
 
 
@@ -81,14 +81,14 @@ StageFiles = Annotated[
 
 @dataclass(frozen=True)
 class Flag:
-    """How something that a recipe says is given on the command line."""
+    """A flag for something that a recipe can say."""
 
     kind: Any
     group: Group
     names: tuple[str, ...] = ()
     metavar: str | None = None
     help: str = ""
-    """What it means; else what the recipe's schema says of the field."""
+    """Its meaning; else the description in the recipe's schema."""
 
     def parameter(self, name: str) -> inspect.Parameter:
         """The parameter that a command gets for it."""

@@ -69,7 +69,7 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
 
     if not overwrite and (others := list_others(folder)):
         remedy = "build into an empty folder, or add --overwrite"
-        raise OutputError(f"{folder}: contains {others[0]}, which is not of the page; {remedy}")
+        raise OutputError(f"{folder}: contains {others[0]}, not part of the page; {remedy}")
     written = write_folder(folder)
     if json:
         show.json({"folder": str(folder), "files": written})

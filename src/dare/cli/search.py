@@ -51,7 +51,7 @@ def _help(name: str) -> str | None:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """What is searched and how it is judged."""
+    """Flags for what is searched and how it is judged."""
 
     over: Annotated[
         list[str] | None,

@@ -33,10 +33,10 @@ EXAMPLES = {
     "scratch": "/data/scratch",
     "cluster": "auto",
 }
-"""What stands in a comment for fields whose default is nothing, or hard to read."""
+"""Comments for fields whose default is nothing, or hard to read."""
 
 OUTPUT = "merged.safetensors"
-"""Where a recipe merges to that does not say it."""
+"""The output of a recipe that names none."""
 SEARCH = "dare search {} --eval score.py:score"
 """The command that compares the candidates; the evaluator is the user's."""
 COMPARED = (
@@ -94,7 +94,7 @@ def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
     """The error where no model is fit to be merged: why, and the command to run instead."""
     unfit = [f"{each.model}: {each.reason}" for each in advice.suggestions if each.model]
     why = f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)})"
-    return RecipeError(f"{why}; what can be done says `dare analyze {shlex.join(inputs)}`")
+    return RecipeError(f"{why}; run `dare analyze {shlex.join(inputs)}` to see what can be done")
 
 
 def reasons(advice: Advice) -> Iterator[str]:

@@ -458,7 +458,7 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
 def _described(
     kind: Literal["header", "whole", "base"], content: bytes
 ) -> tuple[StoredFile, bytes]:
-    """What is said of a file, and what is stored of it."""
+    """The description of a file, and the stored bytes."""
     coded = b"" if kind == "base" else pack(np.frombuffer(content, np.uint8), None, 1)
     digest = None if kind == "base" else bytes_digest(coded)
     file = StoredFile(kind=kind, size=len(content), digest=bytes_digest(content), coded=digest)

@@ -214,7 +214,7 @@ class LiveDelta:
                     wrong.add(target.name)
         if wrong:
             raise InputError(
-                f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the file "
+                f"{self.path}: {some_of(sorted(wrong))} did not become the model's: the file "
                 "is damaged, or others write to the model at the same time. The base was put back"
             )
 

@@ -43,7 +43,7 @@ from dare.output.targets import check_free
 FIRST_SEED = 42
 
 PLAIN = ("linear", "sum", "ties", "trim+ties")
-"""What is tried without DARE; the last is TIES as published, which trims to the largest fifth."""
+"""Methods without DARE; the last is TIES as published, which trims to the largest fifth."""
 DROPPED = ("sum", "ties")
 FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
 
@@ -53,7 +53,7 @@ SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured."""
+    """The extent of the measurements."""
 
     prompts: int
     """For each task."""

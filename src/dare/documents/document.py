@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 class Tone(StrEnum):
-    """How good the news is; pages and terminals have a colour for each."""
+    """The quality of the news; pages and terminals have a colour for each."""
 
     GOOD = "good"
     FAIR = "fair"
@@ -61,7 +61,7 @@ class Table:
     bars: tuple[float, ...] = ()
     """For each row the length of a bar below its first number; see `bar_lengths`."""
     of_models: bool = False
-    """Whether rows are of models, which a page can bring out."""
+    """True if rows are of models, which a page can bring out."""
     most: int | None = None
     """Rows that a terminal shows; all if None."""
 
@@ -73,7 +73,7 @@ class SortableTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[float | str | None, ...], ...]
     comparable: tuple[bool, ...]
-    """Whether a row has values to compare with another's."""
+    """True if a row has values to compare with another's."""
     title: str = ""
 
 
@@ -84,7 +84,7 @@ class Figure:
     name: str
     title: str
     caption: str
-    """What is seen, and how to read it."""
+    """The content of the figure, and how to read it."""
     description: str
     """For those who do not see it: what is drawn, and the most telling numbers."""
     spec: Spec
@@ -95,7 +95,7 @@ class Figure:
     """The share of the page's width that it needs."""
     zooms: bool = False
     folded: bool = False
-    """Whether it waits until somebody asks for it."""
+    """True if it waits until somebody asks for it."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Section:
     figures: tuple[str, ...] = ()
     """The names of its figures, or how they begin, in the order of the page."""
     is_brief: bool = False
-    """Whether terminal and notebook show it too."""
+    """True if terminal and notebook show it too."""
     on_page: bool = True
-    """Whether pages show it; they may have figures of the same."""
+    """True if pages show it; they may have figures of the same."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Document:
     tiles: tuple[tuple[str, str, str], ...] = ()
     """Label, value and remark of the most telling numbers; for pages."""
     code: Code | None = None
-    """What to take along, such as the recipe; for pages and notebooks."""
+    """Things to take along, such as the recipe; for pages and notebooks."""
     sections: tuple[Section, ...] = ()
     notices: tuple[Notice, ...] = ()
     steps: Mapping[str, str] = field(default_factory=dict)

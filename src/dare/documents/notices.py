@@ -22,7 +22,7 @@ from dare.errors import printable
 
 
 class Severity(StrEnum):
-    """How much a notice matters, from the least on."""
+    """The weight of a notice, from the least on."""
 
     NOTE = "note"
     """Something to know; nothing has to be done."""
@@ -42,9 +42,9 @@ class Notice:
     subjects: tuple[str, ...]
     """The models, tensors or files that it is about; empty if it is about all of them."""
     text: str
-    """What was seen and why it matters: sentences, the last without its full stop."""
+    """The observation and why it matters: sentences, the last without its full stop."""
     remedy: str
-    """What to do, as a command; empty if there is nothing to do."""
+    """The thing to do, as a command; empty if there is nothing to do."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)
     """The measured values, and the limits they were held against."""
 
@@ -96,7 +96,7 @@ class Entry:
     only_for: str = ""
     """The trait of stages that it matters for; for methods without one it is a note."""
     together: str = ""
-    """What models are to each other, after their names: `are copies`."""
+    """The relation of models, after their names: `are copies`."""
     figures: str = ""
     """The names of the values that stand beside the text."""
     details: str = ""

@@ -54,7 +54,7 @@ class LeftOut:
         """The reason in a few words."""
         models = ", ".join(self.models)
         return {
-            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is no type of weights",
+            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is not a type of weights",
             Misfit.UNLIKE_BASE: f"base is {self.base}, {models} is {self.found}",
             Misfit.NOT_IN_BASE: f"in {models}, not in the base",
             Misfit.MISSING: f"not in {models}",
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def is_mismatched(self) -> bool:
-        """Whether a model's copy is unlike the base's."""
+        """Tell if a model's copy is unlike the base's."""
         return any(misfit.reason is Misfit.UNLIKE_BASE for misfit in self.misfits)
 
 

@@ -321,7 +321,7 @@ class FinishingOutput(PartialOutput):
         missing = [key for key in chunks if key not in done]
         if not missing:
             return
-        what = f"{len(missing):,} of {len(chunks):,} pieces are missing"
+        what = f"{len(missing):,} of {len(chunks):,} chunks are missing"
         if self._found.parts:
             division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
             owners = sorted({division.owner(*key) for key in missing})

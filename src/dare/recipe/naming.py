@@ -71,7 +71,7 @@ class Files:
         for ours, others in OTHER_NAMES.items():
             given = [name for name in (ours, *others) if name in table]
             if len(given) > 1:
-                raise RecipeError(f"{' and '.join(given)}: are names for the same; leave one out")
+                raise RecipeError(f"{' and '.join(given)}: mean the same; leave one out")
             keys[ours] = (*given, others[0] if is_table else ours)[0]
         return cls(table, is_table, keys)
 

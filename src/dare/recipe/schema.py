@@ -242,7 +242,7 @@ class Recipe(Strict, init=False):
             files = [self.base, self.models[0].file]
             return f"{said}; to go from the base to it, {written_models(files)}"
         kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
-        return f"{said} beside the base; {', '.join(s.name for s in kin)} takes any number"
+        return f"{said} besides the base; {', '.join(s.name for s in kin)} takes any number"
 
     def _override_problems(
         self, settings: Mapping[str, Any], where: str, may_combine: bool

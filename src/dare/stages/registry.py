@@ -213,13 +213,13 @@ class Stage:
     """The settings with which it interpolates between whole models, one of which may be the base;
     None: it combines changes to the base."""
     drops_at_random: bool = False
-    """Whether chance decides what of a change is kept, as DARE has it: large changes suffer."""
+    """True if chance decides what of a change is kept, as in DARE: large changes suffer."""
     votes: bool = False
-    """Whether the models vote on each element, so that a small change loses to a large one."""
+    """True if the models vote on each element, so that a small change loses to a large one."""
     keeps: Literal["random", "magnitude"] | None = None
     """The scheme of delta files that keeps the same elements."""
     adds_up: bool = False
-    """Whether it takes the whole of every change, so that what models share counts repeatedly."""
+    """True if it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
     """Its origin outside this package: a file's digest, or a package and its version."""
     file: str = ""

@@ -143,7 +143,7 @@ def _metric_of(name: str, task: Any) -> str:
     if not upward:
         names = ", ".join(better)
         raise RecipeError(
-            f"lm_eval: of what {name!r} measures ({names}), less is better; write a function"
+            f"lm_eval: {name!r} measures {names}, where less is better; write a function"
         )
     return next((metric for metric in METRICS if metric in upward), upward[0])
 

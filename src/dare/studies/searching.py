@@ -327,7 +327,7 @@ class _Search:
     work: Path | None
     stop: threading.Event = field(default_factory=threading.Event)
     known_baselines: dict[str, Trial] = field(default_factory=dict)
-    """Those that are scored, by digest."""
+    """The baselines that are scored, by digest."""
 
     def run(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
@@ -412,7 +412,7 @@ class _Search:
         if differences:
             lack = notice("items_differ", difference=differences[0])
         elif self.request.table.race and not (has_items and scorer.takes_items):
-            how = "cannot be told which items to score" if has_items else "gives no items"
+            how = "takes no `items`" if has_items else "gives no items"
             lack = notice("no_race", lack=how)
         elif self.request.table.race:
             parts = rungs(first.items, seed=self.request.seed)

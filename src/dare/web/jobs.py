@@ -53,7 +53,7 @@ LAST_BYTES = 2000
 """The part that is shown of what a crashed process printed."""
 MOST_WAITING = 20
 MOST_FINISHED = 100
-"""Those that ended first are forgotten first, with their files for the page."""
+"""The jobs that ended first are forgotten first, with their files for the page."""
 COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
 MESSAGE_SECONDS = 0.1
 """The least time between two messages of progress."""
@@ -132,7 +132,7 @@ class Jobs:
         """Find a job by its number as text, which may be any text."""
         job = self._jobs.get(number)
         if job is None:
-            raise InputError(f"there is no job {number[:20]!a}; it ended long ago or never was")
+            raise InputError(f"there is no job {number[:20]!a}; it ended long ago or never existed")
         return job
 
     def cancel(self, job: Job) -> None:
@@ -348,7 +348,7 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         reason = printable(f"{type(error).__name__}: {error}")
-        line.send(error=f"{reason} (this is a mistake in dare)")
+        line.send(error=f"{reason} (this is a bug in dare)")
         return 1
     return 0
 

@@ -160,5 +160,5 @@ def _make_file(make: Callable[[], bytes]) -> File:
 
 async def _apologise(_request: Request, error: Exception) -> Response:
     reason = printable(f"{type(error).__name__}: {error}")
-    message = f"{reason} (this is a mistake in dare; the terminal shows where)"
+    message = f"{reason} (this is a bug in dare; the terminal shows where)"
     return Json({"error": message}, 500)

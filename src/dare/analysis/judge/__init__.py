@@ -1,1 +1,1 @@
-"""What the figures mean: readiness and advice, by rules and limits in tables."""
+"""The meaning of the figures: readiness and advice, by rules and limits in tables."""

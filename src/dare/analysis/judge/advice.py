@@ -68,7 +68,7 @@ class Outcome:
     """The largest change of any of them."""
 
     def applies(self, models: int, cosine: float, change: float) -> bool:
-        """Whether it is for such models."""
+        """Tell if it is for such models."""
         is_many = self.models is None or self.models == models
         return is_many and cosine >= self.cosine and change <= self.change
 
@@ -95,7 +95,7 @@ class Habit:
     method: str
     models: tuple[int, float]
     relation: str = "diverse"
-    """Of the models: diverse, alike or lora; or large, whatever else they are."""
+    """The kind of the models: diverse, alike or lora; or large, whatever else they are."""
 
 
 OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
@@ -222,7 +222,7 @@ def _found(setting: str, value: str, model: str | None, reason: str, rule: str) 
 
 
 def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, Any]:
-    """What outcomes are chosen by: how many models, how alike they are, how much they change."""
+    """Return what outcomes are chosen by: number of models, likeness, size of changes."""
     names = {model.name for model in models}
     cosines = [pair.total.cosine for pair in analysis.pairs if {pair.first, pair.second} <= names]
     return {
@@ -257,7 +257,7 @@ def _short(value: float) -> str:
 
 
 def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps: int | None) -> str:
-    """What others recommend for such models."""
+    """Return what others recommend for such models."""
     count, is_lora = len(models), all(model.origin is Origin.LORA for model in models)
     relation = "lora" if is_lora and count > 1 else "diverse"
     if count == 2 and cosine >= ALIKE:

@@ -19,7 +19,7 @@ LEFT_OUT = "left out"
 
 
 class Verdict(StrEnum):
-    """What was seen in the weights; none of them promises a good model."""
+    """The state of the weights; none of these verdicts promises a good model."""
 
     NO_DEFECT = "no defect found"
     WITH_CHANGES = "needs changes"
@@ -86,7 +86,7 @@ class Readiness(Shown):
 
 
 class Evidence(StrEnum):
-    """How well a piece of advice is founded."""
+    """The strength of the evidence for a piece of advice."""
 
     STRONG = "strong"
     """It follows from what was measured."""
@@ -101,14 +101,14 @@ class Suggestion:
     """One setting of a recipe, and why."""
 
     setting: str
-    """As in a recipe: `method`, `scale`, `on_missing`; or `models`, for one that is left out."""
+    """The name in a recipe: `method`, `scale`, `on_missing`; or `models`, for one left out."""
     value: float | str
     """For `models`: left out."""
     model: str | None
     """Whose setting it is; None: of the whole recipe."""
     reason: str
     source: str
-    """Where the rule comes from."""
+    """The origin of the rule."""
     evidence: Evidence
 
     def __str__(self) -> str:

@@ -236,7 +236,7 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
 
 
 def _together(analysis: AnalysisData) -> Iterator[Values]:
-    """What all models do to each other, and what of the base they change twice."""
+    """Yield what all models do to each other, and what of the base they change twice."""
     changed = [model for model in analysis.models if model.total.norm]
     if len(changed) >= 3:  # of two models `opposed` tells more
         chance, cancelled = chance_cancelled(analysis), analysis.together.cancelled
@@ -301,7 +301,7 @@ class Body:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the model is too far from the base to count as a fine-tune of it."""
+        """Tell if the model is too far from the base to count as a fine-tune of it."""
         return is_far_from_base(self.mean_magnitude, self.ratio)
 
 

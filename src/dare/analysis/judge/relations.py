@@ -19,11 +19,11 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Link:
-    """Two models and how they lie to each other."""
+    """Two models and their relation."""
 
     pair: PairAnalysis
     distances: tuple[float, float]
-    """How far their layers are from the base's."""
+    """The distance of their layers from the base's."""
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -48,12 +48,12 @@ class Link:
 
     @property
     def is_far(self) -> bool:
-        """Whether both have gone far from the base."""
+        """Tell if both have gone far from the base."""
         return min(self.distances) >= LIMIT.large_ratio
 
     @property
     def is_opposed(self) -> bool:
-        """Whether they undo more of each other's changes than chance would have it."""
+        """Tell if they undo more of each other's changes than chance would have it."""
         conflict = self.pair.total.conflict
         against = self.cosine <= -LIMIT.apart_cosine or conflict >= LIMIT.conflict
         return against and not self.is_one_direction

@@ -152,7 +152,7 @@ class Study:
     subjects: Sequence[Subject]
     left_out: Sequence[LeftOut]
     keeps_magnitudes: bool = False
-    """Whether those of each tensor are kept, and not only those of a layer's tensors of a kind."""
+    """True if figures of each tensor are kept, not only those of a layer's tensors of a kind."""
     bytes_read: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)
     statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
@@ -398,7 +398,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
 
 
 def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
-    """How a model's delta was made, and the rank if by a LoRA, from the spectra there are."""
+    """Return how a model's delta was made, and the rank if by a LoRA, from the spectra."""
     if not any(tensor.statistics.norm or tensor.statistics.not_finite for tensor in tensors):
         return Origin.UNCHANGED, None
     seen = [tensor for tensor in tensors if tensor.spectrum is not None]
@@ -460,7 +460,7 @@ def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- on a cluster
 
 PIECE_BYTES = 256 << 20
-"""What a piece reads at the most, unless a single tensor has more."""
+"""The most bytes that a piece reads, unless a single tensor has more."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def changed_bits(signs):
 
 @kernel
 def count_changed(signs):
-    """How many elements are not zero."""
+    """Count the elements that are not zero."""
     found = u64(0)
     for i in range(signs.size):
         found += bits_set(changed_bits(signs[i]))
@@ -165,7 +165,7 @@ def count_changed(signs):
 
 @kernel
 def compare_signs(left, right):
-    """How many elements both change, and how many of those in the same direction."""
+    """Count the elements that both change, and those changed in the same direction."""
     both, agreeing = u64(0), u64(0)
     for i in range(left.size):
         both += bits_set(changed_bits(left[i]) & changed_bits(right[i]))
@@ -175,7 +175,7 @@ def compare_signs(left, right):
 
 @kernel
 def count_conflicts(signs):
-    """How many elements two models or more change, and how many of those in both directions.
+    """Count the elements that two models or more change, and those changed in both directions.
 
     signs: uint64[models, words].
     """

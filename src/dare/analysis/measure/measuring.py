@@ -116,7 +116,7 @@ class Measured(Additive):
     shared: int = 0
     """Elements that two models or more change."""
     conflicted: int = 0
-    """Those of them that are changed in both directions."""
+    """The elements of those that are changed in both directions."""
     samples: tuple[Floats, ...] = ()
     """Some deltas of each chunk, models × elements, if there are two models or more."""
 
@@ -500,7 +500,7 @@ def widest_of(base: Source, models: Sequence[Source]) -> int:
 
 
 def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
-    """What one thread's buffers take, and its share of the tensors that are being looked at."""
+    """Return the bytes of one thread's buffers and its share of the tensors being measured."""
     buffers = CHUNK * (widest_of(base, models) + 4) * (1 + len(models))
     counters = 2 * 4 * BINS * len(models)
     tensor = (8 * BINS + 5 * SAMPLE) * len(models)

@@ -66,9 +66,9 @@ RUN = 16
 KEPT = 64
 """Singular values that are kept for a look at them."""
 WHOLE_COST = 1e11
-"""What taking all matrices whole may cost (see `cost_of`); else windows are used. About 5 s."""
+"""The most that taking all matrices whole may cost (see `cost_of`), about 5 s; else windows."""
 WINDOWS_COST = 2e10
-"""What all windows together may cost: about 1 s of one core."""
+"""The most that all windows together may cost: about 1 s of one core."""
 
 
 # ---------------------------------------------------------------- sums
@@ -103,7 +103,7 @@ class Inside(Additive):
     squares: float = 0.0
     fourths: float = 0.0
     largest: float = 0.0
-    """What no magnitude exceeds."""
+    """A bound that no magnitude exceeds."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Sums(Additive):
     magnitude: float = 0.0
     """Σ|δ|."""
     smallest: float = math.inf
-    """Of the magnitudes that are not zero."""
+    """The smallest magnitude above zero."""
     largest: float = 0.0
     base_squares: float = 0.0
     inside: Inside = Inside()
@@ -129,7 +129,7 @@ class Sums(Additive):
 
     @property
     def finite(self) -> int:
-        """How many elements are finite."""
+        """The number of finite elements."""
         return self.elements - self.not_finite
 
 
@@ -148,7 +148,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
-    """What the sums of a set say about it."""
+    """Return the figures of a set from its sums."""
     mean, deviation, kurtosis = _moments(sums)
     inside, left = sums.inside, sums.finite - sums.inside.outliers
     return Statistics(
@@ -208,7 +208,7 @@ def _moments(sums: Sums) -> tuple[float, float, float]:
 
 
 def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
-    """Of the magnitudes of all finite elements: of n the ⌈share·n⌉-th, counted from the least."""
+    """Return quantiles of all finite magnitudes: of n the ⌈share·n⌉-th, counted from the least."""
     reached = sums.zeros + np.cumsum(magnitudes.counts)
 
     def at(share: float) -> float:

@@ -223,7 +223,7 @@ def _storage_type(node: Node) -> str:
     known = [kind.torch_name for kind in MODEL_TYPES]
     name = str(node.value).removeprefix("torch.")
     hint = did_you_mean(name, known)
-    text = f"{node.value!r} is no type of weights{hint}: {', '.join(known)}"
+    text = f"{node.value!r} is not a type of weights{hint}: {', '.join(known)}"
     node.require(name in known, text)
     return name
 

@@ -327,7 +327,7 @@ def _convert_slerp(draft: Draft) -> None:
 def _convert_nuslerp(draft: Draft) -> None:
     """Convert angles of tensors, rows or columns; mergekit's rows run along the first dimension."""
     others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
-    text = f"nuslerp merges two models beside the base, and {times(len(others), 'is', 'are')} given"
+    text = f"nuslerp merges two models besides the base; {times(len(others), 'is', 'are')} given"
     if len(others) == 1:
         text += "; delete base_model to interpolate between the two themselves"
     draft.require(len(others) == 2, text)
@@ -371,7 +371,7 @@ def _convert_karcher(draft: Draft) -> None:
 
 def _convert_model_stock(draft: Draft) -> None:
     base, models = draft.required_base, draft.config.others()
-    text = f"model_stock needs two models beside the base; {times(len(models), 'is', 'are')} given"
+    text = f"model_stock needs two models besides the base; {times(len(models), 'is', 'are')} given"
     draft.require(len(models) > 1, text)
     if flag_for_all("filter_wise", draft.config.shared, default=False):
         raise _given_case("filter_wise", draft).node.refuse(

@@ -128,7 +128,7 @@ def _check_keys(node: Any, file: Path) -> None:
         if key.id != "scalar":
             raise RecipeError(f"{where}: a key must be a word")
         if key.value in lines:
-            raise RecipeError(f"{where}: {key.value} stands on line {lines[key.value]} already")
+            raise RecipeError(f"{where}: {key.value} is already on line {lines[key.value]}")
         lines[key.value] = key.start_mark.line + 1
 
 
