@@ -362,7 +362,7 @@ class AnalysisData:
         except ValueError as error:
             raise InputError(f"{where}: is not an analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
-            raise InputError(f"{where}: is not {SCHEMA}; make one with `dare analyze`")
+            raise InputError(f"{where}: is not an analysis ({SCHEMA}); run `dare analyze`")
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
