@@ -166,7 +166,7 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
         used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
         return used + min(widths[0], longest) - console.width
 
-    is_tight = surplus(widths[0]) > 0
+    whole, is_tight = list(widths), surplus(widths[0]) > 0
     if is_tight:  # then the headers of numbers may take several lines
         for place in (place for place in places if are_numbers[place]):
             words = (cell_len(word) for word in headers[place].split())
@@ -176,6 +176,9 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
             bars = ()
         elif surplus(MOST_NAME) > 0 and name in table.columns:
             places.remove(table.columns.index(name))
+    narrow, widths[:] = list(widths), whole  # headers are whole if there is room for them now
+    if is_tight and surplus(widths[0]) > 0:
+        widths[:] = narrow
     is_crowded = surplus(widths[0]) > 0
     last, over = places[-1], surplus(widths[0]) - len(places)
     if over > 0 and not are_numbers[last] and widths[last] - over >= LEAST_NAME:
