@@ -87,7 +87,7 @@ def _analysed(base: Tensors, made: dict[str, tuple[str, int, float]]) -> Analysi
         analysis,
         base="models/base.safetensors",
         together=replace(analysis.together, conflicted=0.47),
-        notes=(notice("renamed", "code", change="'model.' is added to 12 tensor names"),),
+        notes=(notice("renamed", "code", done="The prefix 'model.' is added to 12 names"),),
         left_out=(LeftOut("extra.weight", Misfit.NOT_IN_BASE, ("code",)),),
         tied=("embed.weight",),
         bytes_read=123_456_789,

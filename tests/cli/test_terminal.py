@@ -275,7 +275,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_gives_the_same_bytes(uninterrupted, l
     left = pieces(partial)
     assert 4 <= left < 32
     resumed = show(way_on, 100)
-    assert f"{left} chunks taken over from the interrupted run" in resumed.text
+    assert f"{left} chunks reused from the interrupted run" in resumed.text
     first = next(float(done) for done, _ in AMOUNT.findall(resumed.text) if float(done))
     assert first >= round(left * 201.3 / 32, 1) - 0.1
     assert sha256(output) == sha256(uninterrupted)

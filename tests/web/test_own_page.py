@@ -165,7 +165,7 @@ def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, m
         assert page.inner_text("#own-base") == str(models / "large-base.safetensors")
         page.wait_for_selector("#own-interrupted:has-text('resumed.safetensors.partial')")
         job(page, "merges", "stopped").locator("button:has-text('Resume')").click()
-        page.wait_for_selector("#own-merges > li:first-child:has-text('taken over')")
+        page.wait_for_selector("#own-merges > li:first-child:has-text('reused from')")
         assert said == []
     assert output.read_bytes() == undisturbed.read_bytes()
 

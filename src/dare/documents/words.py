@@ -114,10 +114,10 @@ def pace_text(bytes_read: int, seconds: float, resumed_chunks: int) -> str:
     """Return how much was read and how fast, and how much an earlier run had done.
 
     >>> pace_text(2_000_000, 2.0, 1)
-    '2.0 MB read, 1.0 MB/s, 1 chunk taken over from the interrupted run'
+    '2.0 MB read, 1.0 MB/s, 1 chunk reused from the interrupted run'
     """
     speed = show_size(int(bytes_read / max(seconds, 1e-9)))
-    taken = f", {times(resumed_chunks, 'chunk')} taken over from the interrupted run"
+    taken = f", {times(resumed_chunks, 'chunk')} reused from the interrupted run"
     return f"{show_size(bytes_read)} read, {speed}/s{taken if resumed_chunks else ''}"
 
 
