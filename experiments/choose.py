@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from late import LATE
 
+from dare.analysis.document import Analysis
 from dare.analysis.judge.advice import OUTCOMES, advise
 from dare.analysis.judge.readiness import assess, body_of
-from dare.analysis.document import Analysis
 from dare.studies.conclusions import conclude
 from dare.studies.results import Role, Scored, State, StudyData, Trial
 

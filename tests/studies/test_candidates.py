@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import dare
+from dare.deltas import memory as live_memory
 from dare.deltas.memory import OnDevice
 from dare.errors import InputError
 from dare.recipe.schema import Recipe
@@ -441,7 +442,7 @@ def test_what_a_type_can_hold_of_another(kind, merged):
         every = every[np.isfinite(every.astype(np.float64))]
         there = every.astype(kind.numpy_type)
     comes_back = bool((there.astype(np.float64) == every.astype(np.float64)).all())
-    assert under_test._holds_all(kind, merged) == comes_back
+    assert live_memory._holds_all(kind, merged) == comes_back
 
 
 def test_a_narrower_module_is_refused_and_left_alone(held):
@@ -502,7 +503,7 @@ def test_tensors_on_a_device(tmp_path, dtype, monkeypatch):
         whole = array.view(torch.int16 if kind.itemsize == 2 else torch.int32)
         return kind, tuple(array.shape), Elsewhere(whole, kind.carrier)
 
-    monkeypatch.setattr(under_test, "memory_of", memory)
+    monkeypatch.setattr(live_memory, "memory_of", memory)
     candidates.write_into(model, {"drop_rate": 0.5})
     monkeypatch.undo()
     assert_is(model, candidates.make({"drop_rate": 0.5}))
@@ -559,8 +560,8 @@ def test_the_next_call_mends_what_a_failure_left(held, monkeypatch):
             raise RuntimeError("out of memory")
         put(self, start, raw)
 
-    put = under_test._Home.put
-    monkeypatch.setattr(under_test._Home, "put", failing)
+    put = live_memory.Home.put
+    monkeypatch.setattr(live_memory.Home, "put", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         held.write_into(module)
     monkeypatch.undo()
