@@ -62,7 +62,7 @@ def tasks(of: int | None = None) -> list[int]:
     for place in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             parent = int((place.parent / "stat").read_text().rpartition(")")[2].split()[1])
-            if place.read_bytes().startswith(b"ray::_do") and of in (None, parent):
+            if place.read_bytes().startswith(b"ray::_run_piece") and of in (None, parent):
                 found.append(int(place.parent.name))
     return found
 
