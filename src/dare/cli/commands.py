@@ -209,7 +209,8 @@ def verify(
         try:
             found.append(verify_output(path, verbose=not quiet, sha256=sha256))
         except (InputError, VerificationError) as error:
-            found.append(Verification(path, (notice("unreadable", error=error),), 0, 0))
+            code = "not_an_output" if isinstance(error, VerificationError) else "unreadable"
+            found.append(Verification(path, (notice(code, error=error),), 0, 0))
             if quiet:
                 print(f"dare: {error}", file=sys.stderr)
         show.document(console, found[-1].document())
