@@ -31,7 +31,7 @@ THREADS = 2
 def merge_twice(method: str, address: str, output: Path, folders: list[Path]) -> list[float]:
     """Merge twice, on a cluster if there is an address; return the seconds of each."""
     import dare
-    from dare.recipe.schema import Recipe
+    from dare.recipe.recipe import Recipe
 
     recipe = Recipe(
         base=folders[0],

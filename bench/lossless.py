@@ -24,8 +24,7 @@ from models import DELTA_DEVIATION, WEIGHT_DEVIATION
 from numpy.typing import NDArray
 
 import dare.demo
-from dare.inputs.reading import read_chunks
-from dare.inputs.sources import open_source
+from dare.inputs.sources import open_source, read_chunks
 from dare.tensors.chunks import CHUNK
 from dare.tensors.planes import pack, unpack
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import dare
-from dare.planning.cost import available_cores
+from dare.planning.plan import available_cores
 
 SHARE = 0.4
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from dare.inputs.formats import open_inputs
-from dare.inputs.reading import hold_open
-from dare.planning.cost import available_cores
-from dare.recipe.schema import Recipe
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import hold_open
+from dare.planning.plan import available_cores
+from dare.recipe.recipe import Recipe
 from dare.tensors.chunks import CHUNK, chunk_spans
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dare.inputs.sources import Source
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 

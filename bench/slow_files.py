@@ -23,8 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import dare
-from dare.inputs.reading import read_chunks
-from dare.inputs.sources import open_source
+from dare.inputs.sources import open_source, read_chunks
 
 PIECE = 1 << 20
 READERS = 64

@@ -103,7 +103,7 @@ def send(client: Any, file: Path, key: str) -> None:
 
 def merge(inputs: str, output: object, threads: int | None) -> None:
     import dare
-    from dare.recipe.schema import Recipe
+    from dare.recipe.recipe import Recipe
 
     base, *models = (f"{inputs}/{name}.safetensors" for name in NAMES)
     recipe = Recipe(

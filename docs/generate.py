@@ -27,8 +27,8 @@ from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
 from dare.documents.notices import CATALOGUE, LIMITS, Entry, Severity
 from dare.errors import DareError
-from dare.recipe.naming import FLAGS, OTHER_NAMES
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.entries import FLAGS, OTHER_NAMES
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
 from dare.tensors.names import EMBEDDINGS, PROJECTIONS
@@ -324,7 +324,7 @@ NOT_IN_ANALYSES = {"Outcome", "Fit", "Limit", "Limits", "Entry"}
 def analysis() -> str:
     """Every data class of an analysis with its fields, as the source describes them."""
     parts = []
-    modules = ("analysis/results", "inputs/fit", "analysis/judge/judgement", "documents/notices")
+    modules = ("analysis/results", "planning/make", "analysis/judge/judgement", "documents/notices")
     for module in modules:
         tree = ast.parse((ROOT / f"src/dare/{module}.py").read_text("utf-8"))
         for node in tree.body:

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dare.inputs.sources import INDEX_NAME, Source
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 
 Arrays = Mapping[str, np.ndarray]
 Value = TypeVar("Value")

@@ -9,7 +9,7 @@ import dare
 from dare import ModelEntry, Recipe, RecipeError
 from dare.analysis.judge.judgement import Advice
 from dare.api import make_recipe
-from dare.recipe.naming import OTHER_NAMES
+from dare.recipe.entries import OTHER_NAMES
 from helpers import save
 
 FILES = {"base": "b", "models": ["m", "n"], "output": "o"}

@@ -52,9 +52,9 @@ from dare.output.report import Report as Report
 from dare.output.slices import SliceReport as SliceReport
 from dare.output.verification import Verification as Verification, verify as verify
 from dare.planning.plan import Plan as Plan
-from dare.recipe.schema import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule
-from dare.run.rates import Estimate as Estimate, estimate as estimate
-from dare.stages.methods import load_stages as load_stages
+from dare.recipe.recipe import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule
+from dare.planning.plan import Estimate as Estimate, estimate as estimate
+from dare.stages.registry import load_stages as load_stages
 from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates
 from dare.studies.reading import SearchResult as SearchResult
 from dare.studies.searching import search as search

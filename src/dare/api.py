@@ -15,16 +15,15 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.checks.finite import check_chunks, is_suspect
-from dare.checks.same_model import check_inputs, with_base_among_models
+from dare.checks.inputs import check_chunks, check_inputs, is_suspect, with_base_among_models
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.documents.progress import COMPILING, Display, Meter, show_progress
 from dare.documents.words import times
 from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
-from dare.inputs.formats import open_inputs
 from dare.inputs.names import tie
+from dare.inputs.opening import open_inputs
 from dare.output.destinations import check_target, clear_leftovers, finished_before, open_output
 from dare.output.journal import BusyError
 from dare.output.manifest import (
@@ -42,17 +41,15 @@ from dare.output.sidecars import sidecar_files, with_sidecars
 from dare.output.slices import FinishingOutput, GoneError, SliceOutput, SliceReport
 from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
-from dare.planning.layout import Layout
+from dare.planning.data import Layout
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan
+from dare.planning.plan import Plan, keep_rate
 from dare.planning.slices import Division, Slice
 from dare.recipe.document import overlaid
-from dare.recipe.naming import OTHER_NAMES, with_our_names
-from dare.recipe.schema import ModelEntry, Recipe
-from dare.recipe.toml import read_toml
+from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
+from dare.recipe.recipe import ModelEntry, Recipe
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import confirm_inputs, execute
-from dare.run.rates import keep_rate
 from dare.run.slices import SharedObservations
 from dare.stages import find_stage
 from dare.stores.locations import to_path
@@ -74,7 +71,7 @@ def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
-        from dare.inputs.formats import convert_yaml
+        from dare.inputs.opening import convert_yaml
 
         return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)

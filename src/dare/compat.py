@@ -27,14 +27,14 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
-from dare.checks.structure import NONE, Magnitudes
+from dare.checks.sample import NONE, Magnitudes
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
-from dare.inputs.reading import decoded
+from dare.inputs.sources import decoded
 from dare.kernels import reference
 from dare.output.report import Report
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo

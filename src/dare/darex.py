@@ -27,7 +27,7 @@ import numpy as np
 from dare.api import merge
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import as_float64
-from dare.recipe.schema import Recipe, TensorRule
+from dare.recipe.recipe import Recipe, TensorRule
 from dare.tensors.mask import check_drop_rate
 
 LARGEST_Q = 0.999

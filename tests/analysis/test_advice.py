@@ -15,9 +15,9 @@ from dare.analysis.measure.analyzing import analyze, analyze_arrays
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
-from dare.inputs.fit import LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit
 from dare.recipe.document import recipe_from_document
-from dare.recipe.toml import read_toml
+from dare.recipe.entries import read_toml
 from helpers import save
 
 ROOT = make_base()

@@ -19,10 +19,10 @@ from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.results import Kind, Origin
-from dare.checks.structure import BIN_SHIFT
+from dare.checks.sample import BIN_SHIFT
 from dare.documents.progress import Display
 from dare.errors import InputError, RecipeError
-from dare.inputs.fit import Form, LeftOut, Misfit
+from dare.planning.make import Form, LeftOut, Misfit
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo

@@ -28,7 +28,7 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity
-from dare.inputs.fit import LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()

@@ -12,7 +12,7 @@ import scipy.stats
 from dare.analysis.measure.analyzing import analyze_arrays
 from dare.analysis.measure.tallies import KEPT, spectrum_of, window_of
 from dare.analysis.results import Origin
-from dare.checks.structure import find_outliers, median_of_noise, rounding_energy, singular_values
+from dare.checks.sample import find_outliers, median_of_noise, rounding_energy, singular_values
 from dare.kernels.linalg import one_blas_thread
 
 

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from dare.analysis.measure.tallies import Sums, statistics_of, with_inside
 from dare.analysis.results import Histogram, Quantiles
-from dare.checks.structure import BIN_SHIFT, BINS, NONE, Magnitudes, bin_edge, top_bin
+from dare.checks.sample import BIN_SHIFT, BINS, NONE, Magnitudes, bin_edge, top_bin
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
 

@@ -29,11 +29,10 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.deltas.restoring import open_delta
 from dare.inputs import directory, vocabulary
-from dare.inputs.delta_files import DeltaSource
-from dare.inputs.delta_notes import INDEX
-from dare.inputs.formats import convert_yaml
+from dare.inputs.delta_files import INDEX, DeltaSource
 from dare.inputs.gguf import MAGIC, GgufSource
 from dare.inputs.lora import open_adapter
+from dare.inputs.opening import convert_yaml
 from dare.inputs.sources import Source, open_source
 from dare.output.targets import seal
 from dare.output.verification import verify

@@ -19,9 +19,9 @@ import dare
 from dare.analysis.document import Analysis
 from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import choose_chat_template, collect
-from dare.inputs.formats import convert_yaml, open_model
 from dare.inputs.lora import open_adapter
-from dare.inputs.tokens import Tokenizers
+from dare.inputs.opening import convert_yaml, open_model
+from dare.inputs.vocabulary import Tokenizers
 from dare.output.sidecars import inherited
 from helpers import save, write_recipe
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dare.cli import main
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import Arrays
 
 BASE = ("--base", "base.safetensors")

@@ -14,7 +14,7 @@ from calling import TWO, asked_recipe, dare_succeeds
 from dare.cli import commands
 from dare.cli.flags import FIELDS, PER_MODEL
 from dare.recipe.document import parameter_names
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.stages import STAGES
 
 TOML = """

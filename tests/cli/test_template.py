@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dare import load_recipe
 from dare.cli.flags import FIELDS
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stages import parse_method
 from helpers import sha256
 

@@ -17,7 +17,7 @@ from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
 
 from dare.cli.texts import COMMANDS
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from helpers import save, sha256
 

@@ -34,9 +34,9 @@ from small_deltas import (
 import dare
 from dare import InputError, MismatchError, OutputError, VerificationError
 from dare.deltas.restoring import open_delta
-from dare.inputs.delta_notes import INDEX, KEY
+from dare.inputs.delta_files import INDEX, KEY
 from dare.inputs.sources import open_source
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import bytes_digest
 from dare.tensors.planes import pack
 from helpers import flip_bit, listing, save
 

@@ -17,7 +17,7 @@ from dare.deltas.restoring import open_delta
 from dare.demo.merges import BASE, TUNED
 from dare.errors import DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
-from dare.inputs.formats import open_model
+from dare.inputs.opening import open_model
 from dare.inputs.sources import open_source
 from dare.recipe.document import recipe_from_document
 from dare.tensors.chunks import CHUNK

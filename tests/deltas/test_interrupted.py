@@ -117,7 +117,7 @@ def stopping(way: Way, monkeypatch, error: BaseException, after: int = SOME) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, stop)
-        patch.setattr("dare.planning.cost.CHUNKS_AT_ONCE", 1)
+        patch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
         yield
 
 

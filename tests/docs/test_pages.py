@@ -21,8 +21,8 @@ from dare.cli import main
 from dare.cli.texts import COMMANDS
 from dare.documents.notices import CATALOGUE
 from dare.errors import DareError
-from dare.recipe.naming import OTHER_NAMES
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.entries import OTHER_NAMES
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 
 DOCS = ROOT / "docs"

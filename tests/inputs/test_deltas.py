@@ -9,7 +9,7 @@ from dare.output.report import make_report
 from dare.output.writer import ArraySink
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.run.execute import execute
 from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo

@@ -13,7 +13,7 @@ RUN = """
 import resource, sys
 from pathlib import Path
 from dare.errors import InputError
-from dare.inputs.formats import open_model
+from dare.inputs.opening import open_model
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 import dare.inputs.gguf, gguf

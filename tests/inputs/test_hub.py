@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dare.errors import InputError
-from dare.inputs.formats import open_model
 from dare.inputs.hub import Resolved, resolve
-from dare.recipe.hub_names import looks_like_name
+from dare.inputs.opening import open_model
+from dare.stores.locations import looks_like_name
 from fake_hub import Hub
 from helpers import save, save_shards
 

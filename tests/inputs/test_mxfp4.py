@@ -13,7 +13,7 @@ import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.quantised import TILE_BYTES, UnpackedSource, unpacked
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import read_elements, read_tensor, save
 
 DOWN = "layers.0.mlp.experts.down_proj"

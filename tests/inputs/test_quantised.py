@@ -9,9 +9,9 @@ import pytest
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
-from dare.inputs.formats import open_model
+from dare.inputs.opening import open_model
 from dare.inputs.quantised import NAMES, read_quantised
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import save
 
 FLOATS, BYTES = np.ones((4, 4), np.float32), np.ones((4, 4), np.uint8)

@@ -10,8 +10,7 @@ import pytest
 
 from dare.api import merge
 from dare.errors import HeaderError, InputError
-from dare.inputs.reading import CHUNKS_AHEAD, read_chunks
-from dare.inputs.sources import INDEX_NAME, open_source
+from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks
 from dare.output.writer import PartialOutput
 from dare.tensors import files
 from dare.tensors.chunks import CHUNK

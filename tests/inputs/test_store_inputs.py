@@ -13,9 +13,9 @@ from dare.api import merge, plan
 from dare.cli import main
 from dare.deltas.compressing import compress
 from dare.errors import InputError, RecipeError
-from dare.inputs.formats import open_inputs, open_model
+from dare.inputs.opening import open_inputs, open_model
 from dare.inputs.sources import open_source
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stores import reading
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES

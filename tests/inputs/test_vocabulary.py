@@ -22,7 +22,7 @@ from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.run.execute import execute
 from helpers import read_elements, save
 

@@ -16,7 +16,7 @@ import dare
 from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.loaded import plain_types
 from dare.lora import extract_adapter
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import save
 
 with quiet():

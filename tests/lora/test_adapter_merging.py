@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from dare import ModelEntry, Recipe, TensorRule, dare_drop, keep_mask, merge
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
-from dare.inputs.reading import read_floats
+from dare.inputs.sources import read_floats
 from dare.lora import merge_adapters, plan_adapters
 
 Q, V = "m.q_proj", "m.v_proj"

@@ -17,7 +17,7 @@ from dare.errors import InputError
 from dare.output.report import Report
 from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
 from dare.planning.plan import Plan
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe
 from helpers import save
 
 CARD = """---

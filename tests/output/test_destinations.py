@@ -21,7 +21,7 @@ from dare.output import destinations
 from dare.output.destinations import StoreOutput, check_target
 from dare.output.manifest import METADATA_KEY
 from dare.output.targets import UNKNOWN, default_scratch, has_fitting_check, work_folder
-from dare.planning.layout import Layout
+from dare.planning.data import Layout
 from dare.stores import reading, uploading
 from dare.stores.locations import to_path
 from helpers import listing, save

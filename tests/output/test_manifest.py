@@ -12,7 +12,7 @@ from dare.api import load_recipe, merge
 from dare.errors import DareError, InputError, VerificationError
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import manifest_path, seal
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from helpers import listing, save, save_shards, sha256, write_recipe
 
 BASE = {

@@ -16,8 +16,8 @@ from dare.errors import OutputError
 from dare.output.journal import Record
 from dare.output.targets import manifest_path, read_sealed
 from dare.output.writer import PIECES_NAME, PieceOutput
-from dare.planning.layout import lay_out
-from dare.tensors.digest import bytes_digest, file_digest
+from dare.planning.data import lay_out
+from dare.tensors.chunks import bytes_digest, file_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import listing
 

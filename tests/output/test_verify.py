@@ -12,7 +12,7 @@ from dare.api import merge
 from dare.errors import DareError, InputError, VerificationError
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed, seal
 from dare.output.verification import verify
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.tensors.files import LocalFile
 from dare.tensors.header import read_header
 from helpers import flip_bit, save, write_recipe

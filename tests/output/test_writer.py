@@ -25,8 +25,8 @@ from dare.output.targets import (
 )
 from dare.output.verification import verify
 from dare.output.writer import PartialOutput
-from dare.planning.layout import lay_out
-from dare.tensors.digest import bytes_digest
+from dare.planning.data import lay_out
+from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import ALIGNMENT, aligned_bytes
 from helpers import listing, save, sha256, write_recipe
@@ -252,7 +252,7 @@ OPEN_THE_SAME = """
 import sys
 from pathlib import Path
 from dare.errors import OutputError
-from dare.planning.layout import lay_out
+from dare.planning.data import lay_out
 from dare.output.writer import PartialOutput
 try:
     with PartialOutput(lay_out(Path(sys.argv[1]), [], None), {}, "another", resume=False):

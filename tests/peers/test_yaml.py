@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from side_by_side import assert_near, assert_within, compares
 
 import dare
-from dare.inputs.formats import convert_yaml
+from dare.inputs.opening import convert_yaml
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 
 LAYERS = 4

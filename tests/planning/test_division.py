@@ -9,7 +9,7 @@ from dare import RecipeError
 from dare.inputs.arrays import array_source
 from dare.planning.make import make_plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.tensors.chunks import CHUNK
 
 

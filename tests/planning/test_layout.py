@@ -8,7 +8,7 @@ import pytest
 
 from dare.errors import OutputError, RecipeError
 from dare.inputs.sources import open_source
-from dare.planning.layout import lay_out
+from dare.planning.data import lay_out
 from dare.stores.locations import StorePath
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import save

@@ -9,8 +9,8 @@ import pytest
 from dare import Recipe, plan
 from dare.analysis.measure import analyzing
 from dare.errors import RecipeError
-from dare.planning import cost as machine
-from dare.recipe.schema import DEFAULT_MEMORY
+from dare.planning import plan as machine
+from dare.recipe.recipe import DEFAULT_MEMORY
 
 GIB = 1 << 30
 SHAPE = (128256, 2048)

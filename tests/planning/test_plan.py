@@ -9,11 +9,10 @@ import pytest
 from dare.api import merge_arrays, plan
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
-from dare.planning.cost import INTERPRETER_BYTES, TENSOR_BYTES
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.planning.plan import INTERPRETER_BYTES, TENSOR_BYTES, Plan
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.run.backend import Backend
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
@@ -272,7 +271,7 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
 def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(
     model, settings, monkeypatch
 ):
-    monkeypatch.setattr("dare.planning.cost.CHUNKS_AT_ONCE", 1)
+    monkeypatch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
     base = {"w": np.zeros(4, np.float16)}
     weights = settings.pop("weights", [None, None])
     entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]

@@ -12,7 +12,7 @@ import dare
 from dare.api import load_recipe
 from dare.cli import main
 from dare.errors import RecipeError
-from dare.inputs.formats import convert_yaml, open_model
+from dare.inputs.opening import convert_yaml, open_model
 from dare.recipe.document import recipe_from_document
 from helpers import save
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dare.api import load_recipe
 from dare.errors import RecipeError
 from dare.recipe.document import recipe_from_document as from_document
-from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, in_our_form
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.entries import OTHER_NAMES, OUR_NAMES, in_our_form
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 from dare.tensors.names import is_embedding
 

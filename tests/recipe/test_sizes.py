@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dare.documents.words import show_size
 from dare.recipe.entries import parse_size
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import RecipeError
-from dare.recipe.toml import read_toml, write_comment, write_toml, write_value
+from dare.recipe.entries import read_toml, write_comment, write_toml, write_value
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 

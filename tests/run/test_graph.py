@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import dare
 from dare.output.writer import ArraySink
 from dare.run.execute import draw_conclusions, execute
-from dare.run.graph import Conclude, Make, Observe, Survey, list_steps
+from dare.run.worker import Conclude, Make, Observe, Survey, list_steps
 from dare.tensors.header import TensorInfo
 from helpers import write_recipe
 

@@ -9,9 +9,8 @@ import pytest
 
 from dare.inputs.sources import ArraySource
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe
-from dare.run.rates import Estimate, estimate, keep_rate
+from dare.planning.plan import Estimate, Plan, estimate, keep_rate
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from dare.tensors import files
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -107,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(file):
 
 
 def test_rates_do_not_pile_up(file, monkeypatch):
-    monkeypatch.setattr("dare.run.rates.RATES_KEPT", 2)
+    monkeypatch.setattr("dare.planning.plan.RATES_KEPT", 2)
     for method in ("sum", "linear", "ties", "linear"):
         keep_rate(plan_of(method=method), 10.0)
     assert [key.split()[-1] for key in json.loads(file.read_bytes())] == ["ties", "linear"]

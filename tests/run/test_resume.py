@@ -87,7 +87,7 @@ def interrupted(recipe, monkeypatch, after):
 
     with monkeypatch.context() as patch:
         patch.setattr(PartialOutput, "write", failing)
-        patch.setattr("dare.planning.cost.CHUNKS_AT_ONCE", 1)
+        patch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
         with pytest.raises(OutputError, match="injected"):
             dare.merge(recipe)
 

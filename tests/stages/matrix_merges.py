@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dare.inputs.arrays import array_source
 from dare.kernels import linalg
 from dare.planning.make import make_plan
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe
 from dare.stages import STAGES
 
 __all__ = ["BACKENDS"]

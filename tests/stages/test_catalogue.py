@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dare.stages import ALIASES, STAGES
-from dare.stages.methods import catalogue
+from dare.stages.registry import catalogue
 
 
 def test_methods_are_those_of_the_registry():

@@ -158,7 +158,7 @@ def test_stages_of_an_installed_package(folder):
     (site / "shrinking-1.2.dist-info" / "entry_points.txt").write_text(entries)
     code = (
         "import json, dare\n"
-        "from dare.stages.methods import parse_method\n"
+        "from dare.stages.registry import parse_method\n"
         "stage = parse_method('shrink+sum')[0]\n"
         "print(json.dumps([stage.name, stage.origin]))"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import save
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stores import addresses
 from dare.stores.addresses import access_to, without_credentials
 from dare.stores.locations import StorePath, to_path

@@ -14,11 +14,10 @@ import dare
 from dare.deltas import memory as live_memory
 from dare.deltas.memory import OnDevice
 from dare.errors import InputError
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from dare.studies import candidates as under_test
-from dare.tensors.chunks import CHUNK
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from helpers import save, write_recipe
 

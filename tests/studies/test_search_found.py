@@ -16,7 +16,7 @@ import dare
 from dare.cli.search import parse_over
 from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.studies.conclusions import conclude
 from dare.studies.document import study_document
 from dare.studies.reading import read_result

@@ -14,7 +14,7 @@ import pytest
 import dare
 from dare.cli import main
 from dare.errors import InputError, RecipeError
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Role, State

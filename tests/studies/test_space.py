@@ -10,7 +10,7 @@ from dare.api import load_recipe
 from dare.cli.search import parse_over
 from dare.errors import RecipeError
 from dare.recipe.document import recipe_from_document, with_settings
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.recipe.search import Range
 from dare.studies.space import Space, is_random
 

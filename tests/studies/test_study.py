@@ -14,7 +14,7 @@ from study_sample import CHARTER
 
 from dare.cli.search import parse_over
 from dare.errors import InputError
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.studies.results import Scored, State
 from dare.studies.space import Space
 from dare.studies.study import BASELINE, Planned, Study  # noqa: F401 (by the processes)

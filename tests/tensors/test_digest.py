@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from dare.inputs.sources import open_source
-from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.chunks import bytes_digest, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from helpers import flip_bit, read_tensor, save, save_shards

@@ -15,7 +15,7 @@ import numpy as np
 
 from dare.demo.merges import BASE, TUNED
 from dare.recipe.document import recipe_from_document
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from helpers import PATIENCE_SECONDS, save
 
 

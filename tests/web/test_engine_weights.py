@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import dare
 from dare.demo.merges import write_models
 from dare.recipe.document import recipe_from_document
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe
 from dare.studies.candidates import Candidates
 from dare.tensors.mask import keep_mask, keep_threshold
 from helpers import entry, file_bytes

@@ -42,8 +42,8 @@ from dare.documents.words import (
     times,
     weight_text,
 )
-from dare.output.places import short_name
-from dare.recipe.toml import write_toml
+from dare.output.manifest import short_name
+from dare.recipe.entries import write_toml
 
 MOST_NAMES = 3
 """Names and groups of models that a sentence lists; more are counted."""

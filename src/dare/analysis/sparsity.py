@@ -45,8 +45,7 @@ from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_
 from dare.analysis.measure.measuring import Measured
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
-from dare.checks.large_deltas import Exposure
-from dare.checks.structure import NONE
+from dare.checks.sample import NONE, Exposure
 from dare.documents.notices import CATALOGUE, LIMIT, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import times

@@ -157,7 +157,7 @@ def _load_stages(arguments: Sequence[str]) -> None:
     files = [after for word, after in pairwise(arguments) if word == "--stage"]
     files += [word.partition("=")[2] for word in arguments if word.startswith("--stage=")]
     if files:
-        from dare.stages.methods import load_stages
+        from dare.stages.registry import load_stages
 
         for file in files:
             load_stages(file)

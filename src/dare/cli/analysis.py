@@ -26,7 +26,7 @@ from dare.documents.terminal import print_document
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import check_free, write_file
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
 

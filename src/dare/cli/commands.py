@@ -33,12 +33,11 @@ from dare.cli.flags import (
 from dare.documents.notices import notice
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.manifest import find_manifest
-from dare.planning.plan import Plan
+from dare.planning.plan import Estimate, Plan, estimate
 from dare.planning.slices import Slice
-from dare.recipe.schema import Recipe
-from dare.run.rates import Estimate, estimate
+from dare.recipe.recipe import Recipe
 from dare.stages import ALIASES, STAGES, parse_method
-from dare.stages.methods import catalogue, explain
+from dare.stages.registry import catalogue, explain
 from dare.stores.locations import to_path
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def methods(
     debug: Debug = False,
 ) -> int:
     """Show stages."""
-    from dare.stages.methods import load_installed_stages
+    from dare.stages.registry import load_installed_stages
 
     load_installed_stages()
     if name is not None and name not in {*STAGES, *ALIASES}:
@@ -304,7 +303,7 @@ def convert(
 ) -> int:
     """Print a mergekit configuration as a recipe."""
     from dare.cli.template import check_runs
-    from dare.inputs.formats import convert_yaml
+    from dare.inputs.opening import convert_yaml
 
     conversion = convert_yaml(file)
     check_runs(conversion.recipe, str(file))

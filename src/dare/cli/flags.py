@@ -23,8 +23,8 @@ from dare.cli import UsageError, show
 from dare.documents.words import exact_text
 from dare.errors import DareWarning, RecipeError
 from dare.recipe.document import overlaid, parameter_names, read_value
-from dare.recipe.naming import FLAGS
-from dare.recipe.schema import Recipe
+from dare.recipe.entries import FLAGS
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 
 FILES = Group("Files", sort_key=1)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dare.cli import DONE
 from dare.documents.document import Document
 from dare.documents.terminal import make_console, print_document, print_steps
-from dare.tensors.json_values import printable_json
+from dare.tensors.header import printable_json
 
 console, document, next_steps = make_console, print_document, print_steps
 

@@ -12,9 +12,8 @@ from dare import api
 from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
-from dare.recipe.naming import in_our_form
-from dare.recipe.schema import Recipe
-from dare.recipe.toml import write_toml, write_value
+from dare.recipe.entries import in_our_form, write_toml, write_value
+from dare.recipe.recipe import Recipe
 from dare.stages import parse_method
 from dare.stores.locations import StorePath
 from dare.tensors.files import is_there

@@ -31,30 +31,28 @@ from dare.documents.progress import COMPILING, show_progress
 from dare.documents.words import show_size
 from dare.errors import InputError, MismatchError, OutputError, warn_caller
 from dare.inputs.delta_files import (
-    DeltaSource,
-    file_part,
-    is_delta_file,
-    part_names,
-    part_sizes,
-    part_type,
-    sample,
-)
-from dare.inputs.delta_notes import (
     INDEX,
     KEY,
     MAX_FILE_BYTES,
     UNKNOWN,
     VERSION,
     DeltaNotes,
+    DeltaSource,
     StoredFile,
     StoredTensor,
+    file_part,
+    is_delta_file,
     is_inside,
+    part_names,
+    part_sizes,
+    part_type,
+    sample,
 )
 from dare.inputs.directory import collect, read_config
-from dare.inputs.formats import open_inputs
 from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
+from dare.inputs.opening import open_inputs
 from dare.inputs.sources import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -65,20 +63,18 @@ from dare.inputs.sources import (
     open_source,
 )
 from dare.output.journal import JOURNAL_VERSION, Record, group_by_tensor
-from dare.output.places import portable_path, without_folders
+from dare.output.manifest import portable_path, without_folders
 from dare.output.publishing import clear_leftovers
 from dare.output.targets import check_target
 from dare.output.writer import PieceOutput
-from dare.planning.data import Fate, TensorPlan
-from dare.planning.layout import Layout, lay_out
+from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe, TensorRule
+from dare.recipe.recipe import Recipe, TensorRule
 from dare.run.execute import MakeWorker, confirm_inputs, execute
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
-from dare.tensors.chunks import chunk_span
-from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.chunks import bytes_digest, chunk_span, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_beginning, read_limited
 from dare.tensors.header import MAX_METADATA, Described, TensorInfo

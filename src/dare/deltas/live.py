@@ -31,12 +31,10 @@ from dare.deltas.memory import WRITING, Memory, arrays_of, check_apart, memory_o
 from dare.deltas.restoring import open_delta
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
-from dare.inputs.delta_files import DeltaFile
-from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
+from dare.inputs.delta_files import AS_IN_BASE, DeltaFile, StoredTensor
 from dare.inputs.sources import Raw
-from dare.planning.cost import available_cores
-from dare.tensors.chunks import chunk_count, chunk_span
-from dare.tensors.digest import bytes_digest, tensor_digest
+from dare.planning.plan import available_cores
+from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, tensor_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.names import some_of
 from dare.tensors.planes import DIFFERENCE

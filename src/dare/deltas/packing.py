@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dare import kernels
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.delta_notes import AS_IN_BASE
+from dare.inputs.delta_files import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
 from dare.output.writer import PieceOutput
@@ -19,8 +19,7 @@ from dare.run.backend import Bytes, Chunk
 from dare.run.threads import Results
 from dare.run.worker import Worker, summaries_of
 from dare.stages.blocks import INFINITY
-from dare.tensors.chunks import CHUNK
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]

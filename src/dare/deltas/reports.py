@@ -14,7 +14,7 @@ from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice
 from dare.documents.shown import Shown, json_ready
 from dare.documents.words import pace_text, show_size, times
-from dare.inputs.delta_notes import DeltaNotes
+from dare.inputs.delta_files import DeltaNotes
 from dare.output.journal import Record
 
 

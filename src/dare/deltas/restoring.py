@@ -19,18 +19,17 @@ from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
 from dare.output.journal import Record, group_by_tensor
-from dare.output.places import portable_path
+from dare.output.manifest import portable_path
 from dare.output.publishing import clear_leftovers
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
 from dare.output.writer import PartialOutput
-from dare.planning.data import Fate, TensorPlan
-from dare.planning.layout import Layout, is_directory_target
+from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.run.execute import confirm_inputs, execute
 from dare.stages import find_stage
 from dare.stores.locations import to_path
-from dare.tensors.digest import bytes_digest, tensor_digest
+from dare.tensors.chunks import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
 
 AnyPath = str | PathLike[str]

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from dare.demo.tasks import END, Example
 from dare.errors import InputError
-from dare.inputs.reading import read_floats
-from dare.inputs.sources import open_source
+from dare.inputs.sources import open_source, read_floats
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]

@@ -25,8 +25,7 @@ from dare.inputs.quantised import quantisation_settings, tables_of
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.files import is_there, list_names, read_limited
-from dare.tensors.header import Described
-from dare.tensors.json_values import MAX_CONFIG_BYTES, dump_json, parse_json
+from dare.tensors.header import MAX_CONFIG_BYTES, Described, dump_json, parse_json
 from dare.tensors.names import some_of
 
 CONFIG = "config.json"

@@ -31,9 +31,16 @@ from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.gguf import part_names
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
-from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_address, parse_name
 from dare.stores.addresses import Access, grant_access
-from dare.stores.locations import StorePath, to_path, without_credentials
+from dare.stores.locations import (
+    WEIGHT_SUFFIXES,
+    Name,
+    StorePath,
+    parse_address,
+    parse_name,
+    to_path,
+    without_credentials,
+)
 from dare.stores.reading import can_read
 
 INSTALL = "pip install 'dare-merge[hf]'"

@@ -30,8 +30,7 @@ from dare.inputs.quantised import tables_of
 from dare.inputs.sources import RenamedSource, Source
 from dare.stores.locations import StorePath
 from dare.tensors.files import read_limited
-from dare.tensors.header import TensorInfo
-from dare.tensors.json_values import MAX_CONFIG_BYTES
+from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the

@@ -20,13 +20,21 @@ import numpy as np
 
 from dare import kernels
 from dare.errors import InputError
-from dare.inputs.reading import Floats, decoded, hold_same, read_floats
-from dare.inputs.sources import FileSource, Raw, Source, SourceView, open_source
+from dare.inputs.sources import (
+    FileSource,
+    Floats,
+    Raw,
+    Source,
+    SourceView,
+    decoded,
+    hold_same,
+    open_source,
+    read_floats,
+)
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
-from dare.tensors.header import TensorInfo, admit
-from dare.tensors.json_values import MAX_CONFIG_BYTES, parse_json
+from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, admit, parse_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

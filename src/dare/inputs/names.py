@@ -23,8 +23,7 @@ from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
 from dare.inputs.lora import LoraSource
-from dare.inputs.reading import hold_same
-from dare.inputs.sources import RenamedSource, Source
+from dare.inputs.sources import RenamedSource, Source, hold_same
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 from dare.documents.notices import notice
 from dare.documents.words import times
 from dare.errors import InputError
-from dare.inputs.reading import Bytes, Floats, decoded
-from dare.inputs.sources import Raw, Source, SourceView
+from dare.inputs.sources import Bytes, Floats, Raw, Source, SourceView, decoded
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import some_of

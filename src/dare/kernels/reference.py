@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from dare.kernels import Operand
 from dare.tensors import mask
-from dare.tensors.chunks import chunk_count, chunk_spans
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import bytes_digest, chunk_count, chunk_spans
 from dare.tensors.dtypes import WEIGHT_TYPES
 
 Floats = NDArray[np.float32]

@@ -25,7 +25,6 @@ from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import read_config
-from dare.inputs.formats import open_model
 from dare.inputs.loaded import (
     LoadedTensor,
     architecture_of,
@@ -34,12 +33,12 @@ from dare.inputs.loaded import (
     under_stored_names,
 )
 from dare.inputs.names import match_names
-from dare.inputs.reading import hold_open, read_float_chunks
-from dare.inputs.sources import Source
+from dare.inputs.opening import open_model
+from dare.inputs.sources import Source, hold_open, read_float_chunks
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
-from dare.output.places import portable_path, short_name
+from dare.output.manifest import portable_path, short_name
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding

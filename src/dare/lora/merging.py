@@ -20,23 +20,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.checks.same_model import check_inputs
+from dare.checks.inputs import check_inputs
 from dare.documents.document import Document
 from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError
-from dare.inputs.reading import hold_open, read_float_chunks, read_floats
-from dare.inputs.sources import ArraySource
+from dare.inputs.sources import ArraySource, hold_open, read_float_chunks, read_floats
 from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
-from dare.output.manifest import inputs_of_output
-from dare.output.places import portable_path, short_name
+from dare.output.manifest import inputs_of_output, portable_path, short_name
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type

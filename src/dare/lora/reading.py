@@ -19,8 +19,7 @@ from dare.inputs import lora
 from dare.inputs.lora import LoraSource, read_block
 from dare.inputs.sources import RenamedSource
 from dare.tensors.files import read_limited
-from dare.tensors.header import TensorInfo
-from dare.tensors.json_values import MAX_CONFIG_BYTES, parse_json
+from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, parse_json
 
 Floats = NDArray[np.float32]
 

@@ -28,11 +28,11 @@ from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
-from dare.output.places import without_folders
+from dare.output.manifest import without_folders
 from dare.output.publishing import clear_leftovers
 from dare.output.targets import check_target
 from dare.output.writer import PieceOutput
-from dare.planning.layout import OTHER_FORMATS, Layout
+from dare.planning.data import OTHER_FORMATS, Layout
 from dare.tensors.dtypes import StorageType
 from dare.tensors.names import some_of
 

@@ -34,13 +34,12 @@ from dare.output.journal import Journal, JournalContent, Key, Record, read_locke
 from dare.output.manifest import METADATA_KEY, checked_metadata
 from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, work_folder
 from dare.output.writer import PartialOutput
-from dare.planning.layout import Layout
+from dare.planning.data import Layout
 from dare.stores import uploading
 from dare.stores.locations import StorePath
 from dare.stores.reading import forget, in_background
 from dare.stores.uploading import Stored
-from dare.tensors.chunks import chunk_count
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import bytes_digest, chunk_count
 
 SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
 UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is

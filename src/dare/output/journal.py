@@ -30,7 +30,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dare.errors import OutputError
-from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
+from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest
 from dare.tensors.files import NO_LINKS
 
 JOURNAL_VERSION = 2

@@ -36,8 +36,8 @@ from dare.output.targets import (
     partial_folder,
     written_files,
 )
-from dare.planning.layout import Layout
-from dare.tensors.digest import bytes_digest
+from dare.planning.data import Layout
+from dare.tensors.chunks import bytes_digest
 from dare.tensors.files import NO_LINKS, as_stream, open_input
 
 COPIED_BYTES = 1 << 20

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dare.checks.large_deltas import MergedTensor, find_large_deltas, find_largest
-from dare.checks.same_model import find_copies
-from dare.checks.sample import SampledModels
+from dare.checks.inputs import find_copies
+from dare.checks.sample import MergedTensor, SampledModels, find_large_deltas, find_largest
 from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import Notice, Severity, notice
 from dare.documents.shown import Shown
@@ -23,7 +22,7 @@ from dare.output.journal import Record, group_by_tensor
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
-from dare.tensors.digest import model_digest, tensor_digest
+from dare.tensors.chunks import model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 
 

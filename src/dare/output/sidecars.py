@@ -28,12 +28,12 @@ from dare.inputs.directory import (
     renumber_stop_tokens,
     stop_tokens_of,
 )
-from dare.inputs.formats import Inputs
-from dare.output.places import short_name, without_folders
+from dare.inputs.opening import Inputs
+from dare.output.manifest import short_name, without_folders
 from dare.output.report import Report
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import is_there
 from dare.tensors.mask import MASK_VERSION

@@ -25,15 +25,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dare.checks.same_model import file_identity
+from dare.checks.inputs import file_identity
 from dare.errors import ExistsError, InputError, OutputError
-from dare.planning.layout import Layout
+from dare.planning.data import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
-from dare.tensors.digest import DIGEST_LENGTH, bytes_digest, file_digest
+from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest, file_digest
 from dare.tensors.files import open_input, read_beginning, read_limited
-from dare.tensors.header import read_header
-from dare.tensors.json_values import json_bytes
+from dare.tensors.header import json_bytes, read_header
 
 MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"

@@ -35,10 +35,9 @@ from dare.output.targets import (
     manifest_path,
     read_sealed,
 )
-from dare.planning.cost import available_cores
+from dare.planning.plan import available_cores
 from dare.stores.locations import to_path
-from dare.tensors.chunks import chunk_spans
-from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
+from dare.tensors.chunks import bytes_digest, chunk_spans, file_digest, model_digest, tensor_digest
 from dare.tensors.files import is_there, read_beginning
 from dare.tensors.header import Header, TensorInfo
 

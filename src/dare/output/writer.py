@@ -36,9 +36,8 @@ from dare.output.targets import (
     slice_journals,
     work_folder,
 )
-from dare.planning.layout import Layout
-from dare.tensors.chunks import chunk_count, chunk_span
-from dare.tensors.digest import bytes_digest, file_digest
+from dare.planning.data import Layout
+from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo
 

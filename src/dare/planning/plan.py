@@ -1,23 +1,339 @@
-"""A plan: every tensor's fate, the cost, and the document that shows it.
+"""The cost of a plan: passes over the inputs, bytes read and written, memory, threads.
+
+A plan: every tensor's fate, the cost, and the document that shows it.
 
 Everything that can be found wrong without reading weights is found before there is a plan.
+
+
+Estimates of a plan's time on this machine, from its bytes and the rates of earlier merges.
+
+Every merge of noticeable size leaves the rate of its method in a small file. A method that was
+never used here has the rate that is usual for stages that read as much.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import platform
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dare.documents.document import Document, Section, tabulate
 from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
-from dare.errors import printable
-from dare.planning.cost import Cost
-from dare.planning.data import Fate, PlanData
-from dare.stages import IMPLIED, Stage
+from dare.errors import RecipeError, printable
+from dare.planning.data import Fate, PlanData, TensorPlan
+from dare.recipe.recipe import DEFAULT_MEMORY
+from dare.stages import IMPLIED, Settings, Stage
+from dare.stages.matrices import is_matrix, sides
+from dare.stores.uploading import sending_bytes
+from dare.tensors.chunks import CHUNK
+from dare.tensors.files import ALIGNMENT, cache_folder, read_private, write_private
+
+INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
+
+CHUNKS_AT_ONCE = 4  # chunks that a thread reads and writes together, if memory allows
+CHUNKS_HELD = 20  # chunks that a thread holds; with more models, fewer of each
+TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The figures of one plan."""
+
+    plan: PlanData
+
+    @cached_property
+    def passes(self) -> int:
+        """The most times that a tensor is read, if surveys can remember what they see."""
+        stages = self.plan.stages
+        surveys = (
+            max((tensor.survey_reads(stages, model) for model in tensor.models), default=0)
+            + stages[-1].surveys(tensor.combine)
+            for tensor in self.plan.merged()
+        )
+        return 1 + max(surveys, default=0)
+
+    # ------------------------------------------------------------ bytes
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
+        return sum(map(self.bytes_read_of, self.plan.tensors))
+
+    def bytes_read_of(self, tensor: TensorPlan) -> int:
+        """The same for one tensor."""
+        base = tensor.base.nbytes
+        models = [
+            (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
+            for m in tensor.models
+        ]
+        once = base + sum(size for _, size in models)
+        if not tensor.is_merged:
+            return once
+        stages = self.plan.stages
+        surveys = sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
+        return once + surveys + once * stages[-1].surveys(tensor.combine)
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of weights in the output."""
+        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.plan.tensors)
+
+    # ------------------------------------------------------------ memory and threads
+
+    @cached_property
+    def max_memory(self) -> int:
+        return memory_limit(self.plan.recipe.max_memory, self.least_memory)
+
+    @property
+    def takes_more(self) -> bool:
+        return self.plan.recipe.max_memory is None and self.max_memory > DEFAULT_MEMORY
+
+    @cached_property
+    def chunks_at_once(self) -> int:
+        """Chunks that a thread reads and writes together, in half the memory of all threads."""
+        half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
+        chunks = CHUNKS_AT_ONCE
+        while chunks > 1 and (
+            chunks * (2 + len(self.plan.models)) > CHUNKS_HELD
+            or self._wanted_threads * self._workspace_for(chunks) > half
+            or other + self._workspace_for(chunks) > self.max_memory
+        ):
+            chunks //= 2
+        return chunks
+
+    @property
+    def _wanted_threads(self) -> int:
+        return self.plan.recipe.threads or available_cores()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Buffers of one thread, and what the sources keep for it, as factors of LoRAs."""
+        return self._workspace_for(self.chunks_at_once)
+
+    def _workspace_for(self, chunks_at_once: int) -> int:
+        plan = self.plan
+        inputs_and_output = 2 + len(plan.models)
+        floats = 2  # base and merged delta
+        if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
+            floats += len(plan.models) + 4 + 1 + plan.has_deltas
+        lanes = 2
+        stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
+        together = chunks_at_once if self.is_fused else 1
+        buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
+        return buffers + sum(source.reading_bytes for source in plan.sources)
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """True if one kernel can combine every chunk, so that no model's values are kept."""
+        if self.passes > 1 or self.plan.has_deltas:
+            return False
+        if self.plan.has_later_draws:  # a kernel draws one mask for each model
+            return False
+        return all(
+            0 not in tensor.weights
+            and tensor.is_lazy(self.plan.stages)
+            and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
+            for tensor in self.plan.merged()
+        )
+
+    @cached_property
+    def widest(self) -> int:
+        """Bytes per element of the widest storage type in inputs and output."""
+        kinds = {
+            kind
+            for tensor in self.plan.tensors
+            for kind in (
+                tensor.dtype,
+                tensor.base.dtype,
+                *(info.dtype for _, info in self.plan.copies_of(tensor)),
+            )
+        }
+        return max((kind.itemsize for kind in kinds), default=1)
+
+    def _uses(self, tensor: TensorPlan) -> Iterator[tuple[Stage, Settings, int]]:
+        """Yield each stage for each model of a tensor, its settings, and how many models it has."""
+        *stages, combine = self.plan.stages
+        yield combine, tensor.combine, len(tensor.models)
+        for of_model in tensor.settings:
+            for stage, settings in zip(stages, of_model, strict=True):
+                yield stage, settings, 1
+
+    @cached_property
+    def _largest(self) -> tuple[int, str, str]:
+        """The most that one survey takes for a whole matrix, its stage, and the matrix."""
+        held = (
+            (stage.held_bytes(settings, tensor.shape, models), stage.name, tensor.name)
+            for tensor in self.plan.merged()
+            for stage, settings, models in self._uses(tensor)
+        )
+        return max(held, default=(0, "", ""))
+
+    @property
+    def matrix_work(self) -> int:
+        """The most that one survey takes for whole matrices, its result included."""
+        return self._largest[0]
+
+    @property
+    def largest_matrix(self) -> str:
+        """Say which stage needs which matrix as a whole, if one does."""
+        work, stage, tensor = self._largest
+        return f"{stage} needs {tensor} as a whole" if work else ""
+
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """The most that all surveys of one tensor leave behind, until its chunks are merged."""
+        left = (
+            sum(
+                stage.left_bytes(settings, tensor.shape, models)
+                for stage, settings, models in self._uses(tensor)
+            )
+            for tensor in self.plan.merged()
+        )
+        return max(left, default=0)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Memory that the threads share: one census at a time, reading ahead and uploading."""
+        stages, layout = self.plan.stages, self.plan.layout
+        censuses = self.plan.censuses
+        observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
+        is_sent = layout is not None and layout.is_sent
+        sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
+        ahead = sum(source.ahead_bytes for source in self.plan.sources)
+        return max(observed, default=0) + ahead + sent
+
+    @property
+    def least_memory(self) -> int:
+        """The memory that one thread needs, which `max_memory` must allow."""
+        return self._workspace_for(1) + self._matrices_for(1) + self.shared_bytes
+
+    @property
+    def threads(self) -> int:
+        """Worker threads, as many as the recipe or the machine says and the memory allows."""
+        one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
+        left = self.max_memory - self.matrix_bytes - self.shared_bytes
+        return max(1, min(self._wanted_threads, left // one))
+
+    def _matrices_for(self, threads: int) -> int:
+        """Return the memory of matrices: each thread's work, and the results of one tensor more."""
+        return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._matrices_for(self.threads) + self.shared_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """The memory that one thread's survey may use: half of what the buffers leave."""
+        left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
+        return max(0, left // 2 // self.threads) if self.passes > 1 else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers take, which `max_memory` bounds."""
+        return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
+
+    @property
+    def peak_memory(self) -> int:
+        """Forecast of the most memory the process takes: buffers, and Python with its packages."""
+        return INTERPRETER_BYTES + TENSOR_BYTES * len(self.plan.tensors) + self.buffer_bytes
+
+    @property
+    def memory_line(self) -> str:
+        """Both figures of memory, in a line."""
+        return (
+            f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
+            f"({'what one thread needs' if self.takes_more else 'max_memory'}); "
+            f"the process about {show_size(self.peak_memory)}"
+        )
+
+
+# ---------------------------------------------------------------- this machine
+
+
+CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""By cgroup version: its folder, the files of the limit and of its use, the prefix of counts."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process can still take, within the limits of its container.
+
+    What only holds copies of files counts as free. macOS says what there is in all, and Windows
+    nothing (None).
+    """
+    found = list(_cgroup_memory(root))
+    with suppress(OSError, ValueError, LookupError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]))
+    if not found and hasattr(os, "sysconf"):
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(found)) if found else None
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield the rest of each limit that holds for this process."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top, most, taken, prefix = CGROUPS[bool(controllers)]
+            inside = root / top / path.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if folder.is_relative_to(root / top):
+                    with suppress(OSError, ValueError):  # without a limit it is not a number
+                        limit = int((folder / most).read_text())
+                        lines = (folder / "memory.stat").read_text().splitlines()
+                        counts = {name: int(count) for name, count in map(str.split, lines)}
+                        kinds = (f"{prefix}active_file", f"{prefix}inactive_file")
+                        files = sum(counts.get(kind, 0) for kind in kinds)
+                        yield limit - int((folder / taken).read_text()) + files
+
+
+def memory_limit(given: int | None, needed: int) -> int:
+    """Return what buffers may take: as given; else 1 GiB, or more if one thread needs more."""
+    return max(DEFAULT_MEMORY, needed) if given is None else given
+
+
+def check_memory(given: int | None, needed: int, reason: str = "") -> None:
+    """Refuse a need that is beyond what the user gives, or by default beyond what is free."""
+    if given is not None and needed > given:
+        raise RecipeError(
+            f"max_memory = {given}: one thread needs {needed} bytes; "
+            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        )
+    if given is None and needed > DEFAULT_MEMORY:
+        free = available_memory()
+        if free is not None and needed > free:
+            raise RecipeError(
+                f"memory: one thread needs {show_size(needed)}{reason and f' ({reason})'}, and "
+                f"this machine has {show_size(free)} free; end other programs, use a machine with "
+                "more, or a method that works on single elements, such as dare+linear; "
+                f"max_memory = {needed} tries it all the same"
+            )
+
+
+# ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,3 +504,111 @@ def _is_usual(stage: Stage, parameter: str, value: object) -> bool:
     """Tell if a delta stage's parameter is not worth a word: numbers always are."""
     default = stage.parameters[parameter].default
     return value == default and (isinstance(default, bool) or not isinstance(default, float))
+
+
+# ----------------------------------------------------------------
+
+
+USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
+"""Bytes that one thread reads and writes in a second, where nothing was measured."""
+USUAL_MARGINS, MEASURED_MARGINS = (0.5, 2.0), (0.6, 1.8)
+"""Factors for the ends of a range, at most 4 times apart."""
+START_SECONDS = 0.8  # the time that every merge takes to start, whatever its size
+NOTICEABLE_BYTES = 1e8  # the least a merge must read and write to say something about the rate
+PLAIN_SIDE = 1024  # the shorter side of a matrix whose bytes count once, where stages need it whole
+RATES_KEPT = 200
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The range of times that a merge will take.
+
+    >>> print(Estimate(4.2, 8.7, is_measured=True))
+    about 4.2 to 8.7 s on this machine
+    """
+
+    low: float
+    """Seconds, start-up included."""
+    high: float
+    is_measured: bool
+    """True if this machine has merged by the same method before."""
+
+    def __str__(self) -> str:
+        """Return the range, in the unit that fits its upper end."""
+        if self.high < 1:
+            return "less than a second on this machine"
+        units = {"h": 3600, "min": 60, "s": 1}
+        unit = next((name for name, size in units.items() if self.high >= 2 * size), "s")
+        low, high = (f"{_rounded(value / units[unit]):g}" for value in (self.low, self.high))
+        return f"about {low} to {high} {unit} on this machine"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the range in seconds, ready for JSON."""
+        return asdict(self)
+
+
+def _rounded(value: float) -> float:
+    return round(value, 1 - math.floor(math.log10(value))) if value else value
+
+
+def estimate(plan: Plan) -> Estimate:
+    """Estimate the time of a plan on this machine, from the rates of earlier merges."""
+    measured = _kept().get(_key(plan))
+    low, high = USUAL_MARGINS if measured is None else MEASURED_MARGINS
+    rate = measured or USUAL_RATES[_kind(plan)]
+    seconds = START_SECONDS + _work(plan) / (rate * plan.cost.threads)
+    return Estimate(low * seconds, high * seconds, measured is not None)
+
+
+def keep_rate(plan: Plan, seconds: float) -> None:
+    """Keep the rate of a whole merge, start-up aside, for the next one by this method."""
+    work = _work(plan)
+    if work < NOTICEABLE_BYTES:
+        return
+    kept, key = _kept(), _key(plan)
+    kept.pop(key, None)
+    kept[key] = work / (seconds * plan.cost.threads)
+    latest = dict(list(kept.items())[-RATES_KEPT:])
+    with suppress(OSError):
+        write_private(cache_folder() / "rates.json", json.dumps(latest, indent=1).encode())
+
+
+def _kept() -> dict[str, float]:
+    """Read the rates of earlier merges; none, if the file is damaged or somebody else's."""
+    with suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(read_private(cache_folder() / "rates.json"))
+        if isinstance(kept, dict):
+            rates = ((key, rate) for key, rate in kept.items() if isinstance(rate, float))
+            return {key: rate for key, rate in rates if 0 < rate < math.inf}
+    return {}
+
+
+def _key(plan: Plan) -> str:
+    """Return the name of a rate; several machines may share a user's folder."""
+    method = "+".join(stage.name for stage in plan.stages)
+    return f"{platform.node()} {plan.backend} {method if any(plan.merged()) else 'copy'}"
+
+
+def _kind(plan: Plan) -> str:
+    """Return the kind of plan that decides the usual rate: what its stages read before merging."""
+    if not any(plan.merged()):
+        return "copy"
+    if plan.backend == "reference":
+        return "reference"
+    if plan.cost.passes == 1:
+        return "element"
+    return max((stage.sees for stage in plan.stages), key=list(USUAL_RATES).index)
+
+
+def _work(plan: Plan) -> float:
+    """Return the bytes read and written; those of matrices that are taken apart count more often.
+
+    Taking a matrix apart takes its shorter side times as long as reading it.
+    """
+    takes_whole = any(stage.sees == "matrix" for stage in plan.stages)
+    work = 0.0
+    for tensor in plan.tensors:
+        nbytes = plan.cost.bytes_read_of(tensor) + tensor.elements * tensor.dtype.itemsize
+        is_taken_apart = takes_whole and tensor.is_merged and is_matrix(tensor.shape)
+        work += nbytes * sides(tensor.shape)[0] / PLAIN_SIDE if is_taken_apart else nbytes
+    return work

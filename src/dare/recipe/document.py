@@ -19,12 +19,19 @@ import numpy as np
 
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import ModelEntry, TensorRule, distinct, flat
+from dare.recipe.entries import (
+    OTHER_NAMES,
+    OUR_NAMES,
+    Files,
+    ModelEntry,
+    TensorRule,
+    distinct,
+    flat,
+)
 from dare.recipe.layers import mean_value
-from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, Files
-from dare.recipe.schema import SAME_WEIGHTS, Recipe
+from dare.recipe.recipe import SAME_WEIGHTS, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
-from dare.stages.methods import load_installed_stages
+from dare.stages.registry import load_installed_stages
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""

@@ -1,10 +1,32 @@
-"""The entries of a recipe's lists: a model that is merged, and a rule for tensors."""
+"""TOML that may be hostile, read in time that its size bounds; and values written as TOML.
+
+Python's parser takes the square of the number of parts of a dotted key, so that `a.a.a…` of
+200,000 bytes would keep it busy for minutes. Keys are therefore looked over before it runs.
+
+
+Names for the files of a merge: base, models and output, and others elsewhere.
+
+A recipe names them at its top level, or in a table [models]:
+
+    base = "base.safetensors"                          [models]
+    models = ["math.safetensors", "code.safetensors"]  base_file = "base.safetensors"
+    output = "merged.safetensors"                      merge_files = ["math.safetensors", …]
+                                                       output_file = "merged.safetensors"
+
+Both mean the same, and a recipe has one of the two. `OTHER_NAMES` lists the others.
+
+
+The entries of a recipe's lists: a model that is merged, and a rule for tensors.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -20,12 +42,212 @@ from pydantic import (
     model_validator,
 )
 
-from dare.errors import RecipeError, did_you_mean
-from dare.recipe.hub_names import looks_like_name, parse_address
+from dare.errors import ACTS, InputError, RecipeError, did_you_mean, printable
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
-from dare.stores.locations import StorePath, home_folder, to_path, without_credentials
+from dare.stores.locations import (
+    StorePath,
+    home_folder,
+    looks_like_name,
+    parse_address,
+    to_path,
+    without_credentials,
+)
+from dare.tensors.files import read_limited
+
+MAX_BYTES = 10_000_000
+"""The limit for a recipe: some rule for each of 100,000 tensors."""
+MAX_PARTS = 100
+"""The limit for a dotted key; a recipe has no more than two parts."""
+MAX_NESTED = 100
+MAX_BITS = 128
+"""The limit for a whole number: Python refuses to print much larger ones."""
+
+_NOT_KEYS = re.compile(
+    r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
+    r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
+    re.DOTALL,
+)
+"""Comments and texts as a whole; possessive, so that no alternative is tried twice."""
+_DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the tables of a recipe from a TOML file."""
+    content = read_limited(path, MAX_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: must be text in UTF-8, and byte {error.start} is not") from None
+    keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
+    if any(key[0].count(".") >= MAX_PARTS for key in _DOTTED.finditer(keys)):
+        raise RecipeError(f"{path}: not valid TOML: a key has more than {MAX_PARTS} parts")
+    try:
+        document = tomllib.loads(text.replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    _check(document, path, MAX_NESTED)
+    return document
+
+
+def _check(value: Any, path: Path, nested: int) -> None:
+    """Refuse what no recipe holds, before anything tries to show it."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise RecipeError(f"{path}: holds a number of more than {MAX_BITS} bits")
+    if not isinstance(value, dict | list):
+        return
+    if not nested:
+        raise RecipeError(f"{path}: is nested more than {MAX_NESTED} deep")
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check(inner, path, nested - 1)
+
+
+def write_toml(document: Mapping[str, Any]) -> str:
+    """Write tables as TOML, with every text escaped, so that it stays one value."""
+    import tomli_w
+
+    return ACTS.sub(_escape, tomli_w.dumps(document))
+
+
+def _escape(found: re.Match[str]) -> str:
+    """Escape a character that tomli_w leaves inside a text and a terminal would act on."""
+    if found[0] in "\n\t":
+        return found[0]
+    if "\ud800" <= found[0] <= "\udfff":
+        raise RecipeError(f"{found[0]!a} is half a character, which TOML cannot hold; rename it")
+    return f"\\U{ord(found[0]):08X}"
+
+
+def write_value(value: Any) -> str:
+    r"""Write a value as TOML on one line.
+
+    >>> write_value(["a\nb", {"file": "c", "weight": 0.5}])
+    '["a\\nb", { file = "c", weight = 0.5 }]'
+    """
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {write_value(v)}' for key, v in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(write_value, value))}]"
+    return write_toml({"x": value}).removeprefix("x = ").strip()
+
+
+def write_comment(text: str) -> str:
+    r"""Write a text as one comment; characters that end the line or act on a terminal are escaped.
+
+    >>> write_comment("a model called 'b\nallow_pickle = true'")
+    "# a model called 'b\\nallow_pickle = true'"
+    """
+    return f"# {printable(text)}"
+
+
+# ----------------------------------------------------------------
+
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "base": ("base_file", "base_path"),
+    "models": ("merge_files", "merge", "finetuned_paths"),
+    "output": ("output_file", "output_path"),
+}
+"""Other names in a recipe and in Python by our name; first that of [models]."""
+
+OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
+
+FLAGS = {
+    "base": ("--base", "-b"),
+    "models": ("--models", "--merge", "-m"),
+    "output": ("--output", "-o"),
+}
+
+
+def written_models(files: Sequence[Path]) -> str:
+    r"""Say what to write so that these are the models, on the command line or in a recipe.
+
+    >>> written_models([Path("base"), Path("my model")])
+    'write --models base \'my model\', or models = ["base", "my model"] in the recipe'
+    """
+    names = [str(file) for file in files]
+    return (
+        f"write {FLAGS['models'][0]} {shlex.join(names)}, or models = {write_value(names)} in the "
+        "recipe"
+    )
+
+
+@dataclass(frozen=True)
+class Files:
+    """The table in which a document names its files, to read and to change them as they are."""
+
+    table: dict[str, Any]
+    """The document, or its table [models]."""
+    is_table: bool
+    keys: dict[str, str]
+    """The name in use, by ours."""
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Files:
+        """Find them; refuse a document in both forms, or with two names for one thing."""
+        is_table = isinstance(document.get("models"), dict)
+        table = document["models"] if is_table else document
+        if is_table:
+            _check_table(document, table)
+        keys = {}
+        for ours, others in OTHER_NAMES.items():
+            given = [name for name in (ours, *others) if name in table]
+            if len(given) > 1:
+                raise RecipeError(f"{' and '.join(given)}: mean the same; leave one out")
+            keys[ours] = (*given, others[0] if is_table else ours)[0]
+        return cls(table, is_table, keys)
+
+    def shown(self, field: str) -> str:
+        """Return a field's name in messages: as it is written there."""
+        return f"[models] {self.keys[field]}" if self.is_table else self.keys[field]
+
+    def get(self, field: str) -> Any:
+        """Return the value of a field; None if it has none."""
+        return self.table.get(self.keys[field])
+
+    def set(self, field: str, value: Any) -> None:
+        """Give a field a value, under the name that it has there."""
+        self.table[self.keys[field]] = value
+
+
+def _check_table(document: dict[str, Any], table: dict[str, Any]) -> None:
+    outside = [name for name in document if name in OUR_NAMES and name != "models"]
+    if outside:
+        raise RecipeError(
+            f"{' and '.join(outside)} at the top level and a table [models]: name the files in "
+            "one place, as base, models and output at the top level, or as base_file, "
+            "merge_files and output_file in [models]"
+        )
+    for key in table:
+        if key not in OUR_NAMES:
+            known = [others[0] for others in OTHER_NAMES.values()]
+            raise RecipeError(f"[models] {key}: not known{did_you_mean(key, known)}")
+
+
+def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with base, models and output at its top level, and first.
+
+    >>> in_our_form({"seed": 1, "models": {"base_file": "b", "merge_files": ["m"]}})
+    {'base': 'b', 'models': ['m'], 'seed': 1}
+    """
+    named = Files.of(dict(document))
+    files = {field: named.get(field) for field in OTHER_NAMES if named.get(field) is not None}
+    return files | {key: value for key, value in document.items() if key not in OUR_NAMES}
+
+
+def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments under our names.
+
+    >>> with_our_names({"base_path": "b", "merge": ["m"], "seed": 1})
+    {'base': 'b', 'models': ['m'], 'seed': 1}
+    """
+    Files.of(dict.fromkeys(given))
+    return {OUR_NAMES.get(name, name): value for name, value in given.items()}
+
+
+# ----------------------------------------------------------------
+
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""

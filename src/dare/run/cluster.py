@@ -33,24 +33,21 @@ import numpy as np
 
 from dare import __version__
 from dare.errors import ClusterError, DareError, InputError, OutputError, RecipeError
-from dare.inputs.formats import open_inputs
-from dare.inputs.reading import hold_open, read_stored
-from dare.inputs.sources import Source
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.manifest import fingerprint
 from dare.output.writer import OutputFiles, PartialOutput, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.run.execute import do_census_steps, execute
-from dare.run.graph import Conclude, Observe, list_census_steps
 from dare.run.threads import Id, Step
-from dare.run.worker import Progress
-from dare.stages.methods import load_installed_stages, load_stages
+from dare.run.worker import Conclude, Observe, Progress, list_census_steps
+from dare.stages.registry import load_installed_stages, load_stages
 from dare.stores.locations import StorePath
-from dare.tensors.chunks import chunk_count, chunk_span
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span
 
 RETRIES = 5  # times that Ray starts a task again whose process or machine has died
 TASKS_PER_SLOT = 2  # tasks that are handed to Ray for each one that can run

@@ -13,18 +13,24 @@ from typing import Any
 from dare import kernels
 from dare.documents.progress import Display
 from dare.errors import RecipeError
-from dare.inputs.reading import hold_open, read_chunks
+from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
 from dare.output.writer import ArraySink, PartialOutput, Sink
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend
-from dare.run.graph import Conclude, Make, list_census_steps, list_steps
 from dare.run.threads import Id, Results, Step, run_steps
-from dare.run.worker import Progress, Worker, sources_of
-from dare.tensors.chunks import chunk_span
-from dare.tensors.digest import bytes_digest
+from dare.run.worker import (
+    Conclude,
+    Make,
+    Progress,
+    Worker,
+    list_census_steps,
+    list_steps,
+    sources_of,
+)
+from dare.tensors.chunks import bytes_digest, chunk_span
 
 MakeWorker = Callable[[Plan, Backend, Any, Progress, threading.Event], Worker]
 

@@ -39,10 +39,9 @@ from dare.output.writer import explaining
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.execute import do_census_steps
-from dare.run.graph import Conclude, Observe, list_census_steps
 from dare.run.threads import Id, Results
-from dare.run.worker import Progress
-from dare.tensors.digest import bytes_digest
+from dare.run.worker import Conclude, Observe, Progress, list_census_steps
+from dare.tensors.chunks import bytes_digest
 
 POLL_SECONDS = 0.25
 OBSERVATIONS_VERSION = 1

@@ -6,8 +6,7 @@ To add one, write its function in a file here and decorate it. Every file of the
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dare.stages.methods import ALIASES, IMPLIED, parse_method
-from dare.stages.registry import STAGES, Settings, Stage, find_stage
+from dare.stages.registry import ALIASES, IMPLIED, STAGES, Settings, Stage, find_stage, parse_method
 
 __all__ = ["ALIASES", "IMPLIED", "STAGES", "Settings", "Stage", "find_stage", "parse_method"]
 

@@ -2,6 +2,17 @@
 
 A `StorePath` asks the store (`dare.stores.reading`) whether it exists and what is in it. So
 whatever takes a path takes an address.
+
+
+Names on the hub, told from paths without asking the hub.
+
+A name is `org/name`, or `org/name/inside@revision`, where `inside` is a folder or a file of the
+repository. A path that exists here is never a name. Otherwise
+
+- with `@revision` a text is a name;
+- without it, only if it has exactly two parts, the second does not end like a file of weights,
+  and there is no folder here that is called like the first: `models/bas` beside a folder `models`
+  is a slip of the pen, and is not sent to a server.
 """
 
 from __future__ import annotations
@@ -10,10 +21,12 @@ import fnmatch
 import os
 import re
 from collections.abc import Generator
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from dare.errors import InputError
 from dare.stores import reading
 from dare.stores.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
 
@@ -81,3 +94,89 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     if password or parts.query:
         grant_access(path, Access(password=password, query=parts.query))
     return path
+
+
+# ----------------------------------------------------------------
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
+"""Endings of files of weights; `org/model.safetensors` is a path, not a name."""
+
+_PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
+_NO_PARTS = {"", ".", ".."}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A model on the hub: repository, folder or file inside it, revision if one is given."""
+
+    repo: str
+    inside: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        place = "/".join(filter(None, (self.repo, self.inside)))
+        return place + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def file(self) -> str | None:
+        """The file of weights that is asked for, if it is a file."""
+        path = PurePosixPath(self.inside)
+        return path.name if path.suffix in WEIGHT_SUFFIXES else None
+
+    @property
+    def folder(self) -> PurePosixPath:
+        """The folder of the repository that holds the model."""
+        path = PurePosixPath(self.inside)
+        return path.parent if self.file else path
+
+
+def looks_like_name(text: str) -> bool:
+    """Return whether a text has the form of a name on the hub; files here are not considered.
+
+    >>> [looks_like_name(t) for t in ("org/name", "org/name@v1", "org/name/sub@main")]
+    [True, True, True]
+    >>> [looks_like_name(t) for t in ("name", "a/b/c", "/org/name", "org/model.safetensors")]
+    [False, False, False, False]
+    """
+    return parse_name(text) is not None
+
+
+def parse_name(text: str) -> Name | None:
+    """Parse a name; return None if the text is none."""
+    place, at, revision = text.partition("@")
+    org, slash, rest = place.partition("/")
+    name, _, inside = rest.partition("/")
+    is_name = (
+        slash
+        and all(_PART.fullmatch(part) for part in (org, name))
+        and not re.search(r"--|\.\.|\.git$", f"{org}/{name}")
+        and not text.endswith(WEIGHT_SUFFIXES)
+        and not (inside and _NO_PARTS & set(inside.split("/")))
+        and (_is_revision(revision) if at else not inside)
+    )
+    return Name(f"{org}/{name}", inside, revision or None) if is_name else None
+
+
+def parse_address(text: str) -> Name:
+    """Parse an address: `hf://org/name@revision/inside`.
+
+    >>> str(parse_address("hf://org/name@v1/q/m.gguf"))
+    'org/name/q/m.gguf@v1'
+    """
+    org, _, rest = text.removeprefix("hf://").partition("/")
+    place, _, inside = rest.partition("/")
+    name, _, revision = place.partition("@")
+    revision = unquote(revision)
+    known = parse_name("/".join(filter(None, (org, name, inside))) + f"@{revision or 'main'}")
+    if known is None:
+        raise InputError(
+            f"{text}: is not the address of a model on the hub; write hf://org/name, or "
+            "hf://org/name@revision/folder"
+        )
+    return Name(known.repo, known.inside, revision or None)
+
+
+def _is_revision(text: str) -> bool:
+    is_plain = re.fullmatch(r"[^\s@:?*\[\\^~]+", text) is not None
+    return is_plain and not _NO_PARTS & set(text.split("/"))

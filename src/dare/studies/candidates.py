@@ -20,7 +20,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dare.api import AnyRecipe, check_digests, make_recipe, merge
-from dare.checks.same_model import check_inputs
+from dare.checks.inputs import check_inputs
 from dare.deltas.memory import (
     WRITING,
     Arrays,
@@ -34,18 +34,16 @@ from dare.deltas.memory import (
 )
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.formats import open_inputs
-from dare.inputs.reading import Held, HeldSource, hold
-from dare.inputs.sources import Source
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Held, HeldSource, Source, hold
 from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
-from dare.planning.cost import available_cores
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan
+from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.run.execute import execute
 from dare.run.worker import Progress
 from dare.tensors.names import some_of

@@ -24,7 +24,7 @@ from dare.documents.document import (
 )
 from dare.documents.words import NOTHING, listed, number, share, time_text, times, value_text
 from dare.errors import RecipeError
-from dare.recipe.toml import write_toml
+from dare.recipe.entries import write_toml
 from dare.studies.figures import draw_figures, setting_names
 from dare.studies.results import (
     NOT_MERGED,

@@ -52,7 +52,7 @@ from dare.studies import harness
 from dare.studies.results import UNGROUPED, Scored, group_means
 
 if TYPE_CHECKING:
-    from dare.recipe.schema import Recipe
+    from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
 Evaluator = str | Callable[..., Any]
@@ -414,7 +414,7 @@ class Answering:
 
     def open(self, given: dict[str, Any]) -> None:
         from dare.recipe.document import recipe_from_document
-        from dare.stages.methods import load_stages
+        from dare.stages.registry import load_stages
 
         for file in given["stages"]:
             load_stages(file)

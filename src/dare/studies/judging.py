@@ -11,7 +11,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.errors import RecipeError
 from dare.recipe.document import recipe_from_document, with_settings
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.recipe.search import Guard, Objective, Scores
 from dare.studies.results import (
     Estimate,

@@ -17,8 +17,8 @@ from dare.documents.shown import Shown, json_ready
 from dare.errors import InputError, printable
 from dare.output.targets import write_file
 from dare.recipe.document import recipe_from_document
-from dare.recipe.schema import Recipe
-from dare.recipe.toml import write_toml
+from dare.recipe.entries import write_toml
+from dare.recipe.recipe import Recipe
 from dare.studies.conclusions import conclude
 from dare.studies.document import grounds, study_document
 from dare.studies.results import Conclusion, Ranked, Role, StudyData, Trial, key_of

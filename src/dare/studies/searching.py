@@ -28,10 +28,10 @@ from dare.api import AnyRecipe, make_recipe
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
-from dare.planning.cost import available_cores
+from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE, recipe_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.schema import Recipe
+from dare.recipe.recipe import Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.document import counted
 from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer

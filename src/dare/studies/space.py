@@ -26,7 +26,7 @@ from dare.recipe.document import (
     with_settings,
 )
 from dare.recipe.entries import distinct
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dare.errors import InputError
-from dare.run.presence import Presence
+from dare.run.processes import Presence
 from dare.studies.results import Scored, Settings, State, Trial
 from dare.studies.space import Space
 from dare.studies.statistics import REDUCTION

@@ -37,13 +37,11 @@ from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.destinations import check_target, finished_before
 from dare.output.targets import has_mark, partial_folder
-from dare.planning.data import Fate
-from dare.planning.layout import Layout
-from dare.planning.plan import Plan
+from dare.planning.data import Fate, Layout
+from dare.planning.plan import Plan, estimate
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import as_path, distinct
-from dare.recipe.schema import Recipe
-from dare.run.rates import estimate
+from dare.recipe.recipe import Recipe
 from dare.stores.locations import StorePath
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs

@@ -11,8 +11,7 @@ from dare.documents.notices import Notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, setting, times
 from dare.errors import printable
-from dare.recipe.naming import in_our_form
-from dare.recipe.toml import write_toml
+from dare.recipe.entries import in_our_form, write_toml
 
 LEFT_OUT = "left out"
 """The value that advice gives to a model that it does not merge."""

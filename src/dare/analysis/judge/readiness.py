@@ -28,7 +28,7 @@ from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
 from dare.checks.sample import is_far_from_base
 from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity, notice
 from dare.documents.words import times
-from dare.inputs.fit import LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding

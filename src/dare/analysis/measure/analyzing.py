@@ -43,18 +43,18 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
-from dare.checks.structure import NONE, SMALLEST, Magnitudes, spread
+from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
 from dare.documents.progress import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.directory import read_config
-from dare.inputs.fit import Form, LeftOut, Misfit, find_extras, fit_tensor
-from dare.inputs.formats import Inputs, open_inputs
+from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing
-from dare.planning.cost import available_cores, check_memory, memory_limit
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
+from dare.planning.plan import available_cores, check_memory, memory_limit
+from dare.recipe.recipe import ModelEntry, Recipe
 from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
 from dare.run.threads import Step, run_steps
 from dare.tensors.header import TensorInfo

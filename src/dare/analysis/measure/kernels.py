@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from dare.analysis.measure.tallies import CHANGED, LEAST, LEAST_OF_NONE, NOT_FINITE, PEAK, ROW, TILE
-from dare.checks.structure import BIN_SHIFT, BINS
+from dare.checks.sample import BIN_SHIFT, BINS
 from dare.kernels.cpu import (
     INFINITY,
     bits_of,

@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
-from dare.checks.structure import BIN_SHIFT, BINS, NONE, Magnitudes, rounding_energy, top_bin
-from dare.inputs.reading import read_floats, read_stored
-from dare.inputs.sources import Raw, Source
+from dare.checks.sample import BIN_SHIFT, BINS, NONE, Magnitudes, rounding_energy, top_bin
+from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.threads import Batch, Step
@@ -61,7 +60,7 @@ def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -
 
 KERNELS = Kernels(
     "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/structure.py"),
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/sample.py"),
     {"measure": _room},
 )
 

@@ -2,7 +2,7 @@
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
 extremes; beside them stands how many elements have which magnitude, in bins
-(`dare.checks.structure`). A quantile is the middle of the bin that it falls in, so it is off by
+(`dare.checks.sample`). A quantile is the middle of the bin that it falls in, so it is off by
 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
 is counted in the bins, to 0.4 %; where there are none it is the sum itself.
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Histogram, Inliers, Quantiles, Spectrum, Statistics
-from dare.checks.structure import (
+from dare.checks.sample import (
     BIN_SHIFT,
     BINS,
     OCTAVE,

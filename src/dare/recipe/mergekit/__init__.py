@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dare.recipe.document import recipe_from_document
+from dare.recipe.entries import write_comment
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED, Draft
 from dare.recipe.mergekit.nodes import read_yaml
-from dare.recipe.schema import Recipe
-from dare.recipe.toml import write_comment
+from dare.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from dare.inputs.quantised import read_quantised
 from dare.inputs.sources import Source, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
-from dare.recipe.hub_names import parse_name
 from dare.recipe.layers import mean_value
-from dare.recipe.schema import DEFAULT_MEMORY, Recipe
-from dare.stores.locations import to_path
+from dare.recipe.recipe import DEFAULT_MEMORY, Recipe
+from dare.stores.locations import parse_name, to_path
 
 if TYPE_CHECKING:
     from dare.recipe.mergekit import Conversion

@@ -33,6 +33,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
+    OTHER_NAMES,
     AnyPath,
     ModelEntry,
     Strict,
@@ -42,11 +43,11 @@ from dare.recipe.entries import (
     flat,
     parse_size,
     with_lists,
+    write_toml,
+    written_models,
 )
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
-from dare.recipe.naming import OTHER_NAMES, written_models
 from dare.recipe.search import Search, search_table
-from dare.recipe.toml import write_toml
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
