@@ -15,7 +15,7 @@ import dare
 from dare.errors import InputError, RecipeError
 from dare.output.manifest import read_manifest
 from dare.output.writer import manifest_path
-from dare.stages import STAGES, methods
+from dare.stages import STAGES
 from dare.studies.evaluators import open_scorer
 from helpers import save
 
@@ -53,7 +53,7 @@ def _forget():
     yield
     STAGES.clear()
     STAGES.update(before)
-    methods.load_installed_stages.cache_clear()
+    registry.load_installed_stages.cache_clear()
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_stages_of_an_installed_package(folder):
 
 
 def test_a_search_makes_candidates_with_it_in_another_process(folder):
-    methods.load_stages(folder / "shrink.py")
+    registry.load_stages(folder / "shrink.py")
     (folder / "score.py").write_text("def score(tensors):\n    return float(tensors['w'].sum())\n")
     files = [folder / f"{name}.safetensors" for name in "ab"]
     recipe = dare.Recipe(base=folder / "base.safetensors", models=files, method="shrink+sum")
