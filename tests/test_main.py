@@ -56,7 +56,7 @@ def test_the_collector_is_left_as_it_was_and_blas_gets_one_thread_where_more_wou
 @pytest.mark.parametrize(
     ("place", "arguments"),
     [
-        ("dare.run.execute:run_steps", "{0}/base.safetensors {0}/tuned.safetensors -o {0}/out"),
+        ("dare.run.engine:run_steps", "{0}/base.safetensors {0}/tuned.safetensors -o {0}/out"),
         (
             "dare.studies.searching:Study",
             "sweep --base {0}/base.safetensors --merge {0}/tuned.safetensors "

@@ -8,52 +8,34 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.checks.inputs import check_chunks, check_inputs, is_suspect, with_base_among_models
-from dare.checks.sample import SampledModels, sample_models
-from dare.documents.notices import LEFTOVERS, Notice, notice
-from dare.documents.progress import COMPILING, Display, Meter, show_progress
+from dare.checks.inputs import check_inputs, with_base_among_models
 from dare.documents.words import times
-from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
+from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
 from dare.inputs.opening import open_inputs
-from dare.output.destinations import check_target, clear_leftovers, finished_before, open_output
-from dare.output.journal import BusyError
 from dare.output.manifest import (
-    checked_metadata,
-    embedded_manifest,
     find_manifest,
-    fingerprint,
-    full_manifest,
     inputs_of_output,
-    metadata_of,
     repeating_document,
 )
-from dare.output.report import Digests, Report, make_report
-from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.slices import FinishingOutput, GoneError, SliceOutput, SliceReport
-from dare.output.targets import seal
-from dare.output.writer import ArraySink, PartialOutput
-from dare.planning.data import Layout
+from dare.output.report import Report, make_report
+from dare.output.sidecars import with_sidecars
+from dare.output.sink import ArraySink
+from dare.output.slices import SliceReport
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan, keep_rate
-from dare.planning.slices import Division, Slice
+from dare.planning.plan import Plan
 from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe
-from dare.run.cluster import check_for_cluster, execute_on_cluster
-from dare.run.execute import confirm_inputs, execute
-from dare.run.slices import SharedObservations
-from dare.stages import find_stage
+from dare.run.engine import execute, run, warn
+from dare.run.merging import Merge, run_finish, run_slice, take_sample
 from dare.stores.locations import to_path
-from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -172,39 +154,8 @@ def merge(
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
     replaced with `overwrite`; an input never is. `backend` is as in `plan`; a plan has one already.
     """
-    started = time.perf_counter()
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
-    planned = _planned(recipe, backend, given)
-    is_local, verbose = planned.recipe.cluster is None, planned.recipe.verbose
-    check_for_cluster(planned)
-    layout, finished = _find_finished(planned, overwrite=overwrite, resume=resume)
-    if finished is not None:
-        return finished
-    begun, announced = time.perf_counter(), list[str]()
-    sample = _sample(planned)
-    _final_documents(planned, layout, make_report(planned, ()))
-    identity = _output_of(planned, layout)
-    with (
-        open_output(*identity, resume=resume, overwrite=overwrite) as partial,
-        show_progress(planned.cost.bytes_read, "merging", visible=verbose) as display,
-    ):
-        noticed, meter = _accept_resumed(planned, partial, display)
-        how: dict[str, Any] = {"done": partial.resumed, "progress": meter.advance}
-
-        def announce(text: str = COMPILING) -> None:
-            announced.append(text)
-            display.announce(text)
-
-        if is_local:
-            records = execute(planned, partial, announce=announce, **how)
-        else:
-            records = execute_on_cluster(planned, partial, identity[1], announce=announce, **how)
-        figures = time.perf_counter() - started, meter.bytes_read, len(partial.resumed)
-        report = make_report(planned, records, sample, noticed, *figures)
-        report = _publish(planned, partial, report, [*sample.notices, *noticed])
-    if is_local and not (announced or partial.resumed):
-        keep_rate(planned, time.perf_counter() - begun)
-    return report
+    return run(Merge(_planned(recipe, backend, given)), overwrite=overwrite, resume=resume)
 
 
 def _planned(
@@ -234,179 +185,12 @@ def merge_slice(
     needs what the others find in their tensors: it waits for those that run, so many seconds if
     there is no news, and does the others' looking itself.
     """
-    started = time.perf_counter()
-    part = Slice.parse(slice)
-    planned = _planned(recipe, backend)
-    layout, finished = _find_shared(planned, overwrite=overwrite)
-    if finished is not None:
-        return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
-    sample = _sample(planned)
-    _final_documents(planned, layout, make_report(planned, ()))
-    noticed: list[Notice] = []
-    done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
-    report = None
-    if not done.unfinished:
-        # Another slice may have come as far at the same moment, and publishes it.
-        with suppress(GoneError, BusyError):
-            report = _finish(planned, layout, sample, noticed, overwrite=overwrite, wait=wait)
-    return replace(done, seconds=time.perf_counter() - started, report=report)
-
-
-def _do_slice(
-    planned: Plan,
-    layout: Layout,
-    part: Slice,
-    noticed: list[Notice],
-    *,
-    overwrite: bool,
-    wait: float,
-) -> SliceReport:
-    """Make the chunks of a slice, and see which slices are not complete then."""
-    division = Division(planned, part.of)
-    share = division.share(part.number)
-    total = planned.cost.bytes_read * division.nbytes(share) // division.total
-    with (
-        SliceOutput(part, share, *_output_of(planned, layout), overwrite=overwrite) as output,
-        show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
-    ):
-        found, meter = _accept_resumed(planned, output, display)
-        noticed += found
-        identity = f"{fingerprint(planned)} {planned.stamps}"
-        of = planned, part, division, output.folder, identity, wait
-        known = SharedObservations(*of, meter.advance, display.announce).conclusions()
-        how: dict[str, Any] = {"done": output.resumed, "progress": meter.advance, "known": known}
-        execute(planned, output, announce=lambda: display.announce(COMPILING), share=share, **how)
-        output.end(meter.bytes_read)
-    chunks, resumed = sum(map(len, share.values())), len(output.resumed)
-    return SliceReport(str(part), chunks, resumed, meter.bytes_read, 0.0, output.unfinished(), None)
+    return run_slice(_planned(recipe, backend), slice, overwrite=overwrite, wait=wait)
 
 
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    planned = _planned(recipe, backend)
-    layout, finished = _find_shared(planned, overwrite=overwrite)
-    return finished or _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
-
-
-def _finish(
-    planned: Plan,
-    layout: Layout,
-    sample: SampledModels,
-    noticed: list[Notice],
-    *,
-    overwrite: bool,
-    wait: float = 0,
-) -> Report:
-    with (
-        FinishingOutput(*_output_of(planned, layout), overwrite=overwrite, wait=wait) as output,
-        show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
-    ):
-        noticed = [*noticed, *_accept_resumed(planned, output, display)[0]]
-        output.check_complete(planned)
-        output.adopt()
-        figures = output.seconds, output.bytes_read, output.resumed_chunks
-        report = make_report(planned, output.resumed, sample, noticed, *figures)
-        return _publish(planned, output, report, [*sample.notices, *noticed])
-
-
-def _find_shared(planned: Plan, *, overwrite: bool) -> tuple[Layout, Report | None]:
-    """Do the same for an output that slices can write to."""
-    if planned.recipe.cluster is not None:
-        cluster = planned.recipe.cluster
-        raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
-    if planned.layout is not None and planned.layout.is_sent:
-        remedy = "merge without --slice, or copy the output there afterwards"
-        raise OutputError(f"{planned.layout.target}: slices cannot write to a store; {remedy}")
-    return _find_finished(planned, overwrite=overwrite, resume=True)
-
-
-def _find_finished(planned: Plan, *, overwrite: bool, resume: bool) -> tuple[Layout, Report | None]:
-    """Return the layout, and the report if this very merge was completed before."""
-    layout, finished = checked_layout(planned, overwrite=overwrite, resume=resume)
-    if finished is not None:
-        clear_leftovers(layout)
-    return layout, finished
-
-
-def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], str, str]:
-    """Return the arguments of an output: layout, metadata, fingerprint and stamps."""
-    metadata = metadata_of(embedded_manifest(planned))
-    return layout, metadata, fingerprint(planned), planned.stamps
-
-
-def _accept_resumed(
-    planned: Plan, output: PartialOutput, display: Display
-) -> tuple[list[Notice], Meter]:
-    """Take over an earlier try, as far as it was made of these inputs; say what is not used."""
-    noticed = []
-    output.announce = display.announce
-    if output.started_over:
-        noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
-        _warn(planned.recipe, noticed)
-    confirm_inputs(planned, output, display)
-    suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
-    check_chunks(planned, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
-    elements = {tensor.name: tensor.elements for tensor in planned.tensors}
-    done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
-    meter = Meter(display)
-    display.advance(planned.cost.bytes_read * done // max(sum(elements.values()), 1))
-    return noticed, meter
-
-
-def _publish(
-    planned: Plan, output: PartialOutput, report: Report, noticed: Collection[Notice]
-) -> Report:
-    """Put the last files beside the weights, give the output its name, show the new warnings."""
-    check_digests(planned, report.digests)
-    sidecars, metadata, manifest = _final_documents(planned, output.layout, report)
-    output.add_files(sidecars)
-    problems = output.finish(metadata, manifest)
-    target = output.layout.target
-    late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
-    shown = {*planned.warnings, *noticed}
-    _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
-    return replace(report, warnings=(*report.warnings, *late))
-
-
-def _finished_before(planned: Plan, layout: Layout) -> Report | None:
-    """Return the report of this very merge, if it was complete when its process died."""
-    found = finished_before(layout)
-    if found is None or found.fingerprint != fingerprint(planned):
-        return None
-    if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
-        return None  # whether the inputs are still the same is not known
-    records = [record for _, record in found.records.values()]
-    target = str(planned.recipe.output)
-    noticed = [notice(LEFTOVERS, target, what="Already complete; removed temporary files")]
-    return make_report(planned, records, sample_models(planned), noticed, 0.0, 0, len(records))
-
-
-def _final_documents(
-    planned: Plan, layout: Layout, report: Report
-) -> tuple[dict[str, bytes | Path], dict[str, dict[str, str]], dict[str, Any]]:
-    """Return the files beside the weights, the headers' metadata and the manifest.
-
-    They are also made of an empty report before a merge, so that nothing fails at the end.
-    """
-    embedded = embedded_manifest(planned, report.digests)
-    manifest = full_manifest(planned, report, embedded)
-    seal(manifest, {})
-    report.to_json()
-    return sidecar_files(planned, report), checked_metadata(layout, embedded), manifest
-
-
-def checked_layout(planned: Plan, *, overwrite: bool, resume: bool) -> tuple[Layout, Report | None]:
-    """Refuse an output that is not named, is an input, or exists and is not this merge's own.
-
-    Return its layout, and the report if this very merge was completed before.
-    """
-    if planned.layout is None:
-        raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
-    finished = _finished_before(planned, planned.layout) if resume else None
-    if finished is None:
-        clear_leftovers(planned.layout)
-        check_target(planned.layout, planned.input_files, overwrite=overwrite)
-    return planned.layout, finished
+    return run_finish(_planned(recipe, backend), overwrite=overwrite)
 
 
 def apply_delta(
@@ -425,30 +209,13 @@ def apply_delta(
     by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
     `Recipe`.
     """
-    from dare.deltas.restoring import open_delta, restore
+    from dare.deltas.restoring import open_delta, recipe_for, restore
 
     file = open_delta(delta)
+    settings |= {"base": base, "output": output, "verbose": verbose}
     if file.notes.scheme == "lossless":
-        flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
-        return restore(base, file, to_path(output), **flags, **settings)
-    notes = file.notes
-    entry = ModelEntry(file=delta, seed=notes.seed)
-    method, stages = find_stage(adds_up=True).name, {}
-    if notes.scheme == "random":
-        dropping = find_stage(keeps="random").name
-        method = f"{dropping}+{method}"
-        if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
-            stages = {dropping: {"drop_rate": notes.drop_rate}}
-    recipe = Recipe(
-        base=base,
-        models=[entry],
-        output=output,
-        method=method,
-        stages=stages,
-        copy_from=entry.name if any(f.kind != "header" for f in notes.files.values()) else None,
-        verbose=verbose,
-        **settings,
-    )
+        return restore(file, overwrite=overwrite, resume=resume, **settings)
+    recipe = recipe_for(file, delta, **settings)
     return merge(recipe, overwrite=overwrite, resume=resume)
 
 
@@ -491,14 +258,14 @@ def merge_arrays(
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
     planned = make_plan(recipe, tied, tuned, names, notes, backend=backend)
-    sample = _sample(planned)
+    sample = take_sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
     seconds = time.perf_counter() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
-    _warn(recipe, [notice for notice in report.warnings if notice not in shown])
+    warn(planned, [notice for notice in report.warnings if notice not in shown])
     merged = {
         info.name: like_original(originals[info.name], info, sink.arrays[info.name])
         for info in written
@@ -529,42 +296,3 @@ def _array_recipe(
         for entry, parameters in zip(recipe.models, model_settings, strict=True)
     ]
     return recipe.model_copy(update={"models": entries})
-
-
-def _sample(planned: Plan) -> SampledModels:
-    """Sample the weights; refuse what is not finite, and warn of what was noticed."""
-    sample = sample_models(planned)
-    check_chunks(planned, [(t.name, n, 0) for t in sample.not_finite for n in range(t.chunks)])
-    _warn(planned.recipe, [*planned.warnings, *sample.notices])
-    return sample
-
-
-def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
-    if recipe.verbose:
-        for notice in dict.fromkeys(notices):
-            warn_caller(str(notice))
-
-
-def check_digests(planned: Plan, digests: Digests) -> None:
-    """A delta file is for one base, and a recipe from a manifest for those inputs and no others."""
-    recipe = planned.recipe
-    found = (digests.base, *digests.models)
-    files = (recipe.base, *(entry.file for entry in recipe.models))
-    for model, entry in zip(planned.models, recipe.models, strict=True):
-        for name in model.tensors.keys() & digests.base_tensors.keys():
-            if model.base_digest(name) not in (None, digests.base_tensors[name]):
-                differs = f"{name} differs from the one in {recipe.base}; give the base it is for"
-                raise InputError(f"{entry.file}: is a delta file for another base: {differs}")
-    for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):
-        if digest != expected:
-            raise InputError(
-                f"{file}: is not what it was when the manifest was written "
-                f"(digest {digest}, then {expected}); to merge it all the same, write the recipe "
-                "out with `dare init --config` and take input_digests out of it"
-            )
-    if recipe.output_digest not in (None, digests.output):
-        raise VerificationError(
-            f"{recipe.output}: the merge gives other weights than its manifest says (digest "
-            f"{digests.output}, then {recipe.output_digest}); the manifest was edited, or "
-            "written by another version. Nothing was written"
-        )

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
+from dare.output.slices import GoneError
 from helpers import listing, write_recipe
 
 SIZE = 700_000  # more than a chunk
@@ -121,6 +122,9 @@ def test_arrays_and_the_published_functions_refuse_likewise():
 
 
 def test_slices_and_finish_refuse_likewise(tmp_path):
+    def gone(*_given):
+        raise GoneError
+
     base, tuned = vectors([600_000])
     recipe = write_recipe(tmp_path, base, [tuned], method="sum")
     with refused(1):
@@ -128,7 +132,7 @@ def test_slices_and_finish_refuse_likewise(tmp_path):
             dare.merge_slice(recipe, f"{number}/2")
     allowed = recipe.model_copy(update={"allow_not_finite": True})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dare.api._finish", lambda *_, **__: None)
+        patch.setattr("dare.output.slices.Finisher.claim", gone)
         for number in (1, 2):
             dare.merge_slice(allowed, f"{number}/2")
     with refused(1):
@@ -140,7 +144,7 @@ def test_chunks_of_an_interrupted_merge_that_allowed_it_are_refused_too(tmp_path
     base, tuned = vectors([5])
     recipe = write_recipe(tmp_path, base, [tuned], method="sum")
     with monkeypatch.context() as patch:
-        patch.setattr("dare.api._publish", lambda *_, **__: 1 / 0)
+        patch.setattr("dare.output.output.Output.finish", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dare.merge(recipe.model_copy(update={"allow_not_finite": True}))
     with refused(1):

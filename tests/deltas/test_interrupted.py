@@ -19,7 +19,8 @@ from small_deltas import KINDS, apply_quietly, compress_quietly
 import dare
 from dare import InputError, MismatchError, OutputError, VerificationError
 from dare.deltas.compressing import compress
-from dare.output.writer import PIECES_NAME, PartialOutput, PieceOutput
+from dare.output.output import Output
+from dare.output.sink import PIECES_NAME, FileSink, PieceSink
 from helpers import flip_bit, listing, save, sha256
 
 NAME = "math.delta.safetensors"
@@ -93,14 +94,14 @@ def way(request, given: Given, kind: str, tmp_path: Path) -> Way:
             settings = {"base": given.base, "model": given.model, "threads": 1, **settings}
             return compress_quietly(output=output, kind=kind, **settings)
 
-        return Way(run, given.deltas[kind], output, (PieceOutput, "append"))
+        return Way(run, given.deltas[kind], output, (PieceSink, "append"))
     output = tmp_path / "applied.safetensors"
 
     def apply(**settings: Any) -> Any:
         settings = {"base": given.base, "delta": given.deltas[kind], **settings}
         return apply_quietly(output=output, **settings)
 
-    return Way(apply, given.applied[kind], output, (PartialOutput, "write"))
+    return Way(apply, given.applied[kind], output, (FileSink, "write"))
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def test_no_room_for_the_whole_file_does_not_cost_the_pieces(given, kind, tmp_pa
         lambda: compress_quietly(given.base, given.model, tmp_path / NAME, kind, threads=1),
         given.deltas[kind],
         tmp_path / NAME,
-        (PieceOutput, "append"),
+        (PieceSink, "append"),
     )
     free = iter((1 << 40, 0))  # before anything is coded, and when all of it is
 
@@ -208,7 +209,7 @@ def test_another_model_is_not_mixed_in(given, kind, tmp_path, monkeypatch):
         return compress_quietly(given.base, other, tmp_path / name / NAME, kind, threads=1)
 
     way = Way(
-        lambda: run("one"), given.deltas[kind], tmp_path / "one" / NAME, (PieceOutput, "append")
+        lambda: run("one"), given.deltas[kind], tmp_path / "one" / NAME, (PieceSink, "append")
     )
     stop(way, monkeypatch)
     model["a"][:1000] += np.float16(1)
@@ -228,7 +229,7 @@ def test_other_settings_start_over(given, tmp_path, monkeypatch, settings):
     def run(**more: Any) -> Any:
         return compress(given.base, given.model, tmp_path / NAME, **{**asked, **more})
 
-    stop(Way(run, given.base, tmp_path / NAME, (PieceOutput, "append")), monkeypatch)
+    stop(Way(run, given.base, tmp_path / NAME, (PieceSink, "append")), monkeypatch)
     assert run(**settings).resumed_chunks == 0
     assert dare.verify(tmp_path / NAME).ok
 
@@ -238,7 +239,7 @@ def test_another_base_meanwhile_does_not_become_a_model(given, kind, tmp_path, m
     mine = save(tmp_path / "in" / "base.safetensors", base)
     output = tmp_path / "out" / "applied.safetensors"
     run = partial(apply_quietly, mine, given.deltas[kind], output)
-    stop(Way(run, given.applied[kind], output, (PartialOutput, "write")), monkeypatch)
+    stop(Way(run, given.applied[kind], output, (FileSink, "write")), monkeypatch)
     spoilt = {name: values.copy() for name, values in base.items()}
     spoilt["b"][-1] += 1  # in the last chunk, of which no sample is taken
     save(mine, spoilt)
@@ -253,14 +254,14 @@ def test_another_base_meanwhile_does_not_become_a_model(given, kind, tmp_path, m
 def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path, monkeypatch):
     _, model = make_arrays()
     other = save(tmp_path / "model.safetensors", model)
-    real = PieceOutput.append
+    real = PieceSink.append
 
-    def append(self: PieceOutput, data: Any) -> int:
+    def append(self: PieceSink, data: Any) -> int:
         flip_bit(other, 8 * (other.stat().st_size - 1))
         return real(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PieceOutput, "append", append)
+        patch.setattr(PieceSink, "append", append)
         with pytest.raises(InputError, match=r"model.safetensors: changed since"):
             compress_quietly(given.base, other, tmp_path / NAME, kind, threads=1)
     assert not (tmp_path / NAME).exists()
@@ -306,14 +307,14 @@ def test_an_output_is_not_replaced_unless_asked_to(way):
 
 
 def test_an_output_that_appears_meanwhile_is_not_replaced(way, monkeypatch):
-    real = PartialOutput.finish
+    real = Output.finish
 
-    def finish(self: PartialOutput, *given: Any, **more: Any) -> Any:
+    def finish(self: Output, *given: Any, **more: Any) -> Any:
         way.output.write_bytes(b"theirs")
         return real(self, *given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartialOutput, "finish", finish)
+        patch.setattr(Output, "finish", finish)
         with pytest.raises(OutputError, match="appeared during"):
             way.run()
     assert way.output.read_bytes() == b"theirs"

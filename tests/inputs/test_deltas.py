@@ -6,11 +6,11 @@ from ranges import DeltaArrays
 
 from dare.inputs.arrays import array_source
 from dare.output.report import make_report
-from dare.output.writer import ArraySink
+from dare.output.sink import ArraySink
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.recipe.recipe import Recipe
-from dare.run.execute import execute
+from dare.run.engine import execute
 from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo
 

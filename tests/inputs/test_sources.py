@@ -11,7 +11,7 @@ import pytest
 from dare.api import merge
 from dare.errors import HeaderError, InputError
 from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks
-from dare.output.writer import PartialOutput
+from dare.output.output import Output
 from dare.tensors import files
 from dare.tensors.chunks import CHUNK
 from helpers import (
@@ -218,14 +218,14 @@ def test_a_file_cut_while_it_is_open_is_noticed(tmp_path):
 
 def test_a_file_written_to_while_it_is_merged_is_refused(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, {"v": W, "w": W}, [{"v": W + 1, "w": W + 1}], method="sum")
-    original = PartialOutput.record
+    original = Output.record
 
     def record(self, line):
         flip_bit(recipe.base, 8 * recipe.base.stat().st_size - 1)
         os.utime(recipe.base, ns=(0, 0))
         original(self, line)
 
-    monkeypatch.setattr(PartialOutput, "record", record)
+    monkeypatch.setattr(Output, "record", record)
     with pytest.raises(InputError, match=r"base.safetensors: .*changed"):
         merge(recipe)
     assert not recipe.output.exists()

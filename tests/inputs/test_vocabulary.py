@@ -20,10 +20,10 @@ from dare.errors import InputError, MismatchError
 from dare.inputs.arrays import array_source, stored
 from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.vocabulary import Aligned, align
-from dare.output.writer import ArraySink
+from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.recipe.recipe import Recipe
-from dare.run.execute import execute
+from dare.run.engine import execute
 from helpers import read_elements, save
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -17,9 +17,10 @@ import pytest
 
 import dare
 from dare.errors import MismatchError, OutputError, RecipeError
-from dare.output import destinations
-from dare.output.destinations import StoreOutput, check_target
+from dare.output import store as destinations
 from dare.output.manifest import METADATA_KEY
+from dare.output.output import Identity, Output
+from dare.output.store import StoreSink, publisher_of
 from dare.output.targets import UNKNOWN, default_scratch, has_fitting_check, work_folder
 from dare.planning.data import Layout
 from dare.stores import reading, uploading
@@ -270,7 +271,7 @@ def test_what_can_never_be_finished_leaves_nothing(store, models, monkeypatch):
     def refuse(*_args, **_more):
         raise MismatchError("it is another one")
 
-    monkeypatch.setattr(StoreOutput, "finish", refuse)
+    monkeypatch.setattr(Output, "finish", refuse)
     with pytest.raises(MismatchError):
         dare.merge(recipe(models))
     assert names(store) == []
@@ -279,7 +280,9 @@ def test_what_can_never_be_finished_leaves_nothing(store, models, monkeypatch):
 
 def test_one_process_at_a_time(store, models):
     layout = dare.plan(recipe(models)).layout
-    with StoreOutput(layout, {}, "f"), pytest.raises(OutputError, match="another process"):
+    publisher = publisher_of(layout)
+    other = Output(publisher.make_sink({}), publisher, Identity("f"))
+    with other, pytest.raises(OutputError, match="another process"):
         dare.merge(recipe(models))
 
 
@@ -320,13 +323,13 @@ def test_what_is_not_ours_is_never_replaced(store, models):
 
 
 def test_what_appears_during_the_merge_is_not_replaced(store, models, monkeypatch):
-    free = StoreOutput._free_place
+    free = StoreSink.free_place
 
     def late(output):
         store.put("runs/out/notes.txt", b"precious")
         free(output)
 
-    monkeypatch.setattr(StoreOutput, "_free_place", late)
+    monkeypatch.setattr(StoreSink, "free_place", late)
     with pytest.raises(OutputError, match="exists already"):
         dare.merge(recipe(models))
     assert names(store) == ["notes.txt"]
@@ -355,10 +358,10 @@ def test_where_an_output_may_go(store, models, output, remedy):
     layout = Layout(to_path(output), dare.plan(recipe(models)).layout.files)
     if remedy is None:
         with pytest.raises(OutputError, match="choose another output"):
-            check_target(layout, [to_path(f"{output}/model.safetensors")], overwrite=True)
+            publisher_of(layout).check([to_path(f"{output}/model.safetensors")], overwrite=True)
     else:
         with pytest.raises(OutputError, match=remedy):
-            check_target(layout, [], overwrite=False)
+            publisher_of(layout).check([], overwrite=False)
 
 
 def test_slices_are_not_written_to_a_store(store, models):

@@ -11,8 +11,8 @@ import pytest
 
 import dare
 from dare.output.journal import Journal, Record, read_journal
+from dare.output.output import Output
 from dare.output.targets import JOURNAL_NAME, manifest_path, partial_folder
-from dare.output.writer import PartialOutput
 from helpers import flip_bit, sha256, write_recipe
 
 DIGEST = "0123456789abcdef" * 2
@@ -56,9 +56,9 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> da
     """A merge that was stopped after some chunks."""
     recipe = write_recipe(folder, BASE, [MODEL], threads=1)
     count = 0
-    real = PartialOutput.record
+    real = Output.record
 
-    def failing(self: PartialOutput, records: Sequence[Record]) -> None:
+    def failing(self: Output, records: Sequence[Record]) -> None:
         nonlocal count
         real(self, records[: after - count])
         count += len(records)
@@ -66,7 +66,7 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> da
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartialOutput, "record", failing)
+        patch.setattr(Output, "record", failing)
         with pytest.raises(KeyboardInterrupt):
             dare.merge(recipe)
     return recipe

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 
 from dare.errors import OutputError
 from dare.output.journal import Record
+from dare.output.output import Identity, Output, Publisher
+from dare.output.sink import PIECES_NAME, PieceSink
 from dare.output.targets import manifest_path, read_sealed
-from dare.output.writer import PIECES_NAME, PieceOutput
-from dare.planning.data import lay_out
+from dare.planning.data import Layout, lay_out
 from dare.tensors.chunks import bytes_digest, file_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import listing
@@ -27,11 +28,13 @@ DATA = {("a", 0): b"one", ("a", 1): b"", ("a", 2): b"three", ("b", 0): b"\0" * 5
 METADATA = {"format": "pt"}
 
 
-def begin(target: Path, fingerprint: str = "f", *, resume: bool = True) -> PieceOutput:
-    return PieceOutput(target, CHUNKS, fingerprint, "stamps", resume=resume)
+def begin(target: Path, fingerprint: str = "f", *, resume: bool = True) -> Output:
+    publisher = Publisher(Layout(target, {target.name: ()}))
+    sink = PieceSink(publisher.folder, target, CHUNKS)
+    return Output(sink, publisher, Identity(fingerprint, "stamps"), resume=resume)
 
 
-def add(output: PieceOutput, tensor: str, chunk: int) -> Record:
+def add(output: Output, tensor: str, chunk: int) -> Record:
     data = np.frombuffer(DATA[tensor, chunk], np.uint8)
     record = Record(
         tensor,
@@ -40,14 +43,14 @@ def add(output: PieceOutput, tensor: str, chunk: int) -> Record:
         output=bytes_digest(data.tobytes()),
         models=(),
         exceptions=(0, 0),
-        piece=(output.append(data), data.size, -1),
+        piece=(output.sink.append(data), data.size, -1),
         sums=(0.5,),
     )
     output.record([record])
     return record
 
 
-def put_together(output: PieceOutput, records: Sequence[Record]) -> None:
+def put_together(output: Output, records: Sequence[Record]) -> None:
     """Tensors of the pieces in order, and one of bytes."""
     places = {(record.tensor, record.chunk): record.piece[:2] for record in records}
     tensors: dict[str, list[Any]] = {"c": [b"xyz"]}
@@ -55,13 +58,13 @@ def put_together(output: PieceOutput, records: Sequence[Record]) -> None:
         tensors.setdefault(name, []).append(places[name, chunk])
     sizes = {name: sum(len(DATA[n, k]) for n, k in DATA if n == name) for name in CHUNKS} | {"c": 3}
     described = [(name, U8, (size,)) for name, size in sizes.items()]
-    layout = lay_out(output.layout.target, described, None)
-    output.assemble(layout, METADATA, tensors)
+    layout = lay_out(output.sink.layout.target, described, None)
+    output.sink.assemble(layout, METADATA, tensors)
 
 
-def finish(output: PieceOutput) -> None:
-    metadata = dict.fromkeys(output.layout.files, METADATA)
-    output.finish(metadata, {"made": "so"}, digests_of_all=True)
+def finish(output: Output) -> None:
+    metadata = dict.fromkeys(output.sink.layout.files, METADATA)
+    output.finish(metadata, {"made": "so"}, whole=True)
 
 
 def make(target: Path, order: Sequence[tuple[str, int]]) -> bytes:
@@ -96,7 +99,7 @@ def test_the_name_appears_at_the_end_and_nothing_else_stays(target):
         records = [add(output, *place) for place in DATA]
         assert listing(target.parent) == [f"{target.name}.partial"]
         put_together(output, records)
-        assert output.size == 4096 + 8 + 5000 + 3
+        assert output.sink.size == 4096 + 8 + 5000 + 3
         assert listing(target.parent) == [f"{target.name}.partial"]
         finish(output)
     assert listing(target.parent) == [target.name, f"{target.name}.manifest.json"]

@@ -16,6 +16,7 @@ from dare.api import merge
 from dare.errors import MismatchError, OutputError
 from dare.inputs.sources import INDEX_NAME
 from dare.output.journal import Record
+from dare.output.output import Identity, Output, Publisher
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -24,8 +25,7 @@ from dare.output.targets import (
     read_sealed,
 )
 from dare.output.verification import verify
-from dare.output.writer import PartialOutput
-from dare.planning.data import lay_out
+from dare.planning.data import Layout, lay_out
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import ALIGNMENT, aligned_bytes
@@ -38,7 +38,12 @@ METADATA = {"format": "pt"}
 
 
 def begin(target: Path, fingerprint: str = "f", shard_size: int | None = None, **more):
-    return PartialOutput(lay_out(target, TENSORS, shard_size), METADATA, fingerprint, **more)
+    return under_way(lay_out(target, TENSORS, shard_size), METADATA, fingerprint, **more)
+
+
+def under_way(layout: Layout, metadata: dict[str, str], fingerprint: str, **more) -> Output:
+    publisher = Publisher(layout)
+    return Output(publisher.make_sink(metadata), publisher, Identity(fingerprint), **more)
 
 
 def record_of(name: str, data: np.ndarray) -> Record:
@@ -46,19 +51,24 @@ def record_of(name: str, data: np.ndarray) -> Record:
     return Record(name, 0, inputs=(digest,), output=digest, models=((0, 0),), exceptions=(0, 0))
 
 
-def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
-    output.write(name, 0, data)
+def write_chunk(output: Output, name: str, data: np.ndarray) -> None:
+    output.sink.write(name, 0, data)
     output.record([record_of(name, data)])
 
 
-def finish(output: PartialOutput) -> None:
-    output.finish(dict.fromkeys(output.layout.files, METADATA), {"made": "so"})
+def finish(output: Output) -> None:
+    output.finish(dict.fromkeys(output.sink.layout.files, METADATA), {"made": "so"})
 
 
-def interrupted_after_a(target: Path) -> PartialOutput:
+def interrupted_after_a(target: Path) -> Output:
     with begin(target) as output:
         write_chunk(output, "a", A)
     return output
+
+
+def stored(output: Output, name: str) -> bytes:
+    file, info = output.sink.places[name]
+    return output.sink.opened[file].read(info.start, info.nbytes)
 
 
 def resumed(target: Path, **more) -> list[str]:
@@ -102,13 +112,14 @@ def test_a_directory_is_published_whole(tmp_path):
 @pytest.mark.parametrize(("start", "size"), [(0, 20_000), (1, 9_000), (4_000, 8_192), (5_000, 7)])
 def test_a_block_lands_where_it_belongs_whatever_pages_it_covers(tmp_path, start, size):
     layout = lay_out(tmp_path / "out.safetensors", [("x", U8, (20_000,))], None)
-    with PartialOutput(layout, METADATA, "f") as output:
-        shift = output.position("x", start) % ALIGNMENT
+    with under_way(layout, METADATA, "f") as output:
+        shift = output.sink.position("x", start) % ALIGNMENT
         block = aligned_bytes(size + ALIGNMENT)[shift : shift + size]
         block[:] = np.arange(size) % 251 + 1
-        output.write("x", start, block)
+        output.sink.write("x", start, block)
         expected = bytes(start) + block.tobytes() + bytes(20_000 - start - size)
-        assert output.read("x", 0, 20_000) == expected
+        output.sink.sync()
+        assert (output.folder / "out.safetensors").read_bytes()[-20_000:] == expected
 
 
 # ---------------------------------------------------------------- resuming
@@ -153,7 +164,7 @@ def test_a_chunk_that_is_not_on_disk_as_recorded_is_not_trusted(tmp_path):
     with begin(target) as output:
         write_chunk(output, "a", A)
         write_chunk(output, "b", B)
-        output.write("a", 3, np.array([255], np.uint8))
+        output.sink.write("a", 3, np.array([255], np.uint8))
     assert resumed(target) == ["b"]
 
 
@@ -163,7 +174,7 @@ def test_another_merge_starts_over(tmp_path):
     with begin(target, "another fingerprint") as output:
         assert output.resumed == []
         assert output.started_over
-        assert output.read("a", 0, 8) == bytes(8)
+        assert stored(output, "a") == bytes(8)
 
 
 def test_resume_false_starts_over(tmp_path):
@@ -181,7 +192,7 @@ MODEL = {**BASE, **{name: np.arange(4, dtype=np.float32) for name in "vwx"}}
 
 def fail_after(monkeypatch, records: int) -> None:
     """Let that many chunks of a merge be recorded, then fail."""
-    original = PartialOutput.record
+    original = Output.record
     done = []
 
     def record(self, lines):
@@ -191,7 +202,7 @@ def fail_after(monkeypatch, records: int) -> None:
         if len(lines) > left:
             raise PowerFailureError
 
-    monkeypatch.setattr(PartialOutput, "record", record)
+    monkeypatch.setattr(Output, "record", record)
 
 
 @pytest.mark.parametrize("records", [0, 1, 2, 3])
@@ -253,9 +264,10 @@ import sys
 from pathlib import Path
 from dare.errors import OutputError
 from dare.planning.data import lay_out
-from dare.output.writer import PartialOutput
+from dare.output.output import Identity, Output, Publisher
 try:
-    with PartialOutput(lay_out(Path(sys.argv[1]), [], None), {}, "another", resume=False):
+    publisher = Publisher(lay_out(Path(sys.argv[1]), [], None))
+    with Output(publisher.make_sink({}), publisher, Identity("another"), resume=False):
         print("opened")
 except OutputError as error:
     print(error)
@@ -272,7 +284,7 @@ def test_a_second_process_is_refused_while_the_first_is_writing(tmp_path):
     with begin(target) as output:
         write_chunk(output, "a", A)
         assert open_elsewhere(target).endswith("another process is writing this output")
-        assert output.read("a", 0, 8) == A.tobytes()
+        assert stored(output, "a") == A.tobytes()
         finish(output)
     assert load_file(target)["a"].tolist() == [1.0, 2.0]
 
@@ -376,14 +388,14 @@ def test_the_working_directory_is_no_output(tmp_path, monkeypatch):
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch, output, overwrite):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
     theirs = recipe.output / "theirs" if output == "out" else recipe.output
-    original = PartialOutput.finish
+    original = Output.finish
 
     def finish_late(self, *arguments, **keywords):
         theirs.parent.mkdir(exist_ok=True)
         theirs.write_bytes(b"theirs")
         return original(self, *arguments, **keywords)
 
-    monkeypatch.setattr(PartialOutput, "finish", finish_late)
+    monkeypatch.setattr(Output, "finish", finish_late)
     with pytest.raises(OutputError):
         merge(recipe, overwrite=overwrite)
     assert theirs.read_bytes() == b"theirs"
@@ -399,7 +411,7 @@ def raise_no_space(*_arguments):
 @pytest.mark.parametrize(
     ("call", "step"),
     [
-        ("pwrite", lambda output: output.write("b", 0, B)),
+        ("pwrite", lambda output: output.sink.write("b", 0, B)),
         ("write", lambda output: output.record([record_of("b", B)])),
         ("pwrite", finish),
         ("fsync", finish),
@@ -426,15 +438,15 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
     with begin(tmp_path / "out.safetensors") as output, monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(OutputError, match=r"out.safetensors: cannot be written: Input/output"):
-            output.write("a", 0, A)
+            output.sink.write("a", 0, A)
 
 
 def test_a_short_write_is_continued(tmp_path, monkeypatch):
     original = os.pwrite
     with begin(tmp_path / "out.safetensors") as output:
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: original(fd, data[:3], at))
-        output.write("a", 0, A)
-        assert output.read("a", 0, 8) == A.tobytes()
+        output.sink.write("a", 0, A)
+        assert stored(output, "a") == A.tobytes()
 
 
 def test_an_output_whose_folder_cannot_be_made_is_refused(tmp_path):
@@ -465,7 +477,7 @@ def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path, small_disk)
     target = small_disk / "out.safetensors"
     layout = lay_out(target, [("big", U8, (2 << 20,))], None)
     with pytest.raises(OutputError, match="make room"):
-        PartialOutput(layout, METADATA, "f").__enter__()
+        under_way(layout, METADATA, "f").__enter__()
     assert not target.exists()
 
 
@@ -473,11 +485,11 @@ def test_room_that_was_taken_is_there_when_the_disk_is_full(small_disk):
     target = small_disk / "out.safetensors"
     layout = lay_out(target, [("x", U8, (300_000,))], None)
     data = np.full(300_000, 7, np.uint8)
-    with PartialOutput(layout, METADATA, "f") as output:
+    with under_way(layout, METADATA, "f") as output:
         with pytest.raises(OSError, match="No space left"):
             (small_disk / "ballast").write_bytes(bytes(2 << 20))
         write_chunk(output, "x", data)
-        place = output.place("x", 1, 2)
+        place = output.sink.place("x", 1, 2)
         assert place is None or place.tolist() == [7, 7]  # what lies in memory is seen at once
         (small_disk / "ballast").unlink()
         finish(output)

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.output.writer import ArraySink
-from dare.run.execute import draw_conclusions, execute
+from dare.output.sink import ArraySink
+from dare.run.engine import draw_conclusions, execute
 from dare.run.worker import Conclude, Make, Observe, Survey, list_steps
 from dare.tensors.header import TensorInfo
 from helpers import write_recipe
@@ -85,8 +85,8 @@ def test_what_is_done_or_known_is_no_step_any_more(tmp_path, models):
 
 ELSEWHERE = """
 import pickle, sys
-from dare.output.writer import ArraySink
-from dare.run.execute import execute
+from dare.output.sink import ArraySink
+from dare.run.engine import execute
 from dare.tensors.header import TensorInfo
 plan = pickle.load(open(sys.argv[1], "rb"))
 sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])

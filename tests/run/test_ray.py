@@ -20,10 +20,10 @@ import pytest
 
 import dare
 from dare.errors import ClusterError, InputError, OutputError, RecipeError
-from dare.output.manifest import embedded_manifest, fingerprint, metadata_of
-from dare.output.writer import PartialOutput
 from dare.planning.slices import Division
 from dare.run.cluster import MergeWork, _check_arrival, _conclude, portable_recipe
+from dare.run.engine import open_output
+from dare.run.merging import Merge
 from dare.tensors.chunks import CHUNK
 from helpers import save, sha256, write_recipe
 
@@ -195,9 +195,8 @@ def recipe(tmp_path):
 def job(recipe):
     """A job whose output is under way, and its plan."""
     plan = dare.plan(recipe)
-    metadata = metadata_of(embedded_manifest(plan))
-    with PartialOutput(plan.layout, metadata, fingerprint(plan), plan.stamps) as output:
-        yield MergeWork.of(plan, output.folder, metadata, 1 << 28), plan
+    with open_output(Merge(plan)) as output:
+        yield MergeWork.of(plan, output.folder, 1 << 28), plan
 
 
 class Here:
@@ -221,9 +220,8 @@ def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
     recipe.output.unlink()
     plan = dare.plan(recipe)
     monkeypatch.chdir(recipe.output.parent)  # tasks are elsewhere
-    metadata = metadata_of(embedded_manifest(plan))
-    with PartialOutput(plan.layout, metadata, fingerprint(plan), plan.stamps) as output:
-        job, division = MergeWork.of(plan, output.folder, metadata, 1 << 28), Division(plan, 3)
+    with open_output(Merge(plan)) as output:
+        job, division = MergeWork.of(plan, output.folder, 1 << 28), Division(plan, 3)
         known = _conclude(plan, division, job, Here(), lambda _nbytes: None)
         pieces = [share for share in division.shares() if share]
         assert len(pieces) > 1
@@ -276,7 +274,7 @@ def test_arrays_are_not_merged_on_a_cluster():
 
 def test_the_cluster_is_no_part_of_what_a_merge_is(recipe):
     shared = recipe.model_copy(update={"cluster": "auto"})
-    assert fingerprint(dare.plan(shared)) == fingerprint(dare.plan(recipe))
+    assert dare.plan(shared).fingerprint == dare.plan(recipe).fingerprint
 
 
 def test_a_recipe_with_inputs_in_a_store_can_be_sent(recipe):

@@ -73,10 +73,10 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, seed):
 
 def interrupted(recipe, monkeypatch, after):
     """Run a merge that fails after some chunks, as a disk would."""
-    from dare.output.writer import PartialOutput
+    from dare.output.sink import FileSink
 
     count = 0
-    real = PartialOutput.write
+    real = FileSink.write
 
     def failing(self, name, offset, data):
         nonlocal count
@@ -86,7 +86,7 @@ def interrupted(recipe, monkeypatch, after):
         real(self, name, offset, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartialOutput, "write", failing)
+        patch.setattr(FileSink, "write", failing)
         patch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
         with pytest.raises(OutputError, match="injected"):
             dare.merge(recipe)
@@ -183,7 +183,7 @@ def test_a_merge_is_resumed_where_files_have_other_inodes_and_times(halfway, tmp
 
 def test_another_version_of_the_program_starts_over(halfway, monkeypatch):
     recipe, _, _ = halfway
-    monkeypatch.setattr("dare.output.manifest.__version__", "0.0.9")
+    monkeypatch.setattr("dare.planning.data.__version__", "0.0.9")
     report = dare.merge(recipe)
     assert report.resumed_chunks == 0
     assert any("version of dare" in n.text for n in report.warnings)

@@ -10,10 +10,12 @@ import pytest
 import dare
 from dare import DareWarning, InputError, OutputError, RecipeError
 from dare.cli import main
-from dare.output.slices import FinishingOutput, SliceOutput
-from dare.output.writer import OutputFiles, PartialOutput
+from dare.output.sink import FileSink
+from dare.output.slices import GoneError, OneSlice
 from dare.planning.slices import Division, Slice
 from dare.run import slices as sharing
+from dare.run.engine import open_output
+from dare.run.merging import Merge, MergeSlice
 from helpers import listing, save, sha256, write_recipe
 
 METHODS = {
@@ -70,14 +72,14 @@ def slice_output(recipe, text):
     """What a process that does this slice holds."""
     planned = dare.plan(recipe)
     part = Slice.parse(text)
-    share = Division(planned, part.of).share(part.number)
-    return SliceOutput(part, share, *dare.api._output_of(planned, planned.layout))
+    work = MergeSlice(Merge(planned), part, 0)
+    return open_output(work, part=work.part)
 
 
 def stopped(recipe, text, monkeypatch, after):
     """Run a slice that fails after some writes, as a disk would."""
     count = 0
-    real = OutputFiles.write
+    real = FileSink.write
 
     def failing(self, name, offset, data):
         nonlocal count
@@ -87,7 +89,7 @@ def stopped(recipe, text, monkeypatch, after):
         real(self, name, offset, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OutputFiles, "write", failing)
+        patch.setattr(FileSink, "write", failing)
         with pytest.raises(OutputError, match="injected"):
             dare.merge_slice(recipe, text)
 
@@ -176,7 +178,7 @@ def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, mo
         raise OutputError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dare.output.writer.publish", fail)
+        patch.setattr("dare.output.publishing.give_name", fail)
         with pytest.raises(OutputError, match="injected"):
             dare.merge_slice(recipe, "2/2")
     report = dare.finish(recipe)
@@ -253,7 +255,7 @@ def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
     recipe = recipe_for(tmp_path)
     planned = dare.plan(recipe)
     monkeypatch.setattr("dare.output.slices.JOIN_SECONDS", 0.1)
-    output = PartialOutput(*dare.api._output_of(planned, planned.layout))
+    output = open_output(Merge(planned))
     with output, pytest.raises(OutputError, match="without slices"):
         dare.merge_slice(recipe, "1/2")
 
@@ -297,13 +299,13 @@ def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
 def hashed_by_finish(recipe, monkeypatch):
     """The chunks that are read back when the output is finished."""
     read = []
-    real = FinishingOutput._read_chunk
+    real = FileSink.read_chunk
 
     def reading(self, record):
         read.append((record.tensor, record.chunk))
         return real(self, record)
 
-    monkeypatch.setattr(FinishingOutput, "_read_chunk", reading)
+    monkeypatch.setattr(FileSink, "read_chunk", reading)
     dare.finish(recipe)
     return read
 
@@ -311,9 +313,13 @@ def hashed_by_finish(recipe, monkeypatch):
 @pytest.fixture
 def all_but_the_name(tmp_path, monkeypatch):
     """Two slices that are complete, and not published."""
+
+    def gone(*_given):
+        raise GoneError
+
     recipe = recipe_for(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("dare.api._finish", lambda *_given, **_more: None)
+        patch.setattr("dare.output.slices.Finisher.claim", gone)
         for number in (1, 2):
             dare.merge_slice(recipe, f"{number}/2")
     return recipe
@@ -339,7 +345,7 @@ def test_only_what_lies_near_another_slice_or_the_header_is_hashed_again(
 def rot(recipe, key):
     """Change a byte in the middle of a chunk."""
     planned = dare.plan(recipe)
-    files = OutputFiles(partial(recipe), planned.layout, {})
+    files = FileSink(partial(recipe), planned.layout, {})
     # the header has other metadata, so the place is found from the end
     name, chunk = key
     with (partial(recipe) / recipe.output.name).open("r+b") as file:
@@ -364,7 +370,7 @@ def test_a_page_that_another_machine_wrote_over_is_noticed(all_but_the_name, exp
 
 def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypatch):
     recipe = recipe_for(tmp_path)
-    monkeypatch.setattr(SliceOutput, "end", lambda _self, _bytes_read: None)
+    monkeypatch.setattr(OneSlice, "end", lambda _self, _bytes_read: None)
     for number in (1, 2):
         assert dare.merge_slice(recipe, f"{number}/2").unfinished
     order, _ = chunk_at_border(recipe)

@@ -16,9 +16,9 @@ import pytest
 
 import dare
 from dare.inputs.arrays import array_source
-from dare.output.writer import ArraySink
+from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
-from dare.run.execute import execute
+from dare.run.engine import execute
 from dare.stages import STAGES
 from dare.tensors.header import TensorInfo
 

@@ -36,6 +36,8 @@ from dare.output.manifest import find_manifest
 from dare.planning.plan import Estimate, Plan, estimate
 from dare.planning.slices import Slice
 from dare.recipe.recipe import Recipe
+from dare.run.engine import run
+from dare.run.merging import Merge, run_slice
 from dare.stages import ALIASES, STAGES, parse_method
 from dare.stages.registry import catalogue, explain
 from dare.stores.locations import to_path
@@ -81,14 +83,16 @@ def merge(
         Slice.parse(part)  # before anything is read
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked, fetches=True)
-    api.checked_layout(planned, overwrite=overwrite, resume=resume)
-    _print_plan(console, planned)
+    how: dict[str, Any] = {
+        "overwrite": overwrite,
+        "before": lambda: _print_plan(console, planned),
+    }
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         done: show.Result
         if part is None:
-            done = api.merge(planned, overwrite=overwrite, resume=resume)
+            done = run(Merge(planned), resume=resume, **how)
         else:
-            done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
+            done = run_slice(planned, part, wait=wait, **how)
     return show.result(console, done, as_json=json)
 
 

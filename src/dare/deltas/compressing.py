@@ -11,10 +11,9 @@ import glob
 import itertools
 import json
 import shlex
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -26,10 +25,9 @@ from dare import __version__
 from dare.checks.sample import sample_models
 from dare.deltas.packing import Bits, Keep, LosslessCoder, Packer, Scheme, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
-from dare.documents.notices import LIMIT, Notice, notice
-from dare.documents.progress import COMPILING, show_progress
+from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
 from dare.documents.words import show_size
-from dare.errors import InputError, MismatchError, OutputError, warn_caller
+from dare.errors import InputError, MismatchError, OutputError
 from dare.inputs.delta_files import (
     INDEX,
     KEY,
@@ -62,16 +60,15 @@ from dare.inputs.sources import (
     SourceView,
     open_source,
 )
-from dare.output.journal import JOURNAL_VERSION, Record, group_by_tensor
+from dare.output.journal import Record, group_by_tensor
 from dare.output.manifest import portable_path, without_folders
-from dare.output.publishing import clear_leftovers
-from dare.output.targets import check_target
-from dare.output.writer import PieceOutput
+from dare.output.output import Publisher
+from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Recipe, TensorRule
-from dare.run.execute import MakeWorker, confirm_inputs, execute
+from dare.run.engine import MakeWorker, Receipt, Run, Work, run, warn
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest, chunk_span, model_digest, tensor_digest
@@ -84,18 +81,8 @@ from dare.tensors.planes import pack
 
 AnyPath = str | PathLike[str]
 Records = Mapping[str, Sequence[Record]]  # by tensor, in order of their chunks
-
-
-@dataclass(frozen=True)
-class Compression:
-    """The work for a delta file, of one kind or another."""
-
-    plan: Plan  # its first input is what the chunks' first digests are of
-    make_worker: MakeWorker
-    describe: Callable[[Records], DeltaNotes]  # makes the header's notes when all chunks are coded
-    settings: Mapping[str, Any]  # the user's settings, for the manifest
-    files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
-    """The other files of the model's folder, and their coded bytes, if the base lacks them."""
+Files = Mapping[str, tuple[StoredFile, bytes]]
+"""The other files of the model's folder, and their coded bytes, if the base lacks them."""
 
 
 def compress(
@@ -123,56 +110,149 @@ def compress(
     model, bit for bit. Other settings are those of a `Recipe` that say how inputs are read:
     `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
     """
-    started = time.perf_counter()
     target = to_path(output)
     if target.suffix != ".safetensors":
         raise OutputError(f"{target}: a delta file is one file; call it NAME.delta.safetensors")
     given = {"base": base, "models": [model], "verbose": verbose, **settings}
     if lossless:
-        work = _plan_lossless(given)
+        work = _plan_lossless(given, target)
     else:
         scheme = choose_scheme(drop_rate, bits, keep)
-        work = _plan_lossy(given, scheme, seed, drop_rates or {}, embedding_drop_rate)
-    plan = work.plan
-    layout = Layout(target, {target.name: ()})
-    clear_leftovers(layout)
-    check_target(layout, plan.input_files, overwrite=overwrite)
-    model_files = plan.base.files if lossless else plan.models[0].files
-    model_bytes = sum(file.stat().st_size for file in model_files)
-    chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
-    identity, how = (_fingerprint(work), plan.stamps), {"resume": resume, "overwrite": overwrite}
-    with (
-        PieceOutput(target, chunks, *identity, **how) as partial,
-        show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
-    ):
-        confirm_inputs(plan, partial, display)
-        records = execute(
-            plan,
-            partial,
-            done=partial.resumed,
-            progress=display.advance,
-            announce=lambda: display.announce(COMPILING),
-            make_worker=work.make_worker,
-        )
-        header = _assemble(work, partial, group_by_tensor(records))
+        work = _plan_lossy(given, target, scheme, seed, drop_rates or {}, embedding_drop_rate)
+    return run(work, overwrite=overwrite, resume=resume)
+
+
+class Compression(Work[DeltaReport]):
+    """A delta file under way, of one kind or another."""
+
+    verb = "compressing"
+
+    def __init__(
+        self,
+        target: Path,
+        plan: Plan,
+        make_worker: MakeWorker,
+        describe: Callable[[Records], DeltaNotes],
+        settings: Mapping[str, Any],
+        files: Files,
+    ) -> None:
+        described = [
+            VERSION,
+            dict(settings),
+            [list(itertools.chain(*t.settings)) for t in plan.tensors],
+        ]
+        identity = bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
+        super().__init__(plan, Layout(target, {target.name: ()}), plan.fingerprint, identity)
+        self._make_worker = make_worker
+        self._describe = describe  # makes the header's notes when all chunks are coded
+        self._settings = settings  # the user's settings, for the manifest
+        self._files = files
+
+    def make_sink(self, publisher: Publisher) -> PieceSink:
+        chunks = {tensor.name: tensor.chunks for tensor in self.plan.tensors}
+        self._sink = PieceSink(publisher.folder, self.layout.target, chunks)
+        return self._sink
+
+    def carry_out(self, run: Run) -> Sequence[Record]:
+        return run.execute(self.plan, make_worker=self._make_worker)
+
+    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[DeltaReport]:
+        plan = self.plan
+        notes = self._assemble(group_by_tensor(records))
+        # a lossless file is planned from the model's side
+        model = plan.base if notes.scheme == "lossless" else plan.models[0]
         report = make_report(
-            header,
+            notes,
             records,
-            output=target,
+            output=self.layout.target,
             bytes_read=plan.cost.bytes_read,
-            bytes_written=partial.size,
-            model_bytes=model_bytes,
-            resumed_chunks=len(partial.resumed),
-            seconds=time.perf_counter() - started,
+            bytes_written=self._sink.size,
+            model_bytes=sum(file.stat().st_size for file in model.files),
+            resumed_chunks=len(run.output.resumed),
+            seconds=run.seconds,
             notes=plan.notes,
-            warnings=plan.warnings,
+            warnings=(*plan.warnings, *run.noticed),
         )
-        report = replace(report, warnings=(*plan.warnings, *_size_and_error(report)))
-        _finish(work, header, report, partial)
-    if verbose:
-        for warning in report.warnings:
-            warn_caller(str(warning))
-    return report
+        report = replace(report, warnings=(*report.warnings, *_size_and_error(report)))
+        ((name, (unchecked, _)),) = self._sink.layout.build(_metadata(notes)).items()
+        checked = notes.model_copy(update={"check": bytes_digest(unchecked)})
+        return Receipt(report, {name: _metadata(checked)}, self._manifest(notes, report))
+
+    def end(self, run: Run, report: DeltaReport, problems: Sequence[str]) -> DeltaReport:
+        del problems
+        warn(self.plan, [found for found in report.warnings if found not in run.noticed])
+        return report
+
+    def _manifest(self, notes: DeltaNotes, report: DeltaReport) -> dict[str, Any]:
+        recipe, target = self.plan.recipe, self.layout.target
+        known = [parent for path in recipe.paths for parent in (path, path.parent)]
+
+        def portable(notices: Iterable[Notice]) -> tuple[Notice, ...]:
+            return tuple(
+                found.with_texts(lambda text: without_folders(text, known))
+                for found in notices
+                if found.code != LEFTOVERS  # it speaks of this machine
+            )
+
+        shown = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
+        (entry,) = recipe.models
+        return {
+            "delta": dict(self._settings),
+            "base": portable_path(recipe.base, target),
+            "model": portable_path(entry.file, target),
+            "digests": {"base": notes.base, "model": notes.model},
+            "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
+            "report": shown.to_dict(),
+        }
+
+    def _assemble(self, records: Records) -> DeltaNotes:
+        """Put the pieces into their places; return what stands in the header, but for its check."""
+        notes = self._describe(records)
+        described: list[Described] = []
+        pieces: dict[str, list[tuple[int, int] | bytes]] = defaultdict(list)
+        rows: list[tuple[int, bytes]] = []
+        for name in sorted(tensor.name for tensor in self.plan.tensors):
+            stored = notes.tensors[name]
+            parts = part_names(notes, name)
+            kinds = [part_type(notes, part, stored) for part in parts]
+            totals = [0] * len(parts)
+            for record in records.get(name, ()):
+                start, _, count = record.piece
+                rows.append((count, bytes.fromhex(record.output)))
+                sizes = part_sizes(notes, chunk_span(record.chunk, stored.elements)[1], count)
+                for place, (part, kind, size) in enumerate(zip(parts, kinds, sizes, strict=True)):
+                    pieces[part].append((start, size * kind.itemsize))
+                    start += size * kind.itemsize
+                    totals[place] += size
+            found = zip(parts, kinds, totals, strict=True)
+            described += [(part, kind, (total,)) for part, kind, total in found if total]
+        index = np.zeros((len(rows), 3), np.int64)
+        index[:, 0] = [count for count, _ in rows]
+        index[:, 1:] = np.frombuffer(b"".join(digest for _, digest in rows), np.int64).reshape(
+            -1, 2
+        )
+        extras = {INDEX: index.tobytes()}
+        described.append((INDEX, STORAGE_TYPES["I64"], index.shape))
+        for name, (file, coded) in self._files.items():
+            if file.kind != "base":
+                extras[file_part(name)] = coded
+                described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
+        notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
+        if len(json.dumps(_metadata(notes))) > MAX_METADATA:
+            target, count = self.layout.target, len(notes.tensors)
+            raise MismatchError(
+                f"{target}: the model has {count} tensors, too many; split the model"
+            )
+        layout = lay_out(self.layout.target, described, None)
+        sources = {
+            name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described
+        }
+        self._sink.assemble(layout, _metadata(notes), sources)
+        return notes
+
+
+def _metadata(notes: DeltaNotes) -> dict[str, str]:
+    return {"format": "pt", KEY: notes.to_json()}
 
 
 def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
@@ -183,89 +263,11 @@ def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
         yield notice("lossy", error=report.weight_error)
 
 
-def _fingerprint(work: Compression) -> str:
-    """Which file it is: what must be the same for the chunks of an earlier try to be of use."""
-    plan = work.plan
-    described = [
-        [__version__, VERSION, JOURNAL_VERSION, dict(work.settings)],
-        [source.fingerprint() for source in plan.sources],
-        [[t.name, t.fate, t.models, list(itertools.chain(*t.settings))] for t in plan.tensors],
-    ]
-    return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
-
-
-def _assemble(work: Compression, output: PieceOutput, records: Records) -> DeltaNotes:
-    """Put the pieces into their places; return what stands in the header, but for its check."""
-    notes = work.describe(records)
-    described: list[Described] = []
-    pieces: dict[str, list[tuple[int, int] | bytes]] = defaultdict(list)
-    rows: list[tuple[int, bytes]] = []
-    for name in sorted(tensor.name for tensor in work.plan.tensors):
-        stored = notes.tensors[name]
-        parts = part_names(notes, name)
-        kinds = [part_type(notes, part, stored) for part in parts]
-        totals = [0] * len(parts)
-        for record in records.get(name, ()):
-            start, _, count = record.piece
-            rows.append((count, bytes.fromhex(record.output)))
-            sizes = part_sizes(notes, chunk_span(record.chunk, stored.elements)[1], count)
-            for place, (part, kind, size) in enumerate(zip(parts, kinds, sizes, strict=True)):
-                pieces[part].append((start, size * kind.itemsize))
-                start += size * kind.itemsize
-                totals[place] += size
-        found = zip(parts, kinds, totals, strict=True)
-        described += [(part, kind, (total,)) for part, kind, total in found if total]
-    index = np.zeros((len(rows), 3), np.int64)
-    index[:, 0] = [count for count, _ in rows]
-    index[:, 1:] = np.frombuffer(b"".join(digest for _, digest in rows), np.int64).reshape(-1, 2)
-    extras = {INDEX: index.tobytes()}
-    described.append((INDEX, STORAGE_TYPES["I64"], index.shape))
-    for name, (file, coded) in work.files.items():
-        if file.kind != "base":
-            extras[file_part(name)] = coded
-            described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
-    notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
-    if len(json.dumps(_metadata(notes))) > MAX_METADATA:
-        target, count = output.layout.target, len(notes.tensors)
-        raise MismatchError(f"{target}: the model has {count} tensors, too many; split the model")
-    layout = lay_out(output.layout.target, described, None)
-    sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}
-    output.assemble(layout, _metadata(notes), sources)
-    return notes
-
-
-def _metadata(notes: DeltaNotes) -> dict[str, str]:
-    return {"format": "pt", KEY: notes.to_json()}
-
-
-def _finish(work: Compression, notes: DeltaNotes, report: DeltaReport, output: PieceOutput) -> None:
-    """Fill in the check of the header, write the manifest, and give the file its name."""
-    layout, recipe = output.layout, work.plan.recipe
-    known = [parent for path in recipe.paths for parent in (path, path.parent)]
-
-    def portable(notices: Iterable[Notice]) -> tuple[Notice, ...]:
-        return tuple(n.with_texts(lambda text: without_folders(text, known)) for n in notices)
-
-    published = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
-    ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()
-    checked = notes.model_copy(update={"check": bytes_digest(unchecked)})
-    (entry,) = recipe.models
-    manifest = {
-        "delta": dict(work.settings),
-        "base": portable_path(recipe.base, layout.target),
-        "model": portable_path(entry.file, layout.target),
-        "digests": {"base": notes.base, "model": notes.model},
-        "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
-        "report": published.to_dict(),
-    }
-    output.finish({name: _metadata(checked)}, manifest, digests_of_all=True)
-
-
 def _make_notes(
     base: Source,
     model: Source,
     stored: dict[str, StoredTensor],
-    files: Mapping[str, tuple[StoredFile, bytes]],
+    files: Files,
     **kind: Any,
 ) -> DeltaNotes:
     named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
@@ -287,6 +289,7 @@ def _make_notes(
 
 def _plan_lossy(
     given: Mapping[str, Any],
+    target: Path,
     scheme: Scheme,
     seed: int,
     drop_rates: Mapping[str, float],
@@ -328,7 +331,7 @@ def _plan_lossy(
         "seed": seed,
         "drop_rates": rates,
     }
-    return Compression(plan, partial(Packer, scheme), describe, settings, files)
+    return Compression(target, plan, partial(Packer, scheme), describe, settings, files)
 
 
 def _with_notices(plan: Plan) -> Plan:
@@ -377,7 +380,7 @@ def _kept_tensor(tensor: TensorPlan, model: Source, records: Sequence[Record]) -
 # ---------------------------------------------------------------- all of a model
 
 
-def _plan_lossless(given: Mapping[str, Any]) -> Compression:
+def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
     """Code the files of a model against those of its base."""
     recipe = Recipe(**given, method=find_stage(adds_up=True).name)
     (entry,) = recipe.models
@@ -402,7 +405,7 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
         stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
         return _make_notes(base, model, stored, files, scheme="lossless")
 
-    return Compression(plan, LosslessCoder, describe, {"lossless": True}, files)
+    return Compression(target, plan, LosslessCoder, describe, {"lossless": True}, files)
 
 
 def _open_files(path: Path) -> FileSource:

@@ -14,7 +14,7 @@ from dare.errors import MismatchError, RecipeError
 from dare.inputs.delta_files import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
-from dare.output.writer import PieceOutput
+from dare.output.sink import PieceSink
 from dare.run.backend import Bytes, Chunk
 from dare.run.threads import Results
 from dare.run.worker import Worker, summaries_of
@@ -61,7 +61,7 @@ class _Coder(Worker):
     """Codes chunks into pieces by `_pack`."""
 
     takes_spans = False
-    _sink: PieceOutput
+    _sink: PieceSink
 
     def _code(self, chunk: Chunk, results: Results, _into: Bytes) -> list[Record]:
         digests = [digest for (digest,) in self._digests(chunk)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,20 +12,17 @@ from typing import Any
 
 from dare import __version__
 from dare.deltas.reports import Restoration
-from dare.documents.progress import show_progress
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
 from dare.output.journal import Record, group_by_tensor
 from dare.output.manifest import portable_path
-from dare.output.publishing import clear_leftovers
-from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
-from dare.output.writer import PartialOutput
+from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME
 from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
-from dare.recipe.recipe import Recipe
-from dare.run.execute import confirm_inputs, execute
+from dare.recipe.recipe import ModelEntry, Recipe
+from dare.run.engine import Receipt, Run, Work, run
 from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest, tensor_digest
@@ -57,68 +53,79 @@ def open_delta(path: AnyPath) -> DeltaFile:
     return DeltaFile(stored)
 
 
+def recipe_for(file: DeltaFile, path: AnyPath, **settings: Any) -> Recipe:
+    """Return the recipe of a merge that makes a model of a delta file that is not lossless."""
+    notes = file.notes
+    entry = ModelEntry(file=path, seed=notes.seed)
+    method, stages = find_stage(adds_up=True).name, {}
+    if notes.scheme == "random":
+        dropping = find_stage(keeps="random").name
+        method = f"{dropping}+{method}"
+        if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
+            stages = {dropping: {"drop_rate": notes.drop_rate}}
+    has_files = any(f.kind != "header" for f in notes.files.values())
+    copied = {"copy_from": entry.name if has_files else None}
+    return Recipe(models=[entry], method=method, stages=stages, **copied, **settings)
+
+
 def restore(
-    base: AnyPath,
-    file: DeltaFile,
-    output: Path,
-    *,
-    overwrite: bool = False,
-    resume: bool = True,
-    verbose: bool = True,
-    **settings: Any,
+    file: DeltaFile, *, overwrite: bool = False, resume: bool = True, **settings: Any
 ) -> Restoration:
-    """Write the files of a model again, from a lossless delta file and its base."""
-    started = time.perf_counter()
-    recipe = Recipe(
-        base=base,
-        models=[file.path],
-        output=output,
-        method=find_stage(adds_up=True).name,
-        verbose=verbose,
-        **settings,
-    )
-    home = resolve(recipe.base, verbose=verbose).path
-    source = DeltaSource(file, open_source(home))
-    layout = _layout(file, output)
-    tensors = tuple(
-        TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, (), (), (), {})
-        for info in source.tensors.values()
-    )
-    plan = Plan(recipe, source, (), (), tensors, (), (), layout)
-    clear_leftovers(layout)
-    check_target(layout, [*source.files, *source.base.files], overwrite=overwrite)
-    fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
-    how = {"resume": resume, "overwrite": overwrite}
-    with (
-        PartialOutput(layout, {}, fingerprint, plan.stamps, **how) as partial,
-        show_progress(plan.cost.bytes_read, "restoring", visible=verbose) as display,
-    ):
-        confirm_inputs(plan, partial, display)
-        records = execute(plan, partial, done=partial.resumed, progress=display.advance)
+    """Write the files of a model again, from a lossless delta file and its base.
+
+    Settings are those of a recipe, which has the base and the output.
+    """
+    method = find_stage(adds_up=True).name
+    work = Restore(file, Recipe(models=[file.path], method=method, **settings))
+    return run(work, overwrite=overwrite, resume=resume)
+
+
+class Restore(Work[Restoration]):
+    """The files of a model, as they were."""
+
+    verb = "restoring"
+
+    def __init__(self, file: DeltaFile, recipe: Recipe) -> None:
+        assert recipe.output is not None
+        self._file = file
+        self._home = resolve(recipe.base, verbose=recipe.verbose).path
+        self._source = DeltaSource(file, open_source(self._home))
+        layout = _layout(file, recipe.output)
+        tensors = tuple(
+            TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, (), (), (), {})
+            for info in self._source.tensors.values()
+        )
+        plan = Plan(recipe, self._source, (), (), tensors, (), (), layout)
+        super().__init__(plan, layout, bytes_digest(file.notes.to_json().encode()), __version__)
+
+    @property
+    def inputs(self) -> Iterable[Path]:
+        return [*self._source.files, *self._source.base.files]
+
+    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[Restoration]:
+        file, cost, output = self._file, self.plan.cost, self.layout.target
         _check(file, records)
-        if layout.is_directory:
-            with TemporaryDirectory() as folder:
-                file.fill_folder(Path(folder), home if home.is_dir() else None)
-                beside = {p.relative_to(folder).as_posix(): p for p in Path(folder).rglob("*")}
-                partial.add_files({name: path for name, path in beside.items() if path.is_file()})
         report = Restoration(
             output=output,
             digest=file.notes.model,
-            bytes_read=plan.cost.bytes_read,
-            bytes_written=plan.cost.bytes_written,
-            resumed_chunks=len(partial.resumed),
-            seconds=time.perf_counter() - started,
+            bytes_read=cost.bytes_read,
+            bytes_written=cost.bytes_written,
+            resumed_chunks=len(run.output.resumed),
+            seconds=run.seconds,
         )
         manifest = {
             "restored": portable_path(file.path, output),
-            "base": portable_path(recipe.base, output),
+            "base": portable_path(self.plan.recipe.base, output),
             "digests": {"base": file.notes.base, "model": file.notes.model},
             "versions": {"dare": __version__, "delta": file.notes.version},
             "report": report.to_dict(),
         }
-        metadata: dict[str, dict[str, str]] = {name: {} for name in layout.files}
-        partial.finish(metadata, manifest, digests_of_all=True)
-    return report
+        if self.layout.is_directory:
+            with TemporaryDirectory() as folder:
+                file.fill_folder(Path(folder), self._home if self._home.is_dir() else None)
+                beside = {p.relative_to(folder).as_posix(): p for p in Path(folder).rglob("*")}
+                run.output.add_files({n: path for n, path in beside.items() if path.is_file()})
+        return Receipt(report, {name: {} for name in self.layout.files}, manifest)
 
 
 def _layout(file: DeltaFile, output: Path) -> RestoredLayout:

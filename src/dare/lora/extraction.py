@@ -9,7 +9,6 @@ called what the loaded model calls them.
 from __future__ import annotations
 
 import fnmatch
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -37,8 +36,17 @@ from dare.inputs.opening import open_model
 from dare.inputs.sources import Source, hold_open, read_float_chunks
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
-from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
+from dare.lora.writing import (
+    AdapterWork,
+    AdapterWriter,
+    ExtractionReport,
+    LeftOut,
+    Made,
+    ModuleReport,
+    peft_config,
+)
 from dare.output.manifest import portable_path, short_name
+from dare.run.engine import Run, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
@@ -57,6 +65,8 @@ NOT_IN_MODULES = {
 class Change:
     """Base and model, with names that fit: the one's tensors are the other's."""
 
+    base_path: Path
+    model_path: Path
     base: Source
     model: Source
     places: Mapping[str, LoadedTensor]  # where each tensor of the base is in the loaded model
@@ -135,50 +145,70 @@ def extract_adapter(
     `config.json`. For a model that something else loads, `as_stored` takes names as they are
     stored and matrices for layers.
     """
-    started = time.perf_counter()
     base, model = to_path(base), to_path(model)
-    config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
-    change = _open(base, model, as_stored)
-    chosen = _choose(change, modules)
-    inputs = [*change.base.files, *change.model.files]
-    with AdapterOutput(to_path(output), kind, inputs, overwrite=overwrite) as writing:
+    made = {
+        "rank": rank,
+        "energy": energy,
+        "modules": modules and list(modules),
+        "save_others": save_others,
+        "as_stored": as_stored,
+        "dtype": weight_type(dtype).name,
+    }
+    change, wanted = _open(base, model, as_stored), Wanted(rank, energy)
+    work = Extract(to_path(output), change, wanted, _choose(change, modules), made, base_name)
+    return run(work, overwrite=overwrite)
+
+
+class Extract(AdapterWork[ExtractionReport]):
+    """An adapter of the change from a base to a model."""
+
+    def __init__(
+        self,
+        target: Path,
+        change: Change,
+        wanted: Wanted,
+        chosen: Sequence[str],
+        made: Mapping[str, Any],
+        base_name: str | None,
+    ) -> None:
+        inputs = [*change.base.files, *change.model.files]
+        super().__init__(target, weight_type(made["dtype"]), inputs)
+        self._change, self._wanted, self._chosen = change, wanted, chosen
+        self._how = {
+            "base": portable_path(change.base_path, target),
+            "model": portable_path(change.model_path, target),
+            **made,
+        }
+        self._base_name = base_name or short_name(change.base_path)
+
+    def fill(self, writer: AdapterWriter, run: Run) -> Made[ExtractionReport]:
+        change, chosen = self._change, self._chosen
         with hold_open([change.base, change.model], checks=True):
-            extracted = list(_extract(change, chosen, wanted, writing))
+            extracted = list(_extract(change, chosen, self._wanted, writer))
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
                 count = times(len(chosen), "module")
                 raise InputError(f"nothing to extract: {count} as in the base")
-            saved, left_out = _sort_others(change, set(ranks), save_others)
+            saved, left_out = _sort_others(change, set(ranks), self._how["save_others"])
             for tensor in saved:
                 name, shape = change.places[tensor].name, change.base.tensors[tensor].shape
-                writing.put_saved(name, ranks, shape, change.read_tuned(tensor))
+                writer.put_saved(name, ranks, shape, change.read_tuned(tensor))
         same = len(chosen) - len(ranks)
         report = ExtractionReport(
-            output=writing.target,
+            output=self.layout.target,
             modules=tuple(extracted),
             notes=(
                 *change.notes,
                 *([notice("equal_modules", modules=times(same, "module"))] if same else []),
             ),
-            bytes_written=writing.bytes_written,
-            seconds=time.perf_counter() - started,
+            bytes_written=writer.bytes_written,
+            seconds=run.seconds,
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )
-        made = {
-            "base": portable_path(base, writing.target),
-            "model": portable_path(model, writing.target),
-            "rank": rank,
-            "energy": energy,
-            "modules": modules and list(modules),
-            "save_others": save_others,
-            "as_stored": as_stored,
-            "dtype": kind.name,
-        }
-        named = base_name or short_name(base)
         is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
-        writing.complete(report, _config(report, config, named, is_turned), made)
-    return report
+        config = _config(report, read_config(change.base_path), self._base_name, is_turned)
+        return report, config, self._how
 
 
 def _config(
@@ -211,11 +241,12 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if problems:
         head = "the model's tensors do not match; give the base that it was fine-tuned from:"
         raise MismatchError(head, *list_findings(problems))
+    found = base, model, opened, tuned
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
-        return Change(opened, tuned, places_as_stored(opened.tensors, is_tied=is_tied), notes)
+        return Change(*found, places_as_stored(opened.tensors, is_tied=is_tied), notes)
     places, more = find_places(base, configs["base_config"], opened.tensors)
-    return Change(opened, tuned, places, (*notes, *more))
+    return Change(*found, places, (*notes, *more))
 
 
 # ---------------------------------------------------------------- the modules
@@ -255,7 +286,7 @@ def _why_no_layer(change: Change, pattern: str) -> str:
 
 
 def _extract(
-    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterOutput
+    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterWriter
 ) -> Iterator[ModuleReport]:
     for tensor in chosen:
         place, matrix = change.places[tensor], change.read_matrix(tensor)

@@ -9,7 +9,6 @@ run by the same engine as any merge (same plan, masks and bits), one matrix at a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,13 +28,20 @@ from dare.errors import InputError, RecipeError
 from dare.inputs.sources import ArraySource, hold_open, read_float_chunks, read_floats
 from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
-from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
+from dare.lora.writing import (
+    AdapterReport,
+    AdapterWork,
+    AdapterWriter,
+    Made,
+    ModuleReport,
+    peft_config,
+)
 from dare.output.manifest import inputs_of_output, portable_path, short_name
-from dare.output.writer import ArraySink
+from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
-from dare.run.execute import draw_conclusions, execute
+from dare.run.engine import Run, draw_conclusions, execute, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
@@ -67,7 +73,7 @@ class Module:
         """Rows of lora_B, columns of lora_A."""
         return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
 
-    def put(self, output: AdapterOutput, merged: LowRank) -> None:
+    def put(self, output: AdapterWriter, merged: LowRank) -> None:
         """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
         pair, rank = self.pairs[0], merged.rank
         word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
@@ -215,29 +221,38 @@ def merge_adapters(
 
 def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> AdapterReport:
     """Carry a plan out: write the adapter and return a report."""
-    started = time.perf_counter()
-    inputs = [file for adapter in plan.adapters for file in adapter.files]
-    with AdapterOutput(to_path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
-        modules = []
+    return run(MergeAdapters(plan, to_path(output)), overwrite=overwrite)
+
+
+class MergeAdapters(AdapterWork[AdapterReport]):
+    """Several adapters that become one."""
+
+    def __init__(self, plan: AdapterPlan, target: Path) -> None:
+        inputs = [file for adapter in plan.adapters for file in adapter.files]
+        super().__init__(target, plan.dtype, inputs)
+        self._plan = plan
+
+    def fill(self, writer: AdapterWriter, run: Run) -> Made[AdapterReport]:
+        plan, modules = self._plan, []
         for module, merged, bias in _summed(plan) if plan.is_additive else _elementwise(plan):
             if merged.rank == 0:
                 continue
-            module.put(writing, merged)
+            module.put(writer, merged)
             if bias is not None:
-                writing.put(f"{module.name}.lora_B.bias", bias)
+                writer.put(f"{module.name}.lora_B.bias", bias)
             norm = math.sqrt(merged.squared)
             modules.append(ModuleReport(module.name, module.ranks, merged.rank, norm, merged.error))
         if not modules:
             raise InputError("the merged change is zero in every module; there is nothing to write")
-        averaged = _write_averages(plan, {module.name for module in modules}, writing)
+        averaged = _write_averages(plan, {module.name for module in modules}, writer)
         left = len(plan.modules) - len(modules)
         left_out = [notice("zero_modules", modules=times(left, "module"))] if left else []
         report = AdapterReport(
-            output=writing.target,
+            output=self.layout.target,
             modules=tuple(modules),
             notes=(*plan.notes, *left_out),
-            bytes_written=writing.bytes_written,
-            seconds=time.perf_counter() - started,
+            bytes_written=writer.bytes_written,
+            seconds=run.seconds,
             method=plan.method,
             route=plan.route,
             adapters=plan.names,
@@ -245,8 +260,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             seeds=None if plan.is_additive else plan.recipe.seeds(),
             averaged=averaged,
         )
-        writing.complete(report, _config(plan, modules), _how(plan, writing.target))
-    return report
+        return report, _config(plan, modules), _how(plan, self.layout.target)
 
 
 # ---------------------------------------------------------------- the plan
@@ -377,7 +391,7 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
         yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
-def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> tuple[str, ...]:
+def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterWriter) -> tuple[str, ...]:
     """Store the tensors that all adapters hold in full, averaged by their weights."""
     total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,12 @@ from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
+from dare.output.journal import Record
 from dare.output.manifest import without_folders
-from dare.output.publishing import clear_leftovers
-from dare.output.targets import check_target
-from dare.output.writer import PieceOutput
+from dare.output.output import Identity, Publisher
+from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
+from dare.run.engine import Receipt, Run, Work
 from dare.tensors.dtypes import StorageType
 from dare.tensors.names import some_of
 
@@ -199,33 +200,23 @@ class ExtractionReport(_Report):
 
 # ---------------------------------------------------------------- the files
 
+AnyReport = TypeVar("AnyReport", AdapterReport, ExtractionReport)
+Made = tuple[AnyReport, Mapping[str, Any], Mapping[str, Any]]
+"""The report of an adapter, its configuration, and the settings by which it was made."""
 
-class AdapterOutput(PieceOutput):
-    """An adapter under way; use as a context manager, and call `complete` at the end."""
 
-    def __init__(
-        self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
-    ) -> None:
-        if OTHER_FORMATS.fullmatch(target.suffix):
-            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
-        layout = Layout(target, {WEIGHTS_NAME: ()})
-        clear_leftovers(layout)
-        check_target(layout, inputs, overwrite=overwrite)
-        super().__init__(target, {}, "adapter", resume=False, overwrite=overwrite)
-        self.target = target
+class AdapterWriter:
+    """Puts the tensors of an adapter into pieces, by their names without PEFT's prefix."""
+
+    def __init__(self, sink: PieceSink, dtype: StorageType) -> None:
         self.bytes_written = 0
-        self._inputs = inputs
+        self._sink = sink
         self._dtype = dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[tuple[int, int] | bytes]] = {}
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._is_void = True  # nothing is resumed, so what is incomplete is of no use
-        return self
-
     def put(self, name: str, values: Floats) -> None:
-        """Store a tensor, by its name without PEFT's prefix."""
+        """Store a tensor."""
         self.put_pieces(name, values.shape, [values.reshape(-1)])
 
     def put_saved(
@@ -245,38 +236,74 @@ class AdapterOutput(PieceOutput):
             if reference.encode(piece, raw) >= self._dtype.overflow_bits:
                 kind = self._dtype.name
                 raise InputError(f"{name}: has values that {kind} cannot hold; store a wider dtype")
-            self._stored[key].append((self.append(raw.view(np.uint8)), raw.nbytes))
+            self._stored[key].append((self._sink.append(raw.view(np.uint8)), raw.nbytes))
             self.bytes_written += raw.nbytes
 
-    def complete(
-        self,
-        report: AdapterReport | ExtractionReport,
-        config: Mapping[str, Any],
-        made: Mapping[str, Any],
-    ) -> None:
-        """Put all into place, sync, and name the directory; `made` says in the manifest how."""
-        versions = {"dare-merge": __version__, "numpy": np.__version__}
-        versions["python"] = platform.python_version()
+    def assemble(self, target: Path) -> None:
+        """Put all tensors into their places."""
+        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
+        self._sink.assemble(Layout(target, {WEIGHTS_NAME: tensors}), METADATA, self._stored)
+
+
+class AdapterWork(Work[AnyReport]):
+    """An adapter to be written; subclasses fill it module by module."""
+
+    discards = True
+    nbytes = 0
+    verbose = False
+
+    def __init__(self, target: Path, dtype: StorageType, inputs: Sequence[Path]) -> None:
+        if OTHER_FORMATS.fullmatch(target.suffix):
+            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
+        self.layout = Layout(target, {WEIGHTS_NAME: ()})
+        self.identity = Identity("adapter")
+        self.dtype = dtype
+        self._inputs = inputs
+        self._made: Made[AnyReport]
+
+    @property
+    def inputs(self) -> Sequence[Path]:
+        return self._inputs
+
+    def fill(self, writer: AdapterWriter, run: Run) -> Made[AnyReport]:
+        """Put all tensors into the writer; return the report, and what tells how it was made."""
+        raise NotImplementedError
+
+    def make_sink(self, publisher: Publisher) -> PieceSink:
+        self._sink = PieceSink(publisher.folder, self.layout.target, {})
+        return self._sink
+
+    def take_over(self, run: Run) -> None:
+        """Begin anew, always."""
+
+    def carry_out(self, run: Run) -> Sequence[Record]:
+        writer = AdapterWriter(self._sink, self.dtype)
+        self._made = self.fill(writer, run)
+        writer.assemble(self.layout.target)
+        return ()
+
+    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[AnyReport]:
+        del run, records  # nothing is resumed
+        report, config, how = self._made
         known = [parent for file in self._inputs for parent in (file, file.parent)]
-        report = replace(
-            report,
-            notes=tuple(n.with_texts(lambda t: without_folders(t, known)) for n in report.notes),
-        )
-        figures = report.to_dict()
+        portable = (n.with_texts(lambda t: without_folders(t, known)) for n in report.notes)
+        shown = replace(report, notes=tuple(portable))
+        figures = shown.to_dict()
         del figures["output"]
         manifest = {
             "adapter": report.kind,
-            **made,
+            **how,
             "report": figures,
-            "versions": versions,
+            "versions": {
+                "dare-merge": __version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
             "machine": platform.machine(),
         }
-        readme = _readme(report, config["base_model_name_or_path"])
-        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
-        self.assemble(Layout(self.target, {WEIGHTS_NAME: tensors}), METADATA, self._stored)
-        self.add_files({CONFIG_NAME: _json(config), "README.md": readme.encode()})
-        self._is_void = False
-        self.finish({WEIGHTS_NAME: METADATA}, manifest, digests_of_all=True)
+        readme = _readme(shown, config["base_model_name_or_path"])
+        files: dict[str, bytes | Path] = {CONFIG_NAME: _json(config), "README.md": readme.encode()}
+        return Receipt(report, {WEIGHTS_NAME: METADATA}, manifest, files)
 
 
 def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:

@@ -30,10 +30,9 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dare.errors import OutputError
+from dare.planning.data import JOURNAL_VERSION
 from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest
 from dare.tensors.files import NO_LINKS
-
-JOURNAL_VERSION = 2
 
 LOCK_POLL_SECONDS = 0.05
 LONGEST_LAST_LINE = 1024

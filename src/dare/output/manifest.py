@@ -32,17 +32,16 @@ from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.inputs.sources import SINGLE_NAME
 from dare.kernels.native import numba_version
-from dare.output.journal import JOURNAL_VERSION
 from dare.output.report import Digests, Report
-from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, read_sealed
-from dare.planning.data import Layout
+from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
+from dare.planning.data import FORMAT, Layout
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import StorePath, home_folder, parse_name, to_path
-from dare.tensors.chunks import bytes_digest
-from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
+from dare.tensors.chunks import SEAL, bytes_digest
+from dare.tensors.mask import MASK_VERSION
 
 MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
 
@@ -124,62 +123,14 @@ def without_folders(text: str, known: Iterable[Path] = ()) -> str:
 # ----------------------------------------------------------------
 
 
-FORMAT = 1
 METADATA_KEY = "dare"
-LATER_PARAMETERS = (
-    ("ties", "vote", "sum"),
-    ("ties", "weighted", True),
-    ("trim", "scope", "tensor"),
-)
-"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
-def embedded_manifest(plan: Plan, digests: Digests | None = None) -> dict[str, Any]:
+def with_digests(identity: Mapping[str, Any], digests: Digests) -> dict[str, Any]:
     """Return the manifest for the output's own header, before its check is filled in."""
-    recipe = plan.recipe
-    models = digests.models if digests else [UNKNOWN] * len(plan.models)
-    given = zip(models, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
-    later = {  # what came after the first manifests, and stands there only if it is used
-        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
-        "pad_to_multiple_of": recipe.pad_to_multiple_of,
-        "later_draws": LATER_DRAWS_VERSION if plan.has_later_draws else None,
-        "dropped_before": plan.dropped_before if any(plan.dropped_before) else None,
-        "stages_from": {s.name: s.origin for s in plan.stages if s.origin} or None,
-    }
-    return {
-        "format": FORMAT,
-        "mask": MASK_VERSION,
-        "method": plan.method,
-        "stages": [
-            {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
-            for stage, values in recipe.chain
-        ],
-        "embedding_drop_rate": recipe.embedding_drop_rate,
-        "tensors": recipe.described_rules(),
-        "scale": recipe.scale,
-        "dtype": recipe.dtype,
-        "base": digests.base if digests else UNKNOWN,
-        "models": [
-            {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
-            for digest, weight, seed, entry in given
-        ],
-        "output": digests.output if digests else UNKNOWN,
-        SEAL: UNKNOWN,
-        **{name: value for name, value in later.items() if value is not None},
-    }
-
-
-def fingerprint(planned: Plan) -> str:
-    """A digest of recipe, headers, version and layout; paths and run settings are not in it."""
-    described = [
-        [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
-        embedded_manifest(planned),
-        [source.fingerprint() for source in planned.sources],
-        [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
-        list(planned.layout.files) if planned.layout else [],
-        planned.recipe.delta_threshold,
-    ]
-    return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
+    pairs = zip(identity["models"], digests.models, strict=True)
+    models = [{**model, "digest": digest} for model, digest in pairs]
+    return {**identity, "base": digests.base, "models": models, "output": digests.output}
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:

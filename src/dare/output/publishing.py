@@ -29,7 +29,6 @@ from dare.output.targets import (
     MARK,
     MARK_NAME,
     REPLACED,
-    check_is_here,
     check_replaceable,
     has_mark,
     manifest_path,
@@ -45,7 +44,7 @@ COPIED_BYTES = 1 << 20
 _NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 
-def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
+def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
     """Give a complete output its name, and sync the folders `made` for it; return later faults."""
     target, folder = layout.target, partial_folder(layout.target)
     name = _name_directory if layout.is_directory else _name_file
@@ -130,10 +129,9 @@ def finished_before(layout: Layout) -> JournalContent | None:
     return found if found.finished == manifest and target.exists() else None
 
 
-def clear_leftovers(layout: Layout) -> None:
+def clear_leftovers(layout: Layout, *, finished: bool) -> None:
     """Remove what such a process left, or one that died while removing it."""
-    check_is_here(layout)
-    if finished_before(layout) is not None or _has_mark_only(layout):
+    if finished or _has_mark_only(layout):
         _clear_away(layout, [])
 
 

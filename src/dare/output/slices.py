@@ -17,12 +17,12 @@ from __future__ import annotations
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dare.documents.document import Document, Tone
 from dare.documents.shown import Shown
@@ -32,6 +32,7 @@ from dare.output.journal import (
     BusyError,
     Journal,
     JournalContent,
+    Key,
     Record,
     SliceFigures,
     SliceState,
@@ -39,10 +40,11 @@ from dare.output.journal import (
     is_held,
     read_journal,
 )
+from dare.output.output import Alone, Output
 from dare.output.publishing import sync_folder
 from dare.output.report import Report
+from dare.output.sink import FileSink
 from dare.output.targets import JOURNAL_NAME, MARK_NAME, has_mark, slice_journal, slice_journals
-from dare.output.writer import PartialOutput
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
@@ -89,40 +91,35 @@ class SliceReport(Shown):
         return {**asdict(self), "report": self.report and self.report.to_dict()}
 
 
-class SliceOutput(PartialOutput):
-    """The output as one slice of a merge writes it; call `end` at the end."""
+class OneSlice(Alone):
+    """The part of a process that makes one slice of an output; call `end` at the end."""
 
-    def __init__(self, part: Slice, share: Share, *given: Any, overwrite: bool = False) -> None:
-        super().__init__(*given, overwrite=overwrite)
+    hopeless = ()  # what others have made stays
+    is_shared = True
+
+    def __init__(self, part: Slice, share: Share) -> None:
         self.part = part
         self._share = share
-        self._known: set[tuple[str, int]] = set()  # the chunks that its own journal speaks of
+        self._output: Output
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.record([r for r in self.resumed if r.key not in self._known])
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
-        self._is_void = False  # others may have begun
-        super().__exit__(None if kind is None else Exception, *error)
-
-    def _open_journal(self) -> None:
-        own_name = slice_journal(self.folder, self.part).name
+    def open_journal(self, output: Output) -> JournalContent:
+        """Open the slice's own journal, and join the others or be the first of them."""
+        self._output = output
+        own_name = slice_journal(output.folder, self.part).name
         running = f"slice {self.part} is already running; give each process a different slice"
         with self._joining() as main:
             found = self._join(main)
-            self._journal = self._lock_free(own_name, PROBE_SECONDS, running)
-        for made in self._made:  # whoever publishes does not know that they are new
+            journal = output.journal = self._lock_free(own_name, PROBE_SECONDS, running)
+        for made in output.made:  # whoever publishes does not know that they are new
             sync_folder(made.parent)
-        own = self._journal.read()
-        if own.fingerprint != self._fingerprint:
-            self._journal.start()
-        self._known = set(own.records)
-        self._take_over(JournalContent(records=found.records | own.records))
-        self._journal.note_stamps(self._stamps)
-        self._journal.note_synced(slice=str(self.part), started=time.time())
-        sync_folder(self.folder)
+        own = journal.read()
+        if own.fingerprint != output.identity.fingerprint:
+            journal.start()
+        self._known = set(own.records)  # the chunks that its own journal speaks of
+        journal.note_stamps(output.identity.stamps)
+        journal.note_synced(slice=str(self.part), started=time.time())
+        sync_folder(output.folder)
+        return JournalContent(records=found.records | own.records)
 
     def _joining(self) -> closing[Journal]:
         """Hold the main journal for a moment, so that slices join one after the other."""
@@ -131,28 +128,29 @@ class SliceOutput(PartialOutput):
 
     def _lock_free(self, name: str, wait: float, problem: str) -> Journal:
         try:
-            return self._lock(name, wait=wait)
+            return self._output.lock(name, wait=wait)
         except BusyError:
-            raise OutputError(f"{self.folder}: {problem}") from None
+            raise OutputError(f"{self._output.folder}: {problem}") from None
 
     def _join(self, main: Journal) -> JournalContent:
         """Find out what is under way there, and whether this slice fits in."""
+        folder, (fingerprint, stamps) = self._output.folder, self._output.identity
         found = main.read()
-        if found.fingerprint != self._fingerprint:
+        if found.fingerprint != fingerprint:
             self._begin(main, found)
             return JournalContent()
-        if found.stamps != self._stamps:
+        if found.stamps != stamps:
             if running := self._running():
                 raise InputError(
-                    f"{self.folder}: the inputs are not the files that slice {running[0]} reads; "
+                    f"{folder}: the inputs are not the files that slice {running[0]} reads; "
                     "all slices must read the same files on a shared file system"
                 )
-            main.note_stamps(self._stamps)
-        journals = slice_journals(self.folder)
+            main.note_stamps(stamps)
+        journals = slice_journals(folder)
         if former := [path for part, path in journals.items() if part.of != self.part.of]:
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
-                    f"{self.folder}: this merge is running in {running[0].of} slices "
+                    f"{folder}: this merge is running in {running[0].of} slices "
                     f"({_first_of(running)}); use as many, or stop them first"
                 )
             main.absorb(former)
@@ -163,56 +161,64 @@ class SliceOutput(PartialOutput):
 
     def _begin(self, main: Journal, found: JournalContent) -> None:
         """Be the first slice of this merge."""
+        output = self._output
         if running := self._running():
             raise OutputError(
-                f"{self.folder}: slices of another merge are writing here "
+                f"{output.folder}: slices of another merge are writing here "
                 f"({_first_of(running)}); wait until they are done, or choose another output"
             )
-        if self.layout.target.exists() and not self._overwrite:
-            shutil.rmtree(self.folder)
-            raise OutputError(f"{self.layout.target}: other slices have just published it")
-        self._start_over(main, found)
-        main.note_stamps(self._stamps)
+        target = output.sink.layout.target
+        if target.exists() and not output.overwrite:
+            shutil.rmtree(output.folder)
+            raise OutputError(f"{target}: other slices have just published it")
+        output.start_over(main, found)
+        main.note_stamps(output.identity.stamps)
 
     def _running(self) -> list[Slice]:
-        """The other slices that are running."""
-        journals = slice_journals(self.folder)
+        """Return the other slices that are running."""
+        journals = slice_journals(self._output.folder)
         return [part for part, path in journals.items() if part != self.part and is_held(path)]
 
-    def _open_files(self) -> None:
+    def open_files(self, sink: FileSink) -> None:
         """Open the files; make them, unless another slice has."""
         try:
-            self.join()
+            sink.join()
         except FileNotFoundError:
-            self.close()
+            sink.close()
             with self._joining():
-                self.make()
-            self.sync()
+                sink.make()
+            sink.sync()
 
-    def _is_expected(self, record: Record) -> bool:
+    def wants(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
+
+    def adopt(self) -> None:
+        """Put what others have left of this slice into its own journal."""
+        output = self._output
+        output.record([r for r in output.resumed if r.key not in self._known])
 
     def end(self, bytes_read: int) -> None:
         """See all chunks to the disk, and say so."""
-        assert self._journal is not None
-        with self._explaining(self.folder):
-            self.sync()
-            figures = SliceFigures(bytes_read, len(self.resumed))
-            self._journal.note_synced(synced=asdict(figures))
+        output = self._output
+        assert output.journal is not None
+        with output.explaining():
+            output.sink.sync()
+            figures = SliceFigures(bytes_read, len(output.resumed))
+            output.journal.note_synced(synced=asdict(figures))
 
     def unfinished(self) -> tuple[int, ...]:
-        """The slices that have not said that they are complete; none if all is published."""
+        """Return the slices that have not said that they are complete; none if all is published."""
         left = []
-        main = self.folder / JOURNAL_NAME
+        folder = self._output.folder
         adopted: Mapping[str, SliceState] | None = None
-        with self._explaining(self.folder), suppress(FileNotFoundError):  # of the main journal
+        with self._output.explaining(), suppress(FileNotFoundError):  # of the main journal
             for number in range(1, self.part.of + 1):
                 part = Slice(number, self.part.of)
-                path = slice_journal(self.folder, part)
-                if is_complete(path, self._fingerprint):
+                path = slice_journal(folder, part)
+                if is_complete(path, self._output.identity.fingerprint):
                     continue
                 if not path.exists():  # not begun, or its lines are in the main journal
-                    adopted = adopted or read_journal(main.read_bytes()).parts
+                    adopted = adopted or read_journal((folder / JOURNAL_NAME).read_bytes()).parts
                     state = adopted.get(str(part))
                     if state is not None and state.synced is not None:
                         continue
@@ -225,76 +231,64 @@ class GoneError(OutputError):
     """Nothing is under way there, or no more."""
 
 
-class FinishingOutput(PartialOutput):
-    """The output of which slices have made the chunks; to be adopted and finished if all are."""
+class Finisher(Alone):
+    """The part of a process that publishes an output whose chunks slices have made."""
 
-    _HOPELESS = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
+    hopeless = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
+    is_shared = True
 
-    def __init__(self, *given: Any, overwrite: bool = False, wait: float = 0) -> None:
-        super().__init__(*given, overwrite=overwrite)
+    def __init__(self, wait: float = 0) -> None:
         self._wait = wait
         self._found = JournalContent()
+        self._sink: FileSink
         self.bytes_read = self.resumed_chunks = 0
         self.seconds = 0.0  # since the first of them started
 
-    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
-        self._is_void = False  # slices have begun
-        super().__exit__(kind, *error)
-
-    def _claim(self) -> list[Path]:
-        if not has_mark(self.folder):
-            raise GoneError(f"{self.folder}: does not exist, so there is nothing to finish")
+    def claim(self, folder: Path) -> list[Path]:
+        """Find the folder, which is there already."""
+        if not has_mark(folder):
+            raise GoneError(f"{folder}: does not exist, so there is nothing to finish")
         return []
 
-    def _open_journal(self) -> None:
-        path = self.folder / JOURNAL_NAME
+    def open_journal(self, output: Output) -> JournalContent:
+        """Open the main journal, and read those of all slices."""
+        folder, fingerprint = output.folder, output.identity.fingerprint
         try:
-            journal = Journal(path, self._fingerprint, create=False, wait=self._wait)
+            path = folder / JOURNAL_NAME
+            output.journal = Journal(path, fingerprint, create=False, wait=self._wait)
         except FileNotFoundError:
-            raise GoneError(
-                f"{self.folder}: has no journal, so there is nothing to finish"
-            ) from None
-        self._journal = journal
-        self._refuse_beside_slices()
-        self._found = journal.read()
-        if self._found.fingerprint != self._fingerprint:
+            raise GoneError(f"{folder}: has no journal, so there is nothing to finish") from None
+        output.refuse_beside_slices()
+        found = self._found = output.journal.read()
+        if found.fingerprint != fingerprint:
             raise OutputError(
-                f"{self.folder}: was left by another merge or another version of dare; finish it "
+                f"{folder}: was left by another merge or another version of dare; finish it "
                 "with the recipe and the version that started it, or delete the folder"
             )
-        for file in slice_journals(self.folder).values():
-            self._found.add(read_journal(file.read_bytes()))
-        accounts = [p.synced for p in self._found.parts.values() if p.synced is not None]
+        for file in slice_journals(folder).values():
+            found.add(read_journal(file.read_bytes()))
+        accounts = [p.synced for p in found.parts.values() if p.synced is not None]
         self.bytes_read = sum(account.bytes_read for account in accounts)
         self.resumed_chunks = sum(account.resumed_chunks for account in accounts)
         now = time.time()
-        self.seconds = now - min((p.started for p in self._found.parts.values()), default=now)
-        self._take_over(self._found)
+        self.seconds = now - min((p.started for p in found.parts.values()), default=now)
+        return found
 
-    def adopt(self) -> None:
-        """Make the slices' journals one, which is on the disk then, and clear away the rest."""
-        assert self._journal is not None
-        with self._explaining(self.folder):
-            self._journal.absorb(slice_journals(self.folder).values())
-            self._clear({MARK_NAME, JOURNAL_NAME, *self._made_files()})
-            self._journal.note_stamps(self._stamps)
-            sync_folder(self.folder)
+    def open_files(self, sink: FileSink) -> None:
+        """Open the files that slices have made."""
+        self._sink = sink
+        sink.join()
 
-    def _open_files(self) -> None:
-        self.join()
-
-    def intact(self, records: list[Record]) -> list[Record]:
-        """Hash again what was not synced by its slice, or lies near what another has written."""
+    def doubts(self, records: list[Record]) -> Collection[Record]:
+        """Doubt what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
-        doubted = {r.key for r in records if r.key in near or not self._found.is_synced(r.key)}
-        hashed = super().intact([record for record in records if record.key in doubted])
-        return [record for record in records if record.key not in doubted] + hashed
+        return [r for r in records if r.key in near or not self._found.is_synced(r.key)]
 
-    def _near_others(self, records: list[Record]) -> set[tuple[str, int]]:
-        """The chunks in reach of a page with bytes of another slice, or of the header."""
-        spans: dict[str, list[tuple[int, int, tuple[str, int]]]] = {}
+    def _near_others(self, records: list[Record]) -> set[Key]:
+        """Return the chunks in reach of a page with bytes of another slice, or of the header."""
+        spans: dict[str, list[tuple[int, int, Key]]] = {}
         for record in records:
-            file, info = self.places[record.tensor]
+            file, info = self._sink.places[record.tensor]
             start, count = chunk_span(record.chunk, info.elements)
             place = info.start + start * info.dtype.itemsize
             end = place + count * info.dtype.itemsize
@@ -314,9 +308,19 @@ class FinishingOutput(PartialOutput):
                     near.add(key)
         return near
 
-    def check_complete(self, planned: Plan) -> None:
+    def adopt(self, output: Output, planned: Plan) -> None:
+        """Make the slices' journals one, which is on the disk then, if no chunk is missing."""
+        self._check_complete(output, planned)
+        assert output.journal is not None
+        with output.explaining():
+            output.journal.absorb(slice_journals(output.folder).values())
+            output.clear({MARK_NAME, JOURNAL_NAME, *output.sink.names})
+            output.journal.note_stamps(output.identity.stamps)
+            sync_folder(output.folder)
+
+    def _check_complete(self, output: Output, planned: Plan) -> None:
         """Refuse to finish if chunks are missing; say which slices have them to do."""
-        done = {record.key for record in self.resumed}
+        done = {record.key for record in output.resumed}
         chunks = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
         missing = [key for key in chunks if key not in done]
         if not missing:
@@ -327,7 +331,7 @@ class FinishingOutput(PartialOutput):
             owners = sorted({division.owner(*key) for key in missing})
             what += f", from {_first_of([Slice(number, division.of) for number in owners])}"
         raise OutputError(
-            f"{self.folder}: {what}; run these slices again, or run the merge without --slice"
+            f"{output.folder}: {what}; run these slices again, or run the merge without --slice"
         )
 
 

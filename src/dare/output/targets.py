@@ -30,7 +30,7 @@ from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.data import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
-from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest, file_digest
+from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
 from dare.tensors.files import open_input, read_beginning, read_limited
 from dare.tensors.header import json_bytes, read_header
 
@@ -51,8 +51,6 @@ KINDS = {
 """Patterns for the beginnings of the small files that dare writes."""
 BEGINNING_BYTES = 1 << 20
 
-UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
-SEAL = "check"
 MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
 
 Identity = tuple[int, int]

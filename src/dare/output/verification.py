@@ -26,18 +26,18 @@ from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
 from dare.output.manifest import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
-from dare.output.targets import (
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    MARK_NAME,
-    SEAL,
-    UNKNOWN,
-    manifest_path,
-    read_sealed,
-)
+from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed
 from dare.planning.plan import available_cores
 from dare.stores.locations import to_path
-from dare.tensors.chunks import bytes_digest, chunk_spans, file_digest, model_digest, tensor_digest
+from dare.tensors.chunks import (
+    SEAL,
+    UNKNOWN,
+    bytes_digest,
+    chunk_spans,
+    file_digest,
+    model_digest,
+    tensor_digest,
+)
 from dare.tensors.files import is_there, read_beginning
 from dare.tensors.header import Header, TensorInfo
 

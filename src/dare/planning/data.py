@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dare import __version__
 from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
 from dare.inputs.directory import Sidecars
@@ -23,9 +24,10 @@ from dare.inputs.sources import SINGLE_NAME, Drop, Source
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
 from dare.stores.locations import StorePath
-from dare.tensors.chunks import bytes_digest, chunk_count
+from dare.tensors.chunks import SEAL, UNKNOWN, bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header
+from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
 OTHER_FORMATS = re.compile(
     r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"
@@ -126,6 +128,16 @@ def _nbytes(tensor: Described) -> int:
 
 
 # ----------------------------------------------------------------
+
+
+FORMAT = 1  # of manifests
+JOURNAL_VERSION = 2
+LATER_PARAMETERS = (
+    ("ties", "vote", "sum"),
+    ("ties", "weighted", True),
+    ("trim", "scope", "tensor"),
+)
+"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
 class Fate(StrEnum):
@@ -272,6 +284,53 @@ class PlanData:
     def stamps(self) -> str:
         """A digest of the inputs' inodes and times, by which they are known here and now."""
         return bytes_digest(json.dumps([source.stamps() for source in self.sources]).encode())
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The manifest in the output's header, with zeros in place of all digests."""
+        recipe = self.recipe
+        given = zip(recipe.weights(), recipe.seeds(), recipe.models, strict=True)
+        later = {  # what came after the first manifests, and stands there only if it is used
+            "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
+            "pad_to_multiple_of": recipe.pad_to_multiple_of,
+            "later_draws": LATER_DRAWS_VERSION if self.has_later_draws else None,
+            "dropped_before": self.dropped_before if any(self.dropped_before) else None,
+            "stages_from": {s.name: s.origin for s in self.stages if s.origin} or None,
+        }
+        return {
+            "format": FORMAT,
+            "mask": MASK_VERSION,
+            "method": self.method,
+            "stages": [
+                {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
+                for stage, values in recipe.chain
+            ],
+            "embedding_drop_rate": recipe.embedding_drop_rate,
+            "tensors": recipe.described_rules(),
+            "scale": recipe.scale,
+            "dtype": recipe.dtype,
+            "base": UNKNOWN,
+            "models": [
+                {"digest": UNKNOWN, "weight": weight, "seed": seed, "settings": entry.settings}
+                for weight, seed, entry in given
+            ],
+            "output": UNKNOWN,
+            SEAL: UNKNOWN,
+            **{name: value for name, value in later.items() if value is not None},
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of recipe, headers, version and layout; paths and run settings are not in it."""
+        described = [
+            [__version__, FORMAT, JOURNAL_VERSION, self.backend],
+            self.identity,
+            [source.fingerprint() for source in self.sources],
+            [[t.name, t.fate, t.dtype.name, t.models] for t in self.tensors],
+            list(self.layout.files) if self.layout else [],
+            self.recipe.delta_threshold,
+        ]
+        return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Return the source of a model's copy of a tensor: the base, if the model lacks it."""

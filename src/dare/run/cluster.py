@@ -36,13 +36,13 @@ from dare.errors import ClusterError, DareError, InputError, OutputError, Recipe
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
-from dare.output.manifest import fingerprint
-from dare.output.writer import OutputFiles, PartialOutput, explaining
+from dare.output.manifest import metadata_of
+from dare.output.sink import FileSink, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.recipe import Recipe
-from dare.run.execute import do_census_steps, execute
+from dare.run.engine import Run, do_census_steps, execute
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
 from dare.stages.registry import load_installed_stages, load_stages
@@ -325,21 +325,19 @@ class MergeWork:
     fingerprint: str
     inputs: tuple[Sample, ...]
     folder: Path  # the folder of the partial output
-    metadata: Mapping[str, str]  # of its files; it decides where their tensors begin
     fetches: bool = True  # True if models on the hub are fetched, and not read from there
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str], memory: int) -> MergeWork:
+    def of(cls, plan: Plan, folder: Path, memory: int) -> MergeWork:
         """Describe a plan to others."""
         files = (file for source in (plan.base, *plan.models) for file in source.files)
         return cls(
             portable_recipe(plan.recipe, memory),
             plan.backend,
             tuple(dict.fromkeys(stage.file for stage in plan.stages if stage.file)),
-            fingerprint(plan),
+            plan.fingerprint,
             sample_inputs((plan.base, *plan.models)),
             folder.absolute(),
-            metadata,
             fetches=not any(isinstance(file, StorePath) for file in files),
         )
 
@@ -354,7 +352,7 @@ class MergeWork:
         )
         stack.enter_context(hold_open((plan.base, *plan.models)))
         check_inputs(recipe, (plan.base, *plan.models), self.inputs)
-        if fingerprint(plan) != self.fingerprint:
+        if plan.fingerprint != self.fingerprint:
             raise InputError(
                 f"{self.recipe.output}: the plan is another one here; every node must see the same "
                 "inputs with the same configurations"
@@ -380,10 +378,10 @@ class MergeWork:
 
         return run
 
-    def files(self, plan: Plan) -> OutputFiles:
+    def files(self, plan: Plan) -> FileSink:
         """Return the files of the partial output, as this process sees them."""
         assert plan.layout is not None  # a merge in memory has no cluster
-        return OutputFiles(self.folder, plan.layout, self.metadata)
+        return FileSink(self.folder, plan.layout, metadata_of(plan.identity))
 
 
 def check_for_cluster(plan: Plan) -> None:
@@ -397,27 +395,19 @@ def check_for_cluster(plan: Plan) -> None:
         )
 
 
-def execute_on_cluster(
-    plan: Plan,
-    output: PartialOutput,
-    metadata: Mapping[str, str],
-    *,
-    done: Sequence[Record] = (),
-    progress: Progress = lambda _nbytes: None,
-    announce: Callable[[str], None] = lambda _text: None,
-) -> list[Record]:
-    """Have a cluster merge what is not `done` yet; return the records of all chunks."""
-    recipe, cost = plan.recipe, plan.cost
+def execute_on_cluster(plan: Plan, run: Run) -> list[Record]:
+    """Have a cluster merge what is not done yet; return the records of all chunks."""
+    recipe, cost, output, progress = plan.recipe, plan.cost, run.output, run.meter.advance
     assert recipe.cluster is not None
-    announce(f"merging on the cluster {recipe.cluster}")
-    records = list(done)
+    run.announce(f"merging on the cluster {recipe.cluster}")
+    records = list(output.resumed)
     with connect(recipe.cluster, verbose=recipe.verbose) as cluster:
         tasks = cluster.share_out(
             cost.least_memory, cost.max_memory, recipe.max_memory, recipe.threads
         )
         division = Division(plan, _count_slices(plan, len(cluster.processors()), tasks))
-        work = MergeWork.of(plan, output.folder, metadata, cluster.task_memory)
-        left = list(_shares_left(division, done))
+        work = MergeWork.of(plan, output.folder, cluster.task_memory)
+        left = list(_shares_left(division, records))
         known = _conclude(plan, division, work, cluster, progress) if left else {}
         files, checked_nodes = work.files(plan), set[tuple[str, str]]()
         for node, made, nbytes in cluster.run(work, left, known):
@@ -427,7 +417,7 @@ def execute_on_cluster(
             output.record(made)
             records += made
             progress(nbytes)
-    with hold_open((plan.base, *plan.models)):  # which refuses one that has changed
+    with hold_open(plan.sources):  # which refuses one that has changed
         pass
     return records
 
@@ -467,15 +457,13 @@ def _shares_left(division: Division, done: Sequence[Record]) -> Iterator[Share]:
             yield left
 
 
-def _check_arrival(node: str, files: OutputFiles, record: Record) -> None:
+def _check_arrival(node: str, files: FileSink, record: Record) -> None:
     """Refuse a node that writes into another folder of the same name."""
-    file, info = files.places[record.tensor]
-    start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
     with explaining(files.folder, resumable=True):
-        files.join([file])
-        found = files.read(record.tensor, start, count)
+        files.join([files.places[record.tensor][0]])
+        has_arrived = files.has(record)
         files.close()
-    if bytes_digest(found) != record.output:
+    if not has_arrived:
         raise OutputError(
             f"node {node}: {files.folder}: is another folder there: what is written does not "
             "arrive here; every node must see the same file system"

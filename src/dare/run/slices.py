@@ -34,11 +34,11 @@ from dare.documents.progress import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
 from dare.output.publishing import sync_folder, write_synced
+from dare.output.sink import explaining
 from dare.output.targets import slice_journal
-from dare.output.writer import explaining
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.run.execute import do_census_steps
+from dare.run.engine import do_census_steps
 from dare.run.threads import Id, Results
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
 from dare.tensors.chunks import bytes_digest

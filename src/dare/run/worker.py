@@ -30,7 +30,7 @@ from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
 from dare.inputs.sources import Source, read_chunks
 from dare.output.journal import Record
-from dare.output.writer import Sink
+from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share

@@ -19,7 +19,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dare.api import AnyRecipe, check_digests, make_recipe, merge
+from dare.api import AnyRecipe, make_recipe, merge
 from dare.checks.inputs import check_inputs
 from dare.deltas.memory import (
     WRITING,
@@ -44,7 +44,8 @@ from dare.recipe.document import with_settings
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.recipe import Recipe
-from dare.run.execute import execute
+from dare.run.engine import execute
+from dare.run.merging import check_digests
 from dare.run.worker import Progress
 from dare.tensors.names import some_of
 

@@ -58,6 +58,8 @@ def chunk_spans(elements: int) -> Iterator[tuple[int, int]]:
 
 
 DIGEST_LENGTH = 32
+UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
+SEAL = "check"  # key of the digest that a document has of itself
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

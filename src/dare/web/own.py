@@ -35,7 +35,7 @@ from dare.documents.words import show_size, times
 from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
-from dare.output.destinations import check_target, finished_before
+from dare.output.store import publisher_of
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.data import Fate, Layout
 from dare.planning.plan import Plan, estimate
@@ -211,9 +211,9 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     problem = None
     try:
-        check_target(layout, inputs, overwrite=overwrite)
+        publisher_of(layout).check(inputs, overwrite=overwrite)
     except OutputError as error:
-        if finished_before(layout) is None:
+        if publisher_of(layout).finished_before() is None:
             problem = _output_problem(layout, inputs, error)
     partial = partial_folder(layout.target)
     is_left = has_mark(partial) and str(layout.target) not in underway
@@ -227,7 +227,7 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
 def _output_problem(layout: Layout, inputs: Sequence[Path], error: OutputError) -> str:
     """Return the reason why an output cannot be written, in the page's words where those differ."""
     try:
-        check_target(layout, inputs, overwrite=True)
+        publisher_of(layout).check(inputs, overwrite=True)
     except OutputError:
         return str(error)
     remedy = "Choose another output, or tick “Replace an existing output”."

@@ -18,67 +18,33 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
-from dare.output import publishing, targets
 from dare.output.journal import Journal, JournalContent, Key, Record, read_locked
 from dare.output.manifest import METADATA_KEY, checked_metadata
-from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, work_folder
-from dare.output.writer import PartialOutput
+from dare.output.output import Output, Publisher
+from dare.output.sink import Bytes, FileSink, Metadata, explaining
+from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
 from dare.planning.data import Layout
 from dare.stores import uploading
 from dare.stores.locations import StorePath
 from dare.stores.reading import forget, in_background
 from dare.stores.uploading import Stored
-from dare.tensors.chunks import bytes_digest, chunk_count
+from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
 
 SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
 UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
 EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
 
-def open_output(layout: Layout, *identity: Any, **how: Any) -> PartialOutput:
-    """Return an output under way, a context manager; arguments are those of `PartialOutput`."""
-    return (StoreOutput if layout.is_sent else PartialOutput)(layout, *identity, **how)
-
-
-def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
-    if not layout.is_sent:
-        targets.check_target(layout, inputs, overwrite=overwrite)
-        return
-    _check_place(layout, inputs)
-    _replaceable(layout, _noted(layout).ours, overwrite=overwrite)
-
-
-def finished_before(layout: Layout) -> JournalContent | None:
-    """Return the journal of an output whose process died after the last step, else None."""
-    if not layout.is_sent:
-        return publishing.finished_before(layout)
-    try:
-        found = _noted(layout)
-    except OutputError:
-        return None
-    manifest = uploading.read_object(_place(layout, manifest_path(layout.target).name))
-    is_finished = manifest is not None and bytes_digest(manifest) == found.finished
-    return found if is_finished else None
-
-
-def clear_leftovers(layout: Layout) -> None:
-    """Remove what such a process left, or one that died while removing it."""
-    if not layout.is_sent:
-        publishing.clear_leftovers(layout)
-    elif finished_before(layout) is not None:
-        shutil.rmtree(work_folder(layout), ignore_errors=True)
+def publisher_of(layout: Layout) -> Publisher:
+    """Return the way of an output to its name: on this machine, or in a store."""
+    return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 
 # ---------------------------------------------------------------- what is in the store
@@ -165,17 +131,16 @@ def _noted(layout: Layout) -> JournalContent:
 # ---------------------------------------------------------------- an output under way
 
 
-class StoreOutput(PartialOutput):
-    """An output that is made in the scratch folder and uploaded file by file."""
+class StoreSink(FileSink):
+    """Files in the scratch folder that are uploaded one by one, as soon as they are complete."""
 
-    def __init__(
-        self, layout: Layout, metadata: Mapping[str, str], *identity: str, **how: Any
-    ) -> None:
-        super().__init__(layout, metadata, *identity, **how)
+    def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
+        super().__init__(folder, layout, metadata)
         self._is_one = len(layout.files) == 1
         if not self._is_one and METADATA_KEY in metadata:
             checked = checked_metadata(layout, json.loads(metadata[METADATA_KEY]))
             self.built = {file: layout.build(checked[file])[file] for file in layout.files}
+        self._journal: Journal
         self._ours: set[str] = set()  # names in the store that this merge may have written
         self._sent: dict[str, Stored] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
@@ -188,65 +153,58 @@ class StoreOutput(PartialOutput):
 
     # ------------------------------------------------------------ beginning and end
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        if not self.doubtful:
-            self._send_complete()
-        return self
+    def begin(self, journal: Journal, found: JournalContent) -> None:
+        """Find out which files the store has."""
+        self._journal, self._ours = journal, set(found.ours)
+        journal.note_synced(ours=sorted(self._ours))
+        for file, (size, version) in found.sent.items():
+            seen = uploading.describe_object(self._place(file)) if file in self.built else None
+            if seen is not None and (seen.size, seen.version) == (size, version):
+                self._sent[file] = seen
 
-    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+    def make(self, files: Iterable[str] | None = None) -> None:
+        super().make(file for file in files or self.built if file not in self._sent)
+        for file in self._sent:
+            (self.folder / file).unlink(missing_ok=True)
+
+    def close(self, *, hopeless: bool = False) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
         if self._sending.acquire(timeout=EXIT_SECONDS):
             self._sending.release()
-        if kind is not None and issubclass(kind, self._HOPELESS):
+        if hopeless:
             with suppress(OutputError):
                 uploading.delete(self._place(file) for file in self._sent)
-        super().__exit__(kind, *error)
+        super().close()
 
     def _place(self, name: str) -> StorePath:
         return _place(self.layout, name)
 
-    def _take_over(self, found: JournalContent) -> None:
-        self._ours = set(found.ours)
-        for file, (size, version) in found.sent.items():
-            seen = uploading.describe_object(self._place(file)) if file in self.built else None
-            if seen is not None and (seen.size, seen.version) == (size, version):
-                self._sent[file] = seen
-        super()._take_over(found)
-
-    def _start_over(self, journal: Journal, found: JournalContent) -> None:
-        super()._start_over(journal, found)
-        self._ours = set(found.ours)
-        journal.note_synced(ours=sorted(self._ours))
-
-    def _open_files(self) -> None:
-        self.make(file for file in self.built if file not in self._sent)
-        for file in self._sent:
-            (self.folder / file).unlink(missing_ok=True)
-
     def reserve(self) -> None:
-        pass  # each file when it is begun
+        """Leave it to each file when it is begun."""
 
-    def _missing_bytes(self) -> int:
+    def missing_bytes(self) -> int:
         return sum(sorted(f.unwritten_bytes() for f in self.opened.values())[-SCRATCH_FILES:])
 
-    def intact(self, records: list[Record]) -> list[Record]:
-        """Keep the records of chunks that are in the store, or here as the journal says."""
-        sent = [record for record in records if self._file_of(record) in self._sent]
-        here = [record for record in records if self._file_of(record) not in self._sent]
-        return [*sent, *super().intact(here)]
+    def has(self, record: Record) -> bool:
+        return self._file_of(record) in self._sent or super().has(record)
 
-    def confirm(self, records: Iterable[Record]) -> None:
-        super().confirm(records)
-        found = {record.key for record in self.resumed}
+    def take_over(self, records: list[Record]) -> list[Record]:
+        """Merge a file again of which the store has what does not count; upload complete ones."""
+        found = {record.key for record in records}
         if lacking := [file for file in self._sent if self._chunks(file) - found]:
             for file in lacking:
                 del self._sent[file]
             self.make(lacking)
-            self.resumed = [r for r in self.resumed if self._file_of(r) not in lacking]
-        self._send_complete()
+            records = [r for r in records if self._file_of(r) not in lacking]
+            found = {record.key for record in records}
+        with self._changed:
+            for file in self.built:
+                if file not in self._sent:
+                    self._missing[file] = self._chunks(file) - found
+            self._submit_complete()
+        return records
 
     def _file_of(self, record: Record) -> str:
         return self.places[record.tensor][0]
@@ -257,15 +215,15 @@ class StoreOutput(PartialOutput):
 
     # ------------------------------------------------------------ chunks
 
-    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        self._begin(self.places[name][0])
+    def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
+        self._begin_file(self.places[name][0])
         return super().place(name, offset, nbytes)
 
-    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        self._begin(self.places[name][0])
+    def write(self, name: str, offset: int, data: Bytes) -> None:
+        self._begin_file(self.places[name][0])
         super().write(name, offset, data)
 
-    def _begin(self, file: str) -> None:
+    def _begin_file(self, file: str) -> None:
         """Take room for a file; wait for that while others are being uploaded."""
         if file in self._begun:
             return
@@ -275,7 +233,7 @@ class StoreOutput(PartialOutput):
             self._raise()
             if file not in self._begun:
                 self._begun.add(file)
-                with self._explaining(self.folder / file):
+                with explaining(self.folder / file, resumable=self.resumable):
                     self.opened[file].reserve()
 
     def _is_full(self, file: str) -> bool:
@@ -285,8 +243,8 @@ class StoreOutput(PartialOutput):
     def _count_uploads(self) -> int:
         return sum(not upload.done() for upload in self._uploads.values())
 
-    def record(self, records: Sequence[Record]) -> None:
-        super().record(records)
+    def note(self, records: Iterable[Record]) -> None:
+        """Upload files that have all their chunks now; wait if they become too many."""
         with self._changed:
             for record in records:
                 if (missing := self._missing.get(self._file_of(record))) is not None:
@@ -297,15 +255,6 @@ class StoreOutput(PartialOutput):
             self._raise()
 
     # ------------------------------------------------------------ uploading
-
-    def _send_complete(self) -> None:
-        """Begin to upload what an earlier try has left complete."""
-        done = {record.key for record in self.resumed}
-        with self._changed:
-            for file in self.built:
-                if file not in self._sent:
-                    self._missing[file] = self._chunks(file) - done
-            self._submit_complete()
 
     def _submit_complete(self) -> None:
         """Have complete files uploaded; the only one waits for the digests in its header."""
@@ -330,18 +279,19 @@ class StoreOutput(PartialOutput):
                 self._changed.notify_all()
 
     def _send_now(self, file: str) -> None:
-        assert self._journal is not None
-        self._free_place()
+        self.free_place()
         opened, path = self.opened[file], self.folder / file
-        with self._explaining(path):
+        with explaining(path, resumable=self.resumable):
             opened.sync()
-            stored = self._upload(file, path)
+            stored = self.upload(file)
             self._journal.note_synced(sent=file, size=stored.size, version=stored.version)
             self._sent[file] = stored
             opened.close()
             path.unlink()
 
-    def _upload(self, name: str, path: Path) -> Stored:
+    def upload(self, name: str) -> Stored:
+        """Upload a file of the folder, and say how far that is."""
+        path = self.folder / name
         size, sent, announced = path.stat().st_size, 0, time.monotonic()
         if name in self.built:
             self.announce(f"uploading {name} ({show_size(size)})")
@@ -357,13 +307,12 @@ class StoreOutput(PartialOutput):
 
         return uploading.upload(self._place(name), path, progress)
 
-    def _free_place(self) -> None:
+    def free_place(self) -> None:
         """Delete what is replaced, its manifest first, before anything is uploaded."""
-        assert self._journal is not None
         if self._is_free:
             return
         known = {*self._ours, *self._sent}
-        found = _replaceable(self.layout, known, overwrite=self._overwrite)
+        found = _replaceable(self.layout, known, overwrite=self.overwrite)
         self._journal.note_synced(ours=sorted([*found, *self.built]))
         uploading.delete(self._place(name) for name in found if name not in self._sent)
         self._is_free = True
@@ -374,14 +323,12 @@ class StoreOutput(PartialOutput):
             if upload.done() and (error := upload.exception()) is not None:
                 raise error
 
-    def _write_headers(
-        self, metadata: Mapping[str, Mapping[str, str]], digests_of_all: bool
-    ) -> dict[str, str]:
+    def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
         """Upload the files that are not there yet; merges have digests of headers alone."""
-        del digests_of_all
+        del whole
         if self._is_one:
             ((file, (_, placed)),) = self.built.items()
-            header = self._final_header(file, metadata[file])
+            header = self.final_header(file, metadata[file])
             self.built[file] = header, placed
             if file not in self._sent:
                 self.opened[file].write(header, 0)
@@ -394,16 +341,44 @@ class StoreOutput(PartialOutput):
             self._raise()
         return {file: bytes_digest(header) for file, (header, _) in self.built.items()}
 
-    def _publish(self, manifest: bytes) -> list[str]:
+
+class StorePublisher(Publisher):
+    """The way of an output to a store: file by file from the scratch folder, the manifest last."""
+
+    def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:
+        _check_place(self.layout, inputs)
+        _replaceable(self.layout, _noted(self.layout).ours, overwrite=overwrite)
+
+    def finished_before(self) -> JournalContent | None:
+        try:
+            found = _noted(self.layout)
+        except OutputError:
+            return None
+        manifest = uploading.read_object(
+            _place(self.layout, manifest_path(self.layout.target).name)
+        )
+        is_finished = manifest is not None and bytes_digest(manifest) == found.finished
+        return found if is_finished else None
+
+    def clear_leftovers(self, *, finished: bool) -> None:
+        if finished:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def make_sink(self, metadata: Mapping[str, str]) -> StoreSink:
+        return StoreSink(self.folder, self.layout, metadata)
+
+    def publish(self, output: Output, manifest: bytes) -> list[str]:
         """Upload the index and the manifest, and clear the folder away."""
-        assert self._journal is not None
+        sink, journal = output.sink, output.journal
+        assert isinstance(sink, StoreSink)
+        assert journal is not None
         name = manifest_path(self.layout.target).name
-        self._free_place()
-        self._journal.note_synced(ours=sorted([*self._others, name]))
-        self._journal.note_synced(finished=bytes_digest(manifest))
-        for other in self._others:  # of which the index is the last
-            self._upload(other, self.folder / other)
-        uploading.upload(self._place(name), manifest)
+        sink.free_place()
+        journal.note_synced(ours=sorted([*output.others, name]))
+        journal.note_synced(finished=bytes_digest(manifest))
+        for other in output.others:  # of which the index is the last
+            sink.upload(other)
+        uploading.upload(_place(self.layout, name), manifest)
         try:
             shutil.rmtree(self.folder)
         except OSError as error:

@@ -1,0 +1,288 @@
+"""An output while it is being made: a sink for its bytes, a journal, and a publisher for its name.
+
+Blocks are written at their final offsets in any order. After each chunk a line goes into the
+journal. When a merge is resumed, every chunk the journal speaks of is hashed again on disk, and
+only those that are there byte for byte count as done; so it does not matter what was and was not
+synced when the process or the machine died. The target's name appears when everything is in place.
+
+`Alone` opens the journal for a process that makes the whole output; `dare.output.slices` has what
+several processes do instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
+from dare.inputs.sources import INDEX_NAME
+from dare.output import publishing
+from dare.output.journal import Journal, JournalContent, Record, is_held
+from dare.output.publishing import claim, remove, sync_folder, write_synced
+from dare.output.sink import FileSink, Metadata, check_free_space, explaining
+from dare.output.targets import (
+    JOURNAL_NAME,
+    MARK_NAME,
+    check_target,
+    is_only_name,
+    manifest_path,
+    seal,
+    slice_journals,
+    work_folder,
+)
+from dare.planning.data import Layout
+from dare.tensors.chunks import bytes_digest
+
+
+class Identity(NamedTuple):
+    """The making of an output: what must be the same for chunks of an earlier try to be of use."""
+
+    fingerprint: str
+    stamps: str = ""  # by what its inputs are known here and now
+
+
+class Alone:
+    """The part of a process that makes a whole output: it has the journal, and makes the files."""
+
+    hopeless: tuple[type[BaseException], ...] = (MismatchError, VerificationError, NotFiniteError)
+    """After these nothing is left behind."""
+    is_shared = False  # True if others may have begun, so that the folder stays
+
+    def claim(self, folder: Path) -> list[Path]:
+        """Make the folder, or find our mark on it; return the parents that did not exist."""
+        return claim(folder)
+
+    def open_journal(self, output: Output) -> JournalContent:
+        """Open the output's journal; return what of its content counts."""
+        journal = output.journal = output.lock(JOURNAL_NAME)
+        output.refuse_beside_slices()
+        if output.resume:
+            journal.absorb(slice_journals(output.folder).values())
+        found = journal.read()
+        if output.resume and found.fingerprint == output.identity.fingerprint:
+            output.clear({MARK_NAME, JOURNAL_NAME, *output.sink.names})
+        else:
+            output.start_over(journal, found)
+            found = JournalContent(ours=found.ours)
+        journal.note_stamps(output.identity.stamps)
+        sync_folder(output.folder)
+        return found
+
+    def open_files(self, sink: FileSink) -> None:
+        """Open the files, or make them."""
+        sink.make()
+
+    def wants(self, record: Record) -> bool:  # noqa: ARG002
+        """Tell whether a chunk is this process's business."""
+        return True
+
+    def doubts(self, records: list[Record]) -> Collection[Record]:
+        """Return the chunks that must be hashed again before they count."""
+        return records
+
+
+class Publisher:
+    """The way of an output to its name on this machine, from a folder beside that."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    @property
+    def folder(self) -> Path:
+        """The folder in which the output is made."""
+        return work_folder(self.layout)
+
+    def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:
+        """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
+        check_target(self.layout, inputs, overwrite=overwrite)
+
+    def finished_before(self) -> JournalContent | None:
+        """Return the journal of an output whose process died after giving the name, else None."""
+        return publishing.finished_before(self.layout)
+
+    def clear_leftovers(self, *, finished: bool) -> None:
+        """Remove what such a process left, or one that died while removing it."""
+        publishing.clear_leftovers(self.layout, finished=finished)
+
+    def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
+        """Return a sink for an output whose layout is known."""
+        return FileSink(self.folder, self.layout, metadata)
+
+    def publish(self, output: Output, manifest: bytes) -> list[str]:
+        """Give a complete output its name; return what went wrong when it was there."""
+        assert output.journal is not None
+        layout = output.sink.layout
+        write_synced(self.folder / manifest_path(layout.target).name, manifest)
+        for folder in {(self.folder / name).parent for name in ("x", *output.others)}:
+            sync_folder(folder)
+        output.journal.note_synced(finished=bytes_digest(manifest))
+        output.sink.clear_up()
+        return publishing.give_name(layout, output.made, overwrite=output.overwrite)
+
+
+class Output:
+    """An output under way; use as a context manager, and call `finish` at the end."""
+
+    def __init__(
+        self,
+        sink: FileSink,
+        publisher: Publisher,
+        identity: Identity,
+        *,
+        resume: bool = True,
+        overwrite: bool = False,
+        part: Alone | None = None,
+        discards: bool = False,
+    ) -> None:
+        self.sink = sink
+        self.folder = sink.folder
+        self.identity = identity
+        self.resume = sink.resumable = resume
+        self.overwrite = sink.overwrite = overwrite
+        self.journal: Journal | None = None
+        self.resumed: list[Record] = []  # chunks on the disk, made of inputs with these stamps
+        self.doubtful: list[Record] = []  # chunks on the disk, made of inputs with other stamps
+        self.started_over = ""  # the reason why an earlier try is not used
+        self.others: dict[str, str] = {}  # digests of the files beside the weights
+        self.made: list[Path] = []  # folders that did not exist
+        self._publisher = publisher
+        self._part = part or Alone()
+        self._discards = discards  # what is incomplete is of no use to the next try
+        self._is_void = False
+
+    def __enter__(self) -> Self:
+        try:
+            with self.explaining():
+                self.made = self._part.claim(self.folder)
+                found = self._part.open_journal(self)
+                self._sort(found)
+                assert self.journal is not None  # opening it was the first thing
+                self.sink.begin(self.journal, found)
+                self._part.open_files(self.sink)
+            self._is_void = not self.resumed and not self.doubtful
+            check_free_space(self.sink)
+            self._is_void = self._discards
+            self.sink.reserve()
+            self.resumed = self._intact(self.resumed)
+            self.doubtful = self._intact(self.doubtful)
+            if not self.doubtful:
+                self.resumed = self.sink.take_over(self.resumed)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
+        hopeless = kind is not None and issubclass(kind, self._part.hopeless)
+        self.sink.close(hopeless=hopeless)
+        if self.journal is not None and ((self._is_void and not self._part.is_shared) or hopeless):
+            # Nothing is in it, or this can never be finished as it was planned.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for made in self.made:
+                with suppress(OSError):
+                    made.rmdir()
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = None
+
+    def explaining(self, name: str = "") -> AbstractContextManager[None]:
+        """Say where in the folder something cannot be written."""
+        return explaining(self.folder / name, resumable=self.resume)
+
+    # ------------------------------------------------------------ an earlier try
+
+    def lock(self, name: str, wait: float = 0) -> Journal:
+        """Open one of the journals, for this process alone."""
+        path = self.folder / name
+        if os.path.lexists(path) and not is_only_name(path):
+            remove(path)
+        return Journal(path, self.identity.fingerprint, wait=wait)
+
+    def refuse_beside_slices(self) -> None:
+        """Refuse to make an output that slices are making."""
+        journals = slice_journals(self.folder)
+        if running := [part for part, path in journals.items() if is_held(path)]:
+            raise OutputError(
+                f"{self.folder}: slices are writing this output ({', '.join(map(str, running))}); "
+                "wait until they are done, or stop them"
+            )
+
+    def start_over(self, journal: Journal, found: JournalContent) -> None:
+        """Forget what was left there, and say why, if that was not asked for."""
+        journal.start()
+        if self.clear({MARK_NAME, JOURNAL_NAME}) and self.resume:
+            self.started_over = "its journal cannot be read, so it starts over"
+            if found.fingerprint is not None:
+                self.started_over = "was left by another merge or version of dare, and is not used"
+
+    def clear(self, kept: Collection[str]) -> bool:
+        """Remove all but these files, also sidecars of an earlier try; tell if there were any."""
+        held = (MARK_NAME, JOURNAL_NAME)
+        leftovers = [
+            path
+            for path in self.folder.iterdir()
+            if path.name not in kept or (path.name not in held and not is_only_name(path))
+        ]
+        for leftover in leftovers:
+            remove(leftover)
+        return bool(leftovers)
+
+    def _sort(self, found: JournalContent) -> None:
+        """Sort the chunks that there are by whether their inputs are known to be the same."""
+        for stamps, record in found.records.values():
+            if self.sink.expects(record) and self._part.wants(record):
+                is_same = stamps == self.identity.stamps
+                (self.resumed if is_same else self.doubtful).append(record)
+
+    def _intact(self, records: list[Record]) -> list[Record]:
+        """Keep the records whose chunk is there as the journal says."""
+        doubted = self._part.doubts(records)
+        with ThreadPoolExecutor() as pool:
+            there = list(itertools.compress(doubted, pool.map(self.sink.has, doubted)))
+        checked = {record.key for record in doubted}
+        return [record for record in records if record.key not in checked] + there
+
+    def confirm(self, records: Iterable[Record]) -> None:
+        """Take over what was doubtful: its inputs have been seen to be the same."""
+        confirmed = list(records)
+        self.record(confirmed)
+        self.resumed = self.sink.take_over([*self.resumed, *confirmed])
+        self.doubtful = []
+
+    # ------------------------------------------------------------ what is done
+
+    def record(self, records: Sequence[Record]) -> None:
+        """Note that some chunks are complete."""
+        assert self.journal is not None  # it is open from the first moment on
+        with self.explaining(JOURNAL_NAME):
+            self.journal.add(records)
+        self.sink.note(records)
+
+    def add_files(self, files: Mapping[str, bytes | Path]) -> None:
+        """Write or copy what goes beside the weights."""
+        for name, content in files.items():
+            path = self.folder / name
+            with self.explaining(name):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.others[name] = write_synced(path, content)
+
+    def finish(
+        self, metadata: Metadata, manifest: Mapping[str, Any], *, whole: bool = False
+    ) -> list[str]:
+        """Write the final headers and the manifest, sync, give the name; return later faults.
+
+        Of weights the manifest has the digest of the header, as their tensors have digests of
+        their own, or that of the `whole` file.
+        """
+        with self.explaining():
+            self._is_void = False
+            digests = self.sink.complete(metadata, whole=whole)
+            if (index := self.sink.layout.index()) is not None:
+                self.add_files({INDEX_NAME: index})
+            return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))

@@ -1,0 +1,344 @@
+"""A plan is run into a sink, and a receipt says what was done.
+
+`run` stands once, for everything that writes a model: a merge, a slice of it, a delta file, a model
+that is restored, an adapter. It refuses what must not be written, takes an earlier try over, has
+the work done with a progress bar, puts the last files beside the weights and gives the output its
+name. What differs is the `Work`: its identity, its sink, what is done to chunks, and its receipt.
+
+`execute` carries a plan out with the threads of this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dare import kernels
+from dare.checks.inputs import check_chunks, is_suspect
+from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.progress import COMPILING, Display, Meter, show_progress
+from dare.errors import OutputError, RecipeError, warn_caller
+from dare.inputs.sources import hold_open, read_chunks
+from dare.kernels.linalg import one_blas_thread
+from dare.output.journal import JournalContent, Record
+from dare.output.output import Alone, Identity, Output, Publisher
+from dare.output.sink import ArraySink, FileSink, Metadata, Sink
+from dare.output.store import publisher_of
+from dare.planning.data import Layout
+from dare.planning.plan import Plan
+from dare.planning.slices import Share
+from dare.run.backend import Backend
+from dare.run.threads import Id, Results, Step, run_steps
+from dare.run.worker import (
+    Conclude,
+    Make,
+    Progress,
+    Worker,
+    list_census_steps,
+    list_steps,
+    sources_of,
+)
+from dare.tensors.chunks import bytes_digest, chunk_span
+
+R = TypeVar("R")
+MakeWorker = Callable[..., Worker]
+
+
+@dataclass(frozen=True)
+class Receipt(Generic[R]):
+    """The end of a run: the report for the user, and what the output still lacks."""
+
+    report: R
+    metadata: Metadata = field(default_factory=dict)  # of each file of weights
+    manifest: Mapping[str, Any] | None = None  # None if there is nothing to publish yet
+    files: Mapping[str, bytes | Path] = field(default_factory=dict)  # beside the weights
+    whole: bool = True  # True if the manifest has digests of whole files, not of headers
+
+
+class Run:
+    """One run of a work: the output under way, the progress, and what was noticed."""
+
+    def __init__(self, output: Output, display: Display, started: float) -> None:
+        self.output = output
+        self.meter = Meter(display)
+        self.noticed: list[Notice] = []
+        self.announced: list[str] = []
+        self._display = display
+        self._started = started
+        output.sink.announce = display.announce
+
+    @property
+    def seconds(self) -> float:
+        """The time since the start."""
+        return time.perf_counter() - self._started
+
+    def announce(self, text: str = COMPILING) -> None:
+        """Show a line, if only that kernels have to be compiled first."""
+        self.announced.append(text)
+        self._display.announce(text)
+
+    def take_over(self, plan: Plan) -> None:
+        """Go on from an earlier try, as far as it was made of these inputs; say what is unused."""
+        output = self.output
+        if output.started_over:
+            self.noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
+            warn(plan, self.noticed)
+        if output.doubtful:
+            self._display.announce("comparing the inputs with those of the earlier run")
+            output.confirm(_made_of_same(plan, output.doubtful))
+        suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
+        check_chunks(plan, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
+        elements = {tensor.name: tensor.elements for tensor in plan.tensors}
+        done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
+        self._display.advance(plan.cost.bytes_read * done // max(sum(elements.values()), 1))
+
+    def execute(self, plan: Plan, **how: Any) -> list[Record]:
+        """Carry a plan out into the output, but for what is done."""
+        output, announce = self.output, self.announce
+        how = {"progress": self.meter.advance, "announce": announce, "record": output.record} | how
+        return execute(plan, output.sink, done=output.resumed, **how)
+
+
+class Work(Generic[R]):
+    """Something to be made, and all that makes one kind of it different from another."""
+
+    verb = "merging"
+    can_be_sent = False  # True if it may be made in a store
+    discards = False  # True if what is incomplete is of no use to the next try
+
+    def __init__(self, plan: Plan, layout: Layout, *fingerprint: str) -> None:
+        self.plan = plan
+        self.layout = layout
+        self.identity = Identity(":".join(fingerprint) or plan.fingerprint, plan.stamps)
+
+    @property
+    def inputs(self) -> Iterable[Path]:
+        """The files that are read."""
+        return self.plan.input_files
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read, for the progress bar."""
+        return self.plan.cost.bytes_read
+
+    @property
+    def verbose(self) -> bool:
+        """True if progress and warnings are shown."""
+        return self.plan.recipe.verbose
+
+    def take_over(self, run: Run) -> None:
+        """Go on from an earlier try."""
+        run.take_over(self.plan)
+
+    def recognise(self, found: JournalContent) -> R | None:  # noqa: ARG002
+        """Return the report, if this very work was complete when its process died."""
+        return None
+
+    def prepare(self) -> None:
+        """Do what must succeed before anything is written."""
+
+    def make_sink(self, publisher: Publisher) -> FileSink:
+        """Return the places for its bytes."""
+        return publisher.make_sink({})
+
+    def carry_out(self, run: Run) -> Sequence[Record]:
+        """Have all chunks made that are not done."""
+        return run.execute(self.plan)
+
+    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[R]:
+        """Return the receipt for what was made."""
+        raise NotImplementedError
+
+    def end(self, run: Run, report: R, problems: Sequence[str]) -> R:  # noqa: ARG002
+        """Return the report of an output that is published, with what went wrong after that."""
+        return report
+
+
+def run(
+    work: Work[R],
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    before: Callable[[], None] = lambda: None,
+) -> R:
+    """Make an output; return the report of an earlier run if that was complete.
+
+    `before` is called when nothing stands in the way.
+    """
+    finished = begin(work, overwrite=overwrite, resume=resume)
+    before()
+    return finished or perform(work, overwrite=overwrite, resume=resume)
+
+
+def begin(work: Work[R], *, overwrite: bool, resume: bool) -> R | None:
+    """Refuse an output that is an input, or exists and is not this work's own.
+
+    Return the report if this very work was complete when its process died.
+    """
+    layout, publisher = work.layout, publisher_of(work.layout)
+    if layout.is_sent and not work.can_be_sent:
+        raise OutputError(
+            f"{layout.target}: only a merge can go to a store; choose a path on this machine"
+        )
+    found = publisher.finished_before()
+    report = work.recognise(found) if resume and found is not None else None
+    publisher.clear_leftovers(finished=found is not None)
+    if report is None:
+        publisher.check(work.inputs, overwrite=overwrite)
+    return report
+
+
+def perform(
+    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+) -> R:
+    """Make an output whose place was checked."""
+    started = time.perf_counter()
+    work.prepare()
+    with (
+        open_output(work, overwrite=overwrite, resume=resume, part=part) as output,
+        show_progress(work.nbytes, work.verb, visible=work.verbose) as display,
+    ):
+        current = Run(output, display, started)
+        work.take_over(current)
+        receipt = work.conclude(current, work.carry_out(current))
+        if receipt.manifest is None:
+            return receipt.report
+        output.add_files(receipt.files)
+        problems = output.finish(receipt.metadata, receipt.manifest, whole=receipt.whole)
+    return work.end(current, receipt.report, problems)
+
+
+def open_output(
+    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+) -> Output:
+    """Put together where the bytes of a work go, their journal, and the way to its name."""
+    publisher = publisher_of(work.layout)
+    sink, how = work.make_sink(publisher), {"overwrite": overwrite, "discards": work.discards}
+    resume = resume and not work.discards
+    return Output(sink, publisher, work.identity, resume=resume, part=part, **how)
+
+
+def warn(plan: Plan, notices: Iterable[Notice]) -> None:
+    """Show notices as warnings of the caller, unless the run is to be silent."""
+    if plan.recipe.verbose:
+        for found in dict.fromkeys(notices):
+            warn_caller(str(found))
+
+
+def _made_of_same(plan: Plan, records: Sequence[Record]) -> list[Record]:
+    """Keep the chunks of an earlier try whose inputs have other stamps and the same content.
+
+    What was surveyed as a whole counts only if all of it is the same.
+    """
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+
+    def is_same(record: Record) -> bool:
+        tensor = tensors[record.tensor]
+        sources = sources_of(plan, tensor, tensor.models)
+        span = chunk_span(record.chunk, tensor.elements)
+        ((_, found),) = read_chunks(sources, tensor.name, *span, base_first=True)
+        return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
+
+    with hold_open(plan.sources), ThreadPoolExecutor(plan.cost.threads) as pool:
+        same = list(itertools.compress(records, pool.map(is_same, records)))
+    chunks = Counter(record.tensor for record in same)
+    whole = {name for name, count in chunks.items() if count == tensors[name].chunks}
+    if plan.censuses and len(whole) < len(tensors):
+        same = [record for record in same if not tensors[record.tensor].is_merged]
+    return [r for r in same if r.tensor in whole or not plan.is_surveyed(tensors[r.tensor])]
+
+
+# ---------------------------------------------------------------- the threads of this process
+
+
+def execute(
+    plan: Plan,
+    sink: Sink,
+    *,
+    done: Sequence[Record] = (),
+    record: Callable[[Sequence[Record]], None] = lambda _records: None,
+    progress: Progress = lambda _nbytes: None,
+    announce: Callable[[], None] = lambda: None,
+    known: Results | None = None,
+    share: Share | None = None,
+    make_worker: MakeWorker = Worker,
+) -> list[Record]:
+    """Merge what is not `done` yet into the sink; return the records of all chunks.
+
+    `record` gets the records of each batch. `announce` is called if kernels have to be compiled
+    first. `known` are the conclusions of a plan that this one is a part of; else they are drawn
+    here. With a `share`, only its chunks are merged. `make_worker` makes what does the steps.
+    """
+    if plan.recipe.cluster is not None:
+        what = "only merges of files into files run on a cluster; leave cluster out here"
+        raise RecipeError(f'cluster = "{plan.recipe.cluster}": {what}')
+    records = list(done)
+
+    def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
+        pairs = zip(steps, results, strict=True)
+        if made := [result for step, result in pairs if isinstance(step, Make)]:
+            record(made)
+            records.extend(made)
+
+    finished = {found.key for found in done}
+    steps = list_steps(plan, finished, known or (), share)
+    _run_steps(plan, steps, sink, progress, announce, known or {}, collect, make_worker)
+    return records
+
+
+def draw_conclusions(plan: Plan) -> Results:
+    """Observe all tensors for the stages that ask for it, so that parts of the plan can be run."""
+    return do_census_steps(plan, list_census_steps(plan), {}, kind=Conclude)
+
+
+def do_census_steps(
+    plan: Plan,
+    steps: Iterable[Step],
+    known: Results,
+    *,
+    kind: type[Step] = Step,
+    progress: Progress = lambda _nbytes: None,
+    announce: Callable[[], None] = lambda: None,
+) -> dict[Id, Any]:
+    """Observe tensors or draw conclusions; return the results of one kind of steps, or of all."""
+    found: dict[Id, Any] = {}
+
+    def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
+        pairs = zip(steps, results, strict=True)
+        found.update((step.id, result) for step, result in pairs if isinstance(step, kind))
+
+    _run_steps(plan, steps, ArraySink(()), progress, announce, known, collect)
+    return found
+
+
+def _run_steps(
+    plan: Plan,
+    steps: Iterable[Step],
+    sink: Sink,
+    progress: Progress,
+    announce: Callable[[], None],
+    known: Results,
+    collect: Callable[[Sequence[Step], Sequence[Any]], None],
+    make_worker: MakeWorker = Worker,
+) -> None:
+    holds_matrices = plan.cost.matrix_bytes > 0
+    with (
+        one_blas_thread() if holds_matrices else nullcontext(),
+        hold_open(plan.sources, checks=True),
+        kernels.load(plan.backend).announcing(announce),
+    ):
+        run_steps(
+            list(steps),
+            lambda stop: make_worker(plan, Backend(plan), sink, progress, stop),
+            plan.cost.threads,
+            known=known,
+            collect=collect,
+            groups_ahead=plan.cost.threads if holds_matrices else None,
+        )
