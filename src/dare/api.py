@@ -47,7 +47,7 @@ from dare.planning.plan import Plan, keep_rate
 from dare.planning.slices import Division, Slice
 from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
-from dare.recipe.recipe import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe, Request
 from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import confirm_inputs, execute
 from dare.run.slices import SharedObservations
@@ -62,9 +62,12 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 
 
-def load_recipe(path: str | PathLike[str]) -> Recipe:
-    """Read a recipe from a TOML file, or from a finished output, whose very inputs it demands."""
-    return make_recipe(path)
+def load_recipe(path: str | PathLike[str]) -> Request:
+    """Read a recipe, and how to run it, from a TOML file or a finished output.
+
+    One from an output demands the very inputs that it was made of.
+    """
+    return make_request(path)
 
 
 def load_document(path: Path) -> dict[str, Any]:
@@ -89,14 +92,14 @@ class HasRecipe(Protocol):
         """The tables; empty if nothing is to be merged."""
 
 
-AnyRecipe = Recipe | HasRecipe | Mapping[str, Any] | AnyPath
-"""A recipe, its tables, the advice that has them, or where to load one from."""
+AnyRecipe = Request | Recipe | HasRecipe | Mapping[str, Any] | AnyPath
+"""A request, a recipe, its tables, the advice that has them, or where to load one from."""
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 """One model or several; one that has settings is an entry or a table."""
 
 
-def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
-    """Return a recipe from any form, with settings by name laid over it; None is no setting."""
+def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
+    """Return a request from any form, with settings by name laid over it; None is no setting."""
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
         raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
@@ -105,6 +108,8 @@ def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
             raise RecipeError("the advice is not to merge any of the models; print it to see why")
         recipe = tables
     if isinstance(recipe, Recipe):
+        recipe = Request(recipe)
+    if isinstance(recipe, Request):
         if not given:
             return recipe
         document, where = recipe.to_tables(), "recipe with arguments"
@@ -129,7 +134,6 @@ def plan(
     models: AnyModels | None = None,
     output: AnyPath | None = None,
     method: str | None = None,
-    backend: str = "cpu",
     fetches: bool = False,
     **settings: Any,
 ) -> Plan:
@@ -137,15 +141,15 @@ def plan(
 
     What to merge is given as in `merge`. Models on the hub stay there, and a merge of the plan
     reads them from there, unless `fetches` is true: then they are fetched into the hub's cache
-    first, as `merge` does it. `backend` says what will compute: `cpu`, or `reference`, which
-    defines the results and is slow.
+    first, as `merge` does it.
     """
-    recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
-    recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
-    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
-    planned = make_plan(
-        recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
-    )
+    files = {"base": base, "models": models, "output": output}
+    request = make_request(recipe, **files, method=method, **settings)
+    how = {"rescales": False, "fetches": fetches}
+    found, inputs = open_inputs(request.recipe, request.options, **how)
+    found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
+    opened = inputs.base, inputs.models, inputs.names, inputs.notes
+    planned = make_plan(found, *opened, options=request.options)
     return with_sidecars(planned, inputs)
 
 
@@ -158,24 +162,23 @@ def merge(
     method: str | None = None,
     overwrite: bool = False,
     resume: bool = True,
-    backend: str = "cpu",
     **settings: Any,
 ) -> Report:
     """Merge models: write the merged one and say what was done.
 
     `merge(base="base", models=["math", "code"], output="merged", drop_rate=0.5)` is all that it
-    takes. Settings are the fields of a `Recipe`, the parameters of stages (`drop_rate`, `t`, …),
-    `weight` and `model_seed`: one value, or a list with one for each model. Or give a recipe, its
-    tables, a file, an output to repeat, the advice of `advise` or a plan; settings change what it
-    says, but a plan is complete.
+    takes. Settings are the fields of a `Recipe` and of `RunOptions`, the parameters of stages
+    (`drop_rate`, `t`, …), `weight` and `model_seed`: one value, or a list with one for each model.
+    Or give a recipe, its tables, a file, an output to repeat, the advice of `advise` or a plan;
+    settings change what it says, but a plan is complete.
 
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
-    replaced with `overwrite`; an input never is. `backend` is as in `plan`; a plan has one already.
+    replaced with `overwrite`; an input never is.
     """
     started = time.perf_counter()
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
-    planned = _planned(recipe, backend, given)
-    is_local, verbose = planned.recipe.cluster is None, planned.recipe.verbose
+    planned = _planned(recipe, **given)
+    is_local, verbose = planned.options.cluster is None, planned.options.verbose
     check_for_cluster(planned)
     layout, finished = _find_finished(planned, overwrite=overwrite, resume=resume)
     if finished is not None:
@@ -207,12 +210,10 @@ def merge(
     return report
 
 
-def _planned(
-    recipe: AnyRecipe | Plan | None, backend: str, given: Mapping[str, Any] | None = None
-) -> Plan:
-    given = {name: value for name, value in (given or {}).items() if value is not None}
+def _planned(recipe: AnyRecipe | Plan | None, **settings: Any) -> Plan:
+    given = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(recipe, Plan):
-        return plan(recipe, backend=backend, fetches=True, **given)
+        return plan(recipe, fetches=True, **given)
     if given:
         remedy = "give them to plan(…), or to merge(plan.recipe, …)"
         raise RecipeError(f"{', '.join(given)}: a plan is complete and takes no settings; {remedy}")
@@ -225,7 +226,7 @@ def merge_slice(
     *,
     overwrite: bool = False,
     wait: float = 600,
-    backend: str = "cpu",
+    backend: str | None = None,
 ) -> SliceReport:
     """Do one part of a merge, such as `3/16`, the third of sixteen, counted from 1.
 
@@ -236,7 +237,7 @@ def merge_slice(
     """
     started = time.perf_counter()
     part = Slice.parse(slice)
-    planned = _planned(recipe, backend)
+    planned = _planned(recipe, backend=backend)
     layout, finished = _find_shared(planned, overwrite=overwrite)
     if finished is not None:
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
@@ -267,7 +268,7 @@ def _do_slice(
     total = planned.cost.bytes_read * division.nbytes(share) // division.total
     with (
         SliceOutput(part, share, *_output_of(planned, layout), overwrite=overwrite) as output,
-        show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
+        show_progress(total, f"slice {part}", visible=planned.options.verbose) as display,
     ):
         found, meter = _accept_resumed(planned, output, display)
         noticed += found
@@ -281,9 +282,11 @@ def _do_slice(
     return SliceReport(str(part), chunks, resumed, meter.bytes_read, 0.0, output.unfinished(), None)
 
 
-def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
+def finish(
+    recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str | None = None
+) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    planned = _planned(recipe, backend)
+    planned = _planned(recipe, backend=backend)
     layout, finished = _find_shared(planned, overwrite=overwrite)
     return finished or _finish(planned, layout, _sample(planned), [], overwrite=overwrite)
 
@@ -299,7 +302,7 @@ def _finish(
 ) -> Report:
     with (
         FinishingOutput(*_output_of(planned, layout), overwrite=overwrite, wait=wait) as output,
-        show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
+        show_progress(0, "finishing", visible=planned.options.verbose) as display,
     ):
         noticed = [*noticed, *_accept_resumed(planned, output, display)[0]]
         output.check_complete(planned)
@@ -311,8 +314,8 @@ def _finish(
 
 def _find_shared(planned: Plan, *, overwrite: bool) -> tuple[Layout, Report | None]:
     """Do the same for an output that slices can write to."""
-    if planned.recipe.cluster is not None:
-        cluster = planned.recipe.cluster
+    if planned.options.cluster is not None:
+        cluster = planned.options.cluster
         raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
     if planned.layout is not None and planned.layout.is_sent:
         remedy = "merge without --slice, or copy the output there afterwards"
@@ -342,7 +345,7 @@ def _accept_resumed(
     output.announce = display.announce
     if output.started_over:
         noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
-        _warn(planned.recipe, noticed)
+        _warn(planned, noticed)
     confirm_inputs(planned, output, display)
     suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
     check_chunks(planned, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
@@ -364,7 +367,7 @@ def _publish(
     target = output.layout.target
     late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
     shown = {*planned.warnings, *noticed}
-    _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
+    _warn(planned, [*(n for n in report.warnings if n not in shown), *late])
     return replace(report, warnings=(*report.warnings, *late))
 
 
@@ -439,7 +442,7 @@ def apply_delta(
         method = f"{dropping}+{method}"
         if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
             stages = {dropping: {"drop_rate": notes.drop_rate}}
-    recipe = Recipe(
+    request = Request.of(
         base=base,
         models=[entry],
         output=output,
@@ -449,7 +452,7 @@ def apply_delta(
         verbose=verbose,
         **settings,
     )
-    return merge(recipe, overwrite=overwrite, resume=resume)
+    return merge(request, overwrite=overwrite, resume=resume)
 
 
 def merge_arrays(
@@ -459,7 +462,6 @@ def merge_arrays(
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     model_settings: Sequence[Mapping[str, Any]] | None = None,
-    backend: str = "cpu",
     **settings: Any,
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
@@ -485,12 +487,13 @@ def merge_arrays(
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
     originals = named_arrays(base, "base")
-    recipe = _array_recipe(names, weights, seeds, model_settings, settings)
+    request = _array_request(names, weights, seeds, model_settings, settings)
+    recipe = request.recipe
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
-    planned = make_plan(recipe, tied, tuned, names, notes, backend=backend)
+    planned = make_plan(recipe, tied, tuned, names, notes, options=request.options)
     sample = _sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
@@ -498,7 +501,7 @@ def merge_arrays(
     seconds = time.perf_counter() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
-    _warn(recipe, [notice for notice in report.warnings if notice not in shown])
+    _warn(planned, [notice for notice in report.warnings if notice not in shown])
     merged = {
         info.name: like_original(originals[info.name], info, sink.arrays[info.name])
         for info in written
@@ -506,13 +509,13 @@ def merge_arrays(
     return {name: merged[name] for name in originals}, report
 
 
-def _array_recipe(
+def _array_request(
     names: list[str],
     weights: Sequence[float] | None,
     seeds: Sequence[int] | None,
     model_settings: Sequence[Mapping[str, Any]] | None,
     settings: Mapping[str, Any],
-) -> Recipe:
+) -> Request:
     per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
     for word, given in per_model.items():
         if given is not None and len(given) != len(names):
@@ -521,26 +524,26 @@ def _array_recipe(
     lists = {name: list(values) for name, values in listed.items() if values is not None}
     for name in lists.keys() & settings.keys():
         raise RecipeError(f"{name} is given twice; leave one of them out")
-    recipe = make_recipe({"base": "base", "models": names}, **settings, **lists)
+    request = make_request({"base": "base", "models": names}, **settings, **lists)
     if model_settings is None:
-        return recipe
+        return request
     entries = [
         entry.model_copy(update={"settings": {**entry.settings, **parameters}})
-        for entry, parameters in zip(recipe.models, model_settings, strict=True)
+        for entry, parameters in zip(request.recipe.models, model_settings, strict=True)
     ]
-    return recipe.model_copy(update={"models": entries})
+    return replace(request, recipe=request.recipe.model_copy(update={"models": entries}))
 
 
 def _sample(planned: Plan) -> SampledModels:
     """Sample the weights; refuse what is not finite, and warn of what was noticed."""
     sample = sample_models(planned)
     check_chunks(planned, [(t.name, n, 0) for t in sample.not_finite for n in range(t.chunks)])
-    _warn(planned.recipe, [*planned.warnings, *sample.notices])
+    _warn(planned, [*planned.warnings, *sample.notices])
     return sample
 
 
-def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
-    if recipe.verbose:
+def _warn(planned: Plan, notices: Sequence[Notice]) -> None:
+    if planned.options.verbose:
         for notice in dict.fromkeys(notices):
             warn_caller(str(notice))
 

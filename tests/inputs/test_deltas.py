@@ -9,7 +9,7 @@ from dare.output.report import make_report
 from dare.output.writer import ArraySink
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.run.execute import execute
 from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo
@@ -27,7 +27,7 @@ def deltas_source(deltas):
 
 def merged(base, sources, backend="cpu", **settings):
     names = [f"model{index}" for index in range(len(sources))]
-    recipe = Recipe(base="base", models=names, **settings)
+    recipe = Request.of(base="base", models=names, **settings)
     plan = make_plan(recipe, array_source(base, "base"), sources, names, backend=backend)
     sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
     records = execute(plan, sink)

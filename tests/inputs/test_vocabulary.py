@@ -22,7 +22,7 @@ from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.run.execute import execute
 from helpers import read_elements, save
 
@@ -531,7 +531,7 @@ def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -
     folder = write_tokenizer(tmp_path / "m", moved, added(1100, "<x>"), added(1101, "<y>"))
     base, model = source(matrix), source(tuned[[*np.roll(range(1100), 7), 1100, 1101]])
     found = aligned("union", (base, base_folder), (model, folder))
-    recipe = Recipe(base="base", models=["math"], method=method, verbose=False)
+    recipe = Request.of(base="base", models=["math"], method=method, verbose=False)
     plan = make_plan(recipe, found.base, found.models, ["math"], backend="reference")
     sink = ArraySink([found.base.tensors[EMBEDDING]])
     execute(plan, sink)

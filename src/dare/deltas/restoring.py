@@ -25,7 +25,7 @@ from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_ta
 from dare.output.writer import PartialOutput
 from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.run.execute import confirm_inputs, execute
 from dare.stages import find_stage
 from dare.stores.locations import to_path
@@ -69,7 +69,7 @@ def restore(
 ) -> Restoration:
     """Write the files of a model again, from a lossless delta file and its base."""
     started = time.perf_counter()
-    recipe = Recipe(
+    asked = Request.of(
         base=base,
         models=[file.path],
         output=output,
@@ -77,14 +77,14 @@ def restore(
         verbose=verbose,
         **settings,
     )
-    home = resolve(recipe.base, verbose=verbose).path
+    home = resolve(asked.recipe.base, verbose=verbose).path
     source = DeltaSource(file, open_source(home))
     layout = _layout(file, output)
     tensors = tuple(
         TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, (), (), (), {})
         for info in source.tensors.values()
     )
-    plan = Plan(recipe, source, (), (), tensors, (), (), layout)
+    plan = Plan(asked.recipe, source, (), (), tensors, (), (), layout, options=asked.options)
     clear_leftovers(layout)
     check_target(layout, [*source.files, *source.base.files], overwrite=overwrite)
     fingerprint = bytes_digest(f"{__version__} {file.notes.to_json()}".encode())
@@ -111,7 +111,7 @@ def restore(
         )
         manifest = {
             "restored": portable_path(file.path, output),
-            "base": portable_path(recipe.base, output),
+            "base": portable_path(asked.recipe.base, output),
             "digests": {"base": file.notes.base, "model": file.notes.model},
             "versions": {"dare": __version__, "delta": file.notes.version},
             "report": report.to_dict(),

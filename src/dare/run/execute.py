@@ -52,9 +52,9 @@ def execute(
     that this one is a part of; else they are drawn here. With a `share`, only its chunks are
     merged. `make_worker` makes what does the steps.
     """
-    if plan.recipe.cluster is not None:
+    if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
-        raise RecipeError(f'cluster = "{plan.recipe.cluster}": {what}')
+        raise RecipeError(f'cluster = "{plan.options.cluster}": {what}')
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
