@@ -152,7 +152,7 @@ class Search:
         self.digests: dict[str, str] = {}
         """Of the last candidate, by way."""
         self.output = self.data / "merged"
-        self.recipe = dare.Recipe(
+        self.recipe = dare.Request.of(
             base=self.folders[0],
             models=self.folders[1:],
             output=self.output,
@@ -215,7 +215,7 @@ def by_disk(search: Search, merge: Callable[[float], None]) -> Way:
 def with_dare(search: Search) -> Way:
     def merge(drop_rate: float) -> None:
         stages = {"dare": {"drop_rate": drop_rate}}
-        report = dare.merge(search.recipe.model_copy(update={"stages": stages}))
+        report = dare.merge(search.recipe.changed(stages=stages))
         search.digests["disk"] = report.digests.output
 
     return by_disk(search, merge)

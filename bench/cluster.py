@@ -31,9 +31,9 @@ THREADS = 2
 def merge_twice(method: str, address: str, output: Path, folders: list[Path]) -> list[float]:
     """Merge twice, on a cluster if there is an address; return the seconds of each."""
     import dare
-    from dare.recipe.recipe import Recipe
+    from dare.recipe.recipe import Request
 
-    recipe = Recipe(
+    recipe = Request.of(
         base=folders[0],
         models=folders[1:],
         output=output,
@@ -45,7 +45,7 @@ def merge_twice(method: str, address: str, output: Path, folders: list[Path]) ->
         import ray
 
         ray.init(address, log_to_driver=False, logging_level="CRITICAL")
-        recipe = recipe.model_copy(update={"cluster": address})
+        recipe = recipe.changed(cluster=address)
     seconds = []
     for _ in range(2):
         started = time.perf_counter()

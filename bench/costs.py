@@ -89,7 +89,7 @@ def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int
 
 def recipe_of(work: Path, method: str, models: int) -> dare.Recipe:
     """A merge of so many models by a method with its usual settings."""
-    return dare.Recipe(
+    return dare.Request.of(
         base=work / "base",
         models=[work / f"tuned-{number}" for number in range(1, models + 1)],
         output=work / "merged.safetensors",

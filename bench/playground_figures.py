@@ -100,7 +100,9 @@ def find_broken() -> dict[str, Any]:
         write_models(folder)
         found = {case: _analysed(folder, names) for case, names in BROKEN_MERGES.items()}
         entries = [dare.ModelEntry(file=folder / name, seed=BROKEN_SEED) for name in TUNED]
-        recipe = dare.Recipe(base=folder / "base", models=entries, method="dare+sum", verbose=False)
+        recipe = dare.Request.of(
+            base=folder / "base", models=entries, method="dare+sum", verbose=False
+        )
         warned = list(map(str, dare.plan(recipe).warnings))
         return {**found, "one-seed": {"seed": BROKEN_SEED, "warnings": warned}}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dare.inputs.sources import Source
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
@@ -89,7 +89,7 @@ class Described(Source):
 
 def plan_of(method: str, cores: int) -> Plan:
     """Plan a merge of three models into shards of 5 GB."""
-    recipe = Recipe(
+    recipe = Request.of(
         base="base",
         models=MODELS,
         output="merged",

@@ -88,7 +88,7 @@ def read_asked(files: Sequence[Path]) -> float:
 
 def merge(folders: Sequence[Path], method: str, output: Path) -> float:
     base, *models = folders
-    recipe = dare.Recipe(base=base, models=models, method=method, output=output, verbose=False)
+    recipe = dare.Request.of(base=base, models=models, method=method, output=output, verbose=False)
     return dare.merge(recipe, overwrite=True).seconds
 
 

@@ -103,10 +103,10 @@ def send(client: Any, file: Path, key: str) -> None:
 
 def merge(inputs: str, output: object, threads: int | None) -> None:
     import dare
-    from dare.recipe.recipe import Recipe
+    from dare.recipe.recipe import Request
 
     base, *models = (f"{inputs}/{name}.safetensors" for name in NAMES)
-    recipe = Recipe(
+    recipe = Request.of(
         base=base,
         models=models,
         output=output,

@@ -57,7 +57,7 @@ def main() -> None:
 def merge(options: argparse.Namespace, method: str, threads: int) -> Run:
     """Merge all models there are, and time what `execute` takes of it."""
     shutil.rmtree(options.output, ignore_errors=True)
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=options.models / "base",
         models=sorted(options.models.glob("tuned-*")),
         output=options.output,

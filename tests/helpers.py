@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dare.inputs.sources import INDEX_NAME, Source
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 
 Arrays = Mapping[str, np.ndarray]
 Value = TypeVar("Value")
@@ -68,8 +68,8 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def write_recipe(folder: Path, base: Arrays, tuned: Sequence[Arrays], **settings: Any) -> Recipe:
-    """Save the arrays and return a quiet recipe that merges them to out.safetensors."""
+def write_recipe(folder: Path, base: Arrays, tuned: Sequence[Arrays], **settings: Any) -> Request:
+    """Save the arrays and return a quiet request that merges them to out.safetensors."""
     files = [
         save(folder / f"model{number}.safetensors", model) for number, model in enumerate(tuned)
     ]
@@ -81,7 +81,7 @@ def write_recipe(folder: Path, base: Arrays, tuned: Sequence[Arrays], **settings
         "threads": 1,
         **settings,
     }
-    return Recipe(**given)
+    return Request.of(**given)
 
 
 def read_elements(source: Source, name: str, start: int = 0, count: int | None = None) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dare import InputError, Recipe, RecipeError
+from dare import InputError, RecipeError, Request
 from dare.darex import (
     LARGEST_Q,
     Trial,
@@ -89,7 +89,7 @@ def recipe(tmp_path):
         base = save(tmp_path / "base.safetensors", {"w": np.zeros(256, np.float32)})
         tuned = save(tmp_path / "tuned.safetensors", {"w": np.ones(256, np.float32)})
         fields = {"method": "darex+sum", "verbose": False, "threads": 1, **given}
-        return Recipe(base=base, models=[tuned], output=tmp_path / "out.safetensors", **fields)
+        return Request.of(base=base, models=[tuned], output=tmp_path / "out.safetensors", **fields)
 
     return make
 
@@ -241,7 +241,7 @@ def test_rules_are_for_the_named_tensors_alone(recipe):
     rules = rules_for_q({"w": 0.5, "h.0.[w]": 0.25})
     assert rules[1].matches("h.0.[w]")
     assert not rules[1].matches("h.0.w")
-    assert recipe(tensors=rules).settings_for("w", 0)[0]["q"] == 0.5
+    assert recipe(tensors=rules).recipe.settings_for("w", 0)[0]["q"] == 0.5
 
 
 # ---------------------------------------------------------------- torch

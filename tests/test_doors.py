@@ -82,16 +82,14 @@ def test_files_the_command_line_numpy_and_torch_agree(files, tmp_path, method, s
     expected = merged_arrays(method, stages, TUNED[:count])
 
     output = tmp_path / "out.safetensors"
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base, models=models, output=output, method=method, stages=stages, verbose=False
     )
     dare.merge(recipe)
     assert_same(load_file(output), expected)
 
     document = tmp_path / "recipe.toml"
-    document.write_text(
-        recipe.model_copy(update={"output": tmp_path / "cli.safetensors"}).to_toml()
-    )
+    document.write_text(recipe.changed(output=tmp_path / "cli.safetensors").to_toml())
     assert main(["merge", str(document), "--quiet"]) == 0
     assert_same(load_file(tmp_path / "cli.safetensors"), expected)
 
@@ -180,4 +178,4 @@ def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
 
 
 def chain_of(recipe):
-    return [stage.name for stage, _ in recipe.chain]
+    return [stage.name for stage, _ in recipe.recipe.chain]

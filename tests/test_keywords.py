@@ -8,7 +8,7 @@ import pytest
 import dare
 from dare import ModelEntry, Recipe, RecipeError
 from dare.analysis.judge.judgement import Advice
-from dare.api import make_recipe
+from dare.api import make_request
 from dare.recipe.entries import OTHER_NAMES
 from helpers import save
 
@@ -24,47 +24,47 @@ def entries(**by_name):
 
 
 SAME = {
-    "keywords": lambda: make_recipe(**FILES, drop_rate=0.5, seed=3),
-    "a list of one": lambda: make_recipe(**FILES, drop_rate=[0.5], seed=3),
-    "tables by stage": lambda: make_recipe(**FILES, stages={"dare": {"drop_rate": 0.5}}, seed=3),
-    "a dict": lambda: make_recipe(WHOLE.to_tables()),
-    "a dict as in manifests": lambda: make_recipe(WHOLE.to_document()),
-    "a dict with a setting": lambda: make_recipe({**FILES, "seed": 3}, drop_rate=0.5),
-    "a recipe with settings": lambda: make_recipe(Recipe(**FILES), drop_rate=0.5, seed=3),
-    "advice": lambda: make_recipe(Advice((), WHOLE.to_tables(), ())),
-    "settings that are None": lambda: make_recipe(**FILES, drop_rate=0.5, seed=3, method=None),
+    "keywords": lambda: make_request(**FILES, drop_rate=0.5, seed=3),
+    "a list of one": lambda: make_request(**FILES, drop_rate=[0.5], seed=3),
+    "tables by stage": lambda: make_request(**FILES, stages={"dare": {"drop_rate": 0.5}}, seed=3),
+    "a dict": lambda: make_request(WHOLE.to_tables()),
+    "a dict as in manifests": lambda: make_request(WHOLE.to_document()),
+    "a dict with a setting": lambda: make_request({**FILES, "seed": 3}, drop_rate=0.5),
+    "a recipe with settings": lambda: make_request(Recipe(**FILES), drop_rate=0.5, seed=3),
+    "advice": lambda: make_request(Advice((), WHOLE.to_tables(), ())),
+    "settings that are None": lambda: make_request(**FILES, drop_rate=0.5, seed=3, method=None),
 }
 
 
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_is_the_same_recipe(form):
-    assert SAME[form]() == WHOLE
+    assert SAME[form]().recipe == WHOLE
 
 
 @pytest.mark.parametrize("ours", OTHER_NAMES)
 def test_every_other_name_is_understood(ours):
     for name in OTHER_NAMES[ours]:
         given = {key: value for key, value in FILES.items() if key != ours}
-        assert make_recipe(**given, **{name: FILES[ours]}) == Recipe(**FILES)
+        assert make_request(**given, **{name: FILES[ours]}).recipe == Recipe(**FILES)
 
 
 def test_a_file_with_settings(tmp_path):
     (tmp_path / "recipe.toml").write_text(Recipe(**FILES, seed=3).to_toml())
-    assert make_recipe(tmp_path / "recipe.toml", drop_rate=0.5) == WHOLE
+    assert make_request(tmp_path / "recipe.toml", drop_rate=0.5).recipe == WHOLE
     with pytest.raises(RecipeError, match=r"recipe.toml.*: t "):
-        make_recipe(tmp_path / "recipe.toml", t=0.5)
+        make_request(tmp_path / "recipe.toml", t=0.5)
 
 
 def test_a_list_has_a_value_for_each_model():
-    found = make_recipe(**FILES, drop_rate=[0.1, 0.2], weight=[1, 2], model_seed=[5, 6])
+    found = make_request(**FILES, drop_rate=[0.1, 0.2], weight=[1, 2], model_seed=[5, 6]).recipe
     settings = [{"drop_rate": 0.1}, {"drop_rate": 0.2}]
     assert found.models == entries(settings=settings, weight=[1, 2], seed=[5, 6])
-    assert make_recipe(**FILES, weight=2.0).models == entries(weight=[2.0, 2.0])
+    assert make_request(**FILES, weight=2.0).recipe.models == entries(weight=[2.0, 2.0])
 
 
 def test_models_may_be_entries_and_tables():
     models = [{"file": "m", "weight": 2.0}, ModelEntry(file="n", settings={"drop_rate": 0.1})]
-    found = make_recipe(base="b", models=models, weight=[3.0, 4.0])
+    found = make_request(base="b", models=models, weight=[3.0, 4.0]).recipe
     assert found.models == entries(weight=[3.0, 4.0], settings=[{}, {"drop_rate": 0.1}])
     assert models[0] == {"file": "m", "weight": 2.0}
 
@@ -82,7 +82,7 @@ def test_models_may_be_entries_and_tables():
 )
 def test_a_wrong_keyword_is_refused_with_one_message(given, message):
     with pytest.raises(RecipeError, match=message):
-        make_recipe(**given)
+        make_request(**given)
 
 
 def test_advice_against_merging_is_not_merged():
@@ -126,8 +126,8 @@ def test_another_method_leaves_out_what_the_recipe_says_for_its_own():
     entry = {"file": "m", "drop_rate": 0.3, "weight": 2}
     rule = {"match": "*.mlp.*", "drop_rate": 0.1, "weight": 0.5}
     given = {"base": "b", "models": [entry], "dare": {"drop_rate": 0.5}, "tensors": [rule]}
-    changed = make_recipe({**given, "method": "dare+sum"}, method="sum")
+    changed = make_request({**given, "method": "dare+sum"}, method="sum").recipe
     assert (changed.method, changed.stages) == ("sum", {})
     assert changed.models == (ModelEntry(file="m", weight=2),)
     assert (changed.tensors[0].weight, changed.tensors[0].settings) == (0.5, {})
-    assert make_recipe({**given, "dare": 3}, method="sum").stages == {}
+    assert make_request({**given, "dare": 3}, method="sum").recipe.stages == {}

@@ -12,7 +12,7 @@ from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file
 
 import dare
-from dare import MismatchError, ModelEntry, Recipe, TensorRule, keep_mask
+from dare import MismatchError, ModelEntry, Request, TensorRule, keep_mask
 from dare.tensors.dtypes import WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
@@ -68,7 +68,7 @@ METHODS = {
 
 
 def recipe(models, output, method="dare+linear", layout=".safetensors", **settings):
-    return Recipe(
+    return Request.of(
         base=models / f"base{layout}",
         models=[models / f"m{number}{layout}" for number in range(3)],
         output=output,
@@ -98,7 +98,7 @@ def test_one_recipe_has_one_sha256(models, tmp_path, method):
 def test_the_reference_backend_writes_the_same_bytes(models, tmp_path, method):
     fast, slow = tmp_path / "fast.safetensors", tmp_path / "slow.safetensors"
     for output, backend in ((fast, "cpu"), (slow, "reference")):
-        given = Recipe(
+        given = Request.of(
             base=models / "base.safetensors",
             models=[models / f"m{number}.safetensors" for number in range(2)],
             output=output,
@@ -275,7 +275,7 @@ def test_float8_is_for_the_matrices_of_layers(tmp_path):
     model = {name: (array * 1.5).astype(BF16) for name, array in base.items()}
     given = write_recipe(tmp_path, base, [model], method="sum", dtype="F8_E4M3")
     report = dare.merge(given)
-    with safe_open(given.output, "np") as file:
+    with safe_open(given.recipe.output, "np") as file:
         kinds = {name: file.get_slice(name).get_dtype() for name in names}
     assert kinds.pop("model.layers.0.mlp.up_proj.weight") == "F8_E4M3"
     assert set(kinds.values()) == {"BF16"}
@@ -289,7 +289,7 @@ def test_a_base_in_float8_stays_as_it_is(tmp_path):
     base = {"w": np.full(8, 0.25, ml_dtypes.float8_e4m3fn)}
     given = write_recipe(tmp_path, base, [{"w": base["w"] + base["w"]}], method="sum")
     report = dare.merge(given)
-    with safe_open(given.output, "np") as file:
+    with safe_open(given.recipe.output, "np") as file:
         assert file.get_slice("w").get_dtype() == "F8_E4M3"
     assert [n.code for n in report.warnings if "float8" in n.code] == []
 
@@ -325,15 +325,13 @@ def test_models_have_their_own_rates_and_tensors_theirs(tmp_path):
     base = {name: np.zeros(2000, np.float32) for name in names}
     ones = {name: np.ones(2000, np.float32) for name in names}
     recipe = write_recipe(tmp_path, base, [ones], method="dare+sum")
-    recipe = recipe.model_copy(
-        update={
-            "models": (ModelEntry(file=recipe.models[0].file, settings={"drop_rate": 0.5}),),
-            "embedding_drop_rate": 0.25,
-            "tensors": (TensorRule(match="*.mlp.*", settings={"drop_rate": 0.75}),),
-        }
+    recipe = recipe.changed(
+        models=(ModelEntry(file=recipe.recipe.models[0].file, settings={"drop_rate": 0.5}),),
+        embedding_drop_rate=0.25,
+        tensors=(TensorRule(match="*.mlp.*", settings={"drop_rate": 0.75}),),
     )
     dare.merge(recipe)
-    merged = load_file(recipe.output)
+    merged = load_file(recipe.recipe.output)
     for name, rate in zip(names, (0.25, 0.75, 0.5), strict=True):
         keep = keep_mask(name, 2000, rate, 42)
         assert (merged[name] == np.where(keep, np.float32(1 / (1 - rate)), 0)).all()
@@ -348,9 +346,9 @@ def test_integers_must_agree_unless_told(tmp_path):
     given = write_recipe(tmp_path, base, [model])
     with pytest.raises(MismatchError, match=r"ids: .*model0"):
         dare.merge(given)
-    assert not given.output.exists()
-    dare.merge(given.model_copy(update={"on_integer_mismatch": "base"}))
-    assert load_file(given.output)["ids"].tolist() == [1, 2]
+    assert not given.recipe.output.exists()
+    dare.merge(given.changed(on_integer_mismatch="base"))
+    assert load_file(given.recipe.output)["ids"].tolist() == [1, 2]
 
 
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8}
@@ -378,7 +376,7 @@ def test_types_that_cannot_be_computed_with_are_copied_or_refused(tmp_path, dtyp
     base = _write_sub_byte(tmp_path / "base.safetensors", dtype, 7, weight=0, alone=True)
     same = _write_sub_byte(tmp_path / "same.safetensors", dtype, 7, weight=1, alone=False)
     other = _write_sub_byte(tmp_path / "other.safetensors", dtype, 8, weight=1, alone=False)
-    given = dare.Recipe(
+    given = dare.Request.of(
         base=base, models=[same], method="sum", output=tmp_path / "o", verbose=False
     )
     dare.merge(given)
@@ -421,7 +419,7 @@ def test_mixed_storage_types_are_merged_in_float32(tmp_path):
     models = [{"w": np.array([2.0, 2.0], np.float16)}, {"w": np.array([1.0, 4.0], BF16)}]
     given = write_recipe(tmp_path, base, models, method="sum")
     dare.merge(given)
-    assert load_file(given.output)["w"].tolist() == [2.0, 4.0]
+    assert load_file(given.recipe.output)["w"].tolist() == [2.0, 4.0]
 
 
 # ---------------------------------------------------------------- noise
@@ -435,7 +433,7 @@ def test_a_quiet_merge_says_nothing(models, tmp_path, capfd, recwarn):
 
 def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
     given = tmp_path / "recipe.toml"
-    loud = recipe(models, tmp_path / "out.safetensors").model_copy(update={"verbose": True})
+    loud = recipe(models, tmp_path / "out.safetensors").changed(verbose=True)
     given.write_text(loud.to_toml())
     code = (
         "import dare, sys, warnings; warnings.simplefilter('ignore');"

@@ -24,7 +24,7 @@ def write_recipe(folder, **settings):
 
 def paths(folder):
     recipe = write_recipe(folder)
-    return recipe.base, [entry.file for entry in recipe.models], recipe.output
+    return recipe.recipe.base, [entry.file for entry in recipe.recipe.models], recipe.recipe.output
 
 
 def merge_toml(folder):
@@ -254,6 +254,6 @@ def test_what_is_advised_for_the_demonstration_runs_without_a_warning(tmp_path):
     analysis = dare.analyze(folder / "base", models, verbose=False)
     advice = dare.advise(analysis, dare.assess(analysis))
     recipe = recipe_from_document(advice.recipe, "advice")
-    report = dare.merge(recipe.model_copy(update={"output": tmp_path / "out"}))
+    report = dare.merge(recipe.changed(output=tmp_path / "out"))
     assert report.warnings == ()
     assert "## Warnings" not in (tmp_path / "out" / "README.md").read_text()

@@ -199,7 +199,7 @@ def lora(rank: int, base: Path, model: Path, to: Path, _seed: int) -> Stored:
     began = time.perf_counter()
     extract_adapter(base, model, to / "lora", rank=rank, dtype="BF16")
     stored = time.perf_counter()
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base,
         models=[to / "lora"],
         output=to / WEIGHTS,

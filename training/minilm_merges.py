@@ -41,7 +41,7 @@ def merged(
 ) -> Encoder:
     """Merge models into the base and read the result."""
     stages = {} if drop_rate is None else {"dare": {"drop_rate": drop_rate}}
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=minilm(),
         models=models,
         output=folder / f"{method}-{drop_rate}-{seed}",

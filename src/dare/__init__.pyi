@@ -52,7 +52,13 @@ from dare.output.report import Report as Report
 from dare.output.slices import SliceReport as SliceReport
 from dare.output.verification import Verification as Verification, verify as verify
 from dare.planning.plan import Plan as Plan
-from dare.recipe.recipe import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule
+from dare.recipe.options import RunOptions as RunOptions
+from dare.recipe.recipe import (
+    ModelEntry as ModelEntry,
+    Recipe as Recipe,
+    Request as Request,
+    TensorRule as TensorRule,
+)
 from dare.planning.plan import Estimate as Estimate, estimate as estimate
 from dare.stages.registry import load_stages as load_stages
 from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +33,7 @@ from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
-from dare.recipe.recipe import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Recipe, Request
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
 from dare.stores.locations import to_path
@@ -44,9 +45,12 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 
 
-def load_recipe(path: str | PathLike[str]) -> Recipe:
-    """Read a recipe from a TOML file, or from a finished output, whose very inputs it demands."""
-    return make_recipe(path)
+def load_recipe(path: str | PathLike[str]) -> Request:
+    """Read a recipe, and how to run it, from a TOML file or a finished output.
+
+    One from an output demands the very inputs that it was made of.
+    """
+    return make_request(path)
 
 
 def load_document(path: Path) -> dict[str, Any]:
@@ -71,14 +75,14 @@ class HasRecipe(Protocol):
         """The tables; empty if nothing is to be merged."""
 
 
-AnyRecipe = Recipe | HasRecipe | Mapping[str, Any] | AnyPath
-"""A recipe, its tables, the advice that has them, or where to load one from."""
+AnyRecipe = Request | Recipe | HasRecipe | Mapping[str, Any] | AnyPath
+"""A request, a recipe, its tables, the advice that has them, or where to load one from."""
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 """One model or several; one that has settings is an entry or a table."""
 
 
-def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
-    """Return a recipe from any form, with settings by name laid over it; None is no setting."""
+def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
+    """Return a request from any form, with settings by name laid over it; None is no setting."""
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
         raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
@@ -87,6 +91,8 @@ def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
             raise RecipeError("the advice is not to merge any of the models; print it to see why")
         recipe = tables
     if isinstance(recipe, Recipe):
+        recipe = Request(recipe)
+    if isinstance(recipe, Request):
         if not given:
             return recipe
         document, where = recipe.to_tables(), "recipe with arguments"
@@ -111,7 +117,6 @@ def plan(
     models: AnyModels | None = None,
     output: AnyPath | None = None,
     method: str | None = None,
-    backend: str = "cpu",
     fetches: bool = False,
     **settings: Any,
 ) -> Plan:
@@ -119,15 +124,15 @@ def plan(
 
     What to merge is given as in `merge`. Models on the hub stay there, and a merge of the plan
     reads them from there, unless `fetches` is true: then they are fetched into the hub's cache
-    first, as `merge` does it. `backend` says what will compute: `cpu`, or `reference`, which
-    defines the results and is slow.
+    first, as `merge` does it.
     """
-    recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
-    recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
-    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
-    planned = make_plan(
-        recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
-    )
+    files = {"base": base, "models": models, "output": output}
+    request = make_request(recipe, **files, method=method, **settings)
+    how = {"rescales": False, "fetches": fetches}
+    found, inputs = open_inputs(request.recipe, request.options, **how)
+    found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
+    opened = inputs.base, inputs.models, inputs.names, inputs.notes
+    planned = make_plan(found, *opened, options=request.options)
     return with_sidecars(planned, inputs)
 
 
@@ -140,30 +145,27 @@ def merge(
     method: str | None = None,
     overwrite: bool = False,
     resume: bool = True,
-    backend: str = "cpu",
     **settings: Any,
 ) -> Report:
     """Merge models: write the merged one and say what was done.
 
     `merge(base="base", models=["math", "code"], output="merged", drop_rate=0.5)` is all that it
-    takes. Settings are the fields of a `Recipe`, the parameters of stages (`drop_rate`, `t`, …),
-    `weight` and `model_seed`: one value, or a list with one for each model. Or give a recipe, its
-    tables, a file, an output to repeat, the advice of `advise` or a plan; settings change what it
-    says, but a plan is complete.
+    takes. Settings are the fields of a `Recipe` and of `RunOptions`, the parameters of stages
+    (`drop_rate`, `t`, …), `weight` and `model_seed`: one value, or a list with one for each model.
+    Or give a recipe, its tables, a file, an output to repeat, the advice of `advise` or a plan;
+    settings change what it says, but a plan is complete.
 
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
-    replaced with `overwrite`; an input never is. `backend` is as in `plan`; a plan has one already.
+    replaced with `overwrite`; an input never is.
     """
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
-    return run(Merge(_planned(recipe, backend, given)), overwrite=overwrite, resume=resume)
+    return run(Merge(_planned(recipe, **given)), overwrite=overwrite, resume=resume)
 
 
-def _planned(
-    recipe: AnyRecipe | Plan | None, backend: str, given: Mapping[str, Any] | None = None
-) -> Plan:
-    given = {name: value for name, value in (given or {}).items() if value is not None}
+def _planned(recipe: AnyRecipe | Plan | None, **settings: Any) -> Plan:
+    given = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(recipe, Plan):
-        return plan(recipe, backend=backend, fetches=True, **given)
+        return plan(recipe, fetches=True, **given)
     if given:
         remedy = "give them to plan(…), or to merge(plan.recipe, …)"
         raise RecipeError(f"{', '.join(given)}: a plan is complete and takes no settings; {remedy}")
@@ -176,7 +178,7 @@ def merge_slice(
     *,
     overwrite: bool = False,
     wait: float = 600,
-    backend: str = "cpu",
+    backend: str | None = None,
 ) -> SliceReport:
     """Do one part of a merge, such as `3/16`, the third of sixteen, counted from 1.
 
@@ -185,12 +187,14 @@ def merge_slice(
     needs what the others find in their tensors: it waits for those that run, so many seconds if
     there is no news, and does the others' looking itself.
     """
-    return run_slice(_planned(recipe, backend), slice, overwrite=overwrite, wait=wait)
+    return run_slice(_planned(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
 
 
-def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
+def finish(
+    recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str | None = None
+) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    return run_finish(_planned(recipe, backend), overwrite=overwrite)
+    return run_finish(_planned(recipe, backend=backend), overwrite=overwrite)
 
 
 def apply_delta(
@@ -209,14 +213,14 @@ def apply_delta(
     by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
     `Recipe`.
     """
-    from dare.deltas.restoring import open_delta, recipe_for, restore
+    from dare.deltas.restoring import open_delta, request_for, restore
 
     file = open_delta(delta)
     settings |= {"base": base, "output": output, "verbose": verbose}
     if file.notes.scheme == "lossless":
         return restore(file, overwrite=overwrite, resume=resume, **settings)
-    recipe = recipe_for(file, delta, **settings)
-    return merge(recipe, overwrite=overwrite, resume=resume)
+    request = request_for(file, delta, **settings)
+    return merge(request, overwrite=overwrite, resume=resume)
 
 
 def merge_arrays(
@@ -226,7 +230,6 @@ def merge_arrays(
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     model_settings: Sequence[Mapping[str, Any]] | None = None,
-    backend: str = "cpu",
     **settings: Any,
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
@@ -252,12 +255,13 @@ def merge_arrays(
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
     originals = named_arrays(base, "base")
-    recipe = _array_recipe(names, weights, seeds, model_settings, settings)
+    request = _array_request(names, weights, seeds, model_settings, settings)
+    recipe = request.recipe
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
-    planned = make_plan(recipe, tied, tuned, names, notes, backend=backend)
+    planned = make_plan(recipe, tied, tuned, names, notes, options=request.options)
     sample = take_sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
@@ -273,13 +277,13 @@ def merge_arrays(
     return {name: merged[name] for name in originals}, report
 
 
-def _array_recipe(
+def _array_request(
     names: list[str],
     weights: Sequence[float] | None,
     seeds: Sequence[int] | None,
     model_settings: Sequence[Mapping[str, Any]] | None,
     settings: Mapping[str, Any],
-) -> Recipe:
+) -> Request:
     per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
     for word, given in per_model.items():
         if given is not None and len(given) != len(names):
@@ -288,11 +292,11 @@ def _array_recipe(
     lists = {name: list(values) for name, values in listed.items() if values is not None}
     for name in lists.keys() & settings.keys():
         raise RecipeError(f"{name} is given twice; leave one of them out")
-    recipe = make_recipe({"base": "base", "models": names}, **settings, **lists)
+    request = make_request({"base": "base", "models": names}, **settings, **lists)
     if model_settings is None:
-        return recipe
+        return request
     entries = [
         entry.model_copy(update={"settings": {**entry.settings, **parameters}})
-        for entry, parameters in zip(recipe.models, model_settings, strict=True)
+        for entry, parameters in zip(request.recipe.models, model_settings, strict=True)
     ]
-    return recipe.model_copy(update={"models": entries})
+    return replace(request, recipe=request.recipe.model_copy(update={"models": entries}))

@@ -34,7 +34,7 @@ from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array,
 from dare.inputs.sources import decoded
 from dare.kernels import reference
 from dare.output.report import Report
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
@@ -377,9 +377,9 @@ def _merge_files(
 
 
 def _merge_and_print(*, overwrite: bool, **fields: Any) -> Report:
-    recipe = Recipe(**fields)
-    report = merge(recipe, overwrite=overwrite)
-    if recipe.verbose:
+    request = Request.of(**fields)
+    report = merge(request, overwrite=overwrite)
+    if request.options.verbose:
         print(replace(report, warnings=()))  # these have been issued
     return report
 

@@ -241,7 +241,7 @@ def test_the_recipe_can_be_written_and_carried_out(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(document))
     recipe = recipe_from_document(read_toml(file), str(file))
-    report = merge(recipe.model_copy(update={"verbose": False}))
+    report = merge(recipe.changed(verbose=False))
     assert report.method == BY_NAME["small_changes"].method
 
 

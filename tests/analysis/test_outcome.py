@@ -47,7 +47,7 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     base = {"w": np.zeros((8, 64), np.float32)}
     save_file(base, tmp_path / "base.safetensors")
     save_file({"w": base["w"] + 1}, tmp_path / "math.safetensors")
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=tmp_path / "base.safetensors",
         models=[tmp_path / "math.safetensors"],
         output=tmp_path / "out.safetensors",
@@ -57,7 +57,9 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     )
     report = dare.merge(recipe, backend="reference")
     document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
-    analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
-    outcome = Outcome.of_manifest(document, analysis, output=recipe.output)
+    analysis = dare.analyze(
+        recipe.recipe.base, [entry.file for entry in recipe.recipe.models], verbose=False
+    )
+    outcome = Outcome.of_manifest(document, analysis, output=recipe.recipe.output)
     assert outcome == sample.outcome_of(report, analysis)
     assert outcome.kept == {"math": {"dare": 1 - report.models[0].drop_rate_realised}}

@@ -97,7 +97,7 @@ def plan_with(file: Path) -> None:
     """Plan a merge of a model with itself, and show the plan."""
     again = dare.ModelEntry(file=file, seed=1)  # a model with a seed may be the base
     given = {"base": file, "models": [again], "method": "linear", "verbose": False}
-    planned = dare.plan(dare.Recipe(**given, allow_pickle=True, output=file.parent / "out"))
+    planned = dare.plan(dare.Request.of(**given, allow_pickle=True, output=file.parent / "out"))
     str(planned), planned.to_dict()
 
 
@@ -353,7 +353,7 @@ class Deltas(OneFile):
         read_some(source)
         source.folder(self.base)
         given = {"base": self.base, "models": [self.file], "verbose": False}
-        dare.plan(dare.Recipe(**given, output=self.folder / "out"))
+        dare.plan(dare.Request.of(**given, output=self.folder / "out"))
 
 
 # ---------------------------------------------------------------- recipes

@@ -35,8 +35,8 @@ def test_a_model_with_one_is_refused_and_leaves_no_output(tmp_path, method, valu
     recipe = write_recipe(tmp_path, base, [tuned, *others], method=method)
     with refused(1, size=1000):
         dare.merge(recipe)
-    assert not recipe.output.exists()
-    assert not recipe.output.with_name("out.safetensors.manifest.json").exists()
+    assert not recipe.recipe.output.exists()
+    assert not recipe.recipe.output.with_name("out.safetensors.manifest.json").exists()
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])
@@ -60,7 +60,7 @@ def test_a_matrix_that_is_broken_all_over_is_refused_before_anything_is_written(
     recipe = write_recipe(tmp_path, base, [tuned])
     with refused(128 * 128, tensor="layers.0.weight", size=128 * 128):
         dare.merge(recipe)
-    assert not recipe.output.with_name("out.safetensors.partial").exists()
+    assert not recipe.recipe.output.with_name("out.safetensors.partial").exists()
 
 
 @pytest.mark.parametrize("output", ["out", "new/folder/out.safetensors"])
@@ -77,7 +77,7 @@ def test_what_is_allowed_is_merged_and_warned_of(tmp_path):
     base, tuned = vectors([5], size=1000)
     recipe = write_recipe(tmp_path, base, [tuned], method="sum", allow_not_finite=True)
     report = dare.merge(recipe)
-    assert np.flatnonzero(np.isnan(load_file(recipe.output)["v"])).tolist() == [5]
+    assert np.flatnonzero(np.isnan(load_file(recipe.recipe.output)["v"])).tolist() == [5]
     assert [(n.code, n.severity) for n in report.warnings] == [("not_a_number", "severe")]
 
 
@@ -88,7 +88,7 @@ def test_the_setting_changes_no_byte_of_what_would_be_merged_without_it(tmp_path
         folder = tmp_path / str(allowed)
         recipe = write_recipe(folder, base, [tuned], allow_not_finite=allowed)
         dare.merge(recipe)
-        outputs.append(recipe.output.read_bytes())
+        outputs.append(recipe.recipe.output.read_bytes())
         manifest = (folder / "out.safetensors.manifest.json").read_text()
         assert ("allow_not_finite" in manifest) is allowed
     assert outputs[0] == outputs[1]
@@ -130,7 +130,7 @@ def test_slices_and_finish_refuse_likewise(tmp_path):
     with refused(1):
         for number in (1, 2):
             dare.merge_slice(recipe, f"{number}/2")
-    allowed = recipe.model_copy(update={"allow_not_finite": True})
+    allowed = recipe.changed(allow_not_finite=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dare.output.slices.Finisher.claim", gone)
         for number in (1, 2):
@@ -146,10 +146,10 @@ def test_chunks_of_an_interrupted_merge_that_allowed_it_are_refused_too(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("dare.output.output.Output.finish", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            dare.merge(recipe.model_copy(update={"allow_not_finite": True}))
+            dare.merge(recipe.changed(allow_not_finite=True))
     with refused(1):
         dare.merge(recipe)
-    assert not recipe.output.exists()
+    assert not recipe.recipe.output.exists()
 
 
 def test_candidates_are_refused_likewise(tmp_path):
@@ -157,5 +157,5 @@ def test_candidates_are_refused_likewise(tmp_path):
     recipe = write_recipe(tmp_path, base, [tuned], method="sum")
     with refused(1, size=1000):
         dare.Candidates(recipe).make()
-    allowed = recipe.model_copy(update={"allow_not_finite": True})
+    allowed = recipe.changed(allow_not_finite=True)
     assert np.isnan(dare.Candidates(allowed).make().arrays["v"][5])

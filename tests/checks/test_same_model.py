@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dare
-from dare import ModelEntry, Recipe
+from dare import ModelEntry, Request
 from helpers import save
 
 BASE = {"w": np.zeros(200, np.float32), "v": np.zeros((8, 8), np.float32)}
@@ -33,7 +33,7 @@ def folder(tmp_path):
 def merge(folder, *models, **settings):
     given = {"base": folder / "base.safetensors", "output": folder / "out.safetensors"}
     files = [m if isinstance(m, ModelEntry) else folder / f"{m}.safetensors" for m in models]
-    return dare.merge(Recipe(**{**given, "models": files, "verbose": False, **settings}))
+    return dare.merge(Request.of(**{**given, "models": files, "verbose": False, **settings}))
 
 
 def test_the_base_among_the_models_is_refused(folder):

@@ -107,5 +107,5 @@ def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path,
 def test_a_merge_warns_and_reports(tmp_path):
     recipe = write_recipe(tmp_path, model(), [model(seed=9)], delta_threshold=100.0)
     with pytest.warns(DareWarning, match="model0"):
-        report = merge(recipe.model_copy(update={"verbose": True}))
+        report = merge(recipe.changed(verbose=True))
     assert [notice.code for notice in report.warnings] == ["far_from_base"]

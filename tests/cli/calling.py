@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dare.cli import main
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from helpers import Arrays
 
 BASE = ("--base", "base.safetensors")
@@ -95,14 +95,14 @@ class _AskedFor(BaseException):
     """Carries a recipe past everything that would do something with it."""
 
 
-def asked_recipe(*arguments: object) -> Recipe:
-    """The recipe that a command line asks for; nothing is read but the recipe file."""
+def asked_recipe(*arguments: object) -> Request:
+    """The request that a command line asks for; nothing is read but the recipe file."""
 
-    def stop(recipe: Recipe, **_how: object) -> None:
-        raise _AskedFor(recipe)
+    def stop(request: Request, **_how: object) -> None:
+        raise _AskedFor(request)
 
     with mock.patch("dare.api.plan", stop), pytest.raises(_AskedFor) as caught:
         dare(*arguments)
-    recipe = caught.value.args[0]
-    assert isinstance(recipe, Recipe)
-    return recipe
+    request = caught.value.args[0]
+    assert isinstance(request, Request)
+    return request

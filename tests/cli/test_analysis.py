@@ -14,7 +14,7 @@ import pytest
 from calling import base_arrays, dare, dare_succeeds, tuned_arrays
 from safetensors.numpy import load_file
 
-from dare import Recipe, load_recipe, merge
+from dare import Request, load_recipe, merge
 from dare.analysis.document import Analysis
 from helpers import save
 
@@ -185,8 +185,8 @@ def test_init_follows_an_analysis_and_flags_override_it(folder, analysis):
     )
     recipe = load_recipe("recipe.toml")
     advised = dare_succeeds("advise", analysis, "--json").json["recipe"]
-    assert recipe.method == advised["method"]
-    assert recipe.scale == 0.25
+    assert recipe.recipe.method == advised["method"]
+    assert recipe.recipe.scale == 0.25
     text = Path("recipe.toml").read_text()
     assert "# Chosen after an analysis:" in text
     assert tomllib.loads(text)["method"] == advised["method"]
@@ -202,7 +202,7 @@ def test_the_page_is_written_and_has_every_model(folder, analysis):
 
 
 def test_the_page_of_a_merge_tells_what_survived(folder):
-    recipe = Recipe(
+    recipe = Request.of(
         base="base.safetensors",
         models=["math.safetensors", "code.safetensors"],
         output="merged.safetensors",

@@ -36,7 +36,7 @@ def test_init_takes_them_too(folder):
 def test_methods_are_known_in_capitals(word, folder):
     small = asked_recipe(*THREE, *TO, "--method", "dare+ties", "--drop-rate", "0.5")
     recipe = asked_recipe(*THREE, *TO, "--method", word, "--drop-rate", "0.5")
-    assert recipe.chain == small.chain
+    assert recipe.recipe.chain == small.recipe.chain
     assert dare_succeeds("methods", word).out == dare_succeeds("methods", "dare+ties").out
 
 

@@ -120,4 +120,4 @@ def test_a_models_name_does_not_become_a_line_of_the_recipe(folder: Path, method
     assert "allow_pickle" not in recipe
     assert recipe["base"] == NAME
     Path("r.toml").write_text(text)
-    assert not library.load_recipe("r.toml").allow_pickle
+    assert not library.load_recipe("r.toml").recipe.allow_pickle

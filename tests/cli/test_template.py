@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dare import load_recipe
-from dare.cli.flags import FIELDS
-from dare.recipe.recipe import Recipe
+from dare.cli.flags import FIELDS, KNOWN
+from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
 from helpers import sha256
 
@@ -27,13 +27,14 @@ METHODS = [
 ]
 
 
-def said_by(recipe: Recipe) -> dict[str, object]:
+def said_by(request: Request) -> dict[str, object]:
     """A recipe with its stages' defaults filled in, for comparison.
 
     The template writes defaults out, so that they can be changed; they say nothing new.
     """
-    fields = {name: getattr(recipe, name) for name in Recipe.model_fields if name != "stages"}
-    return fields | {"stages": [(stage.name, settings) for stage, settings in recipe.chain]}
+    recipe, chain = request.recipe, [(s.name, settings) for s, settings in request.recipe.chain]
+    fields = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    return fields | {"stages": chain, "options": request.options}
 
 
 # ---------------------------------------------------------------- the same recipe
@@ -146,7 +147,7 @@ def test_every_setting_is_in_it_with_what_it_means(folder):
         (place,) = [
             n for n, line in enumerate(lines) if line.startswith((f"{name} =", f"# {name} ="))
         ]
-        assert lines[place - 1] == f"# {Recipe.model_fields[name].description}"
+        assert lines[place - 1] == f"# {KNOWN[name].description}"
 
 
 @pytest.mark.parametrize("method", ["dare+ties", "slerp", "trim+linear"])
@@ -178,7 +179,7 @@ def test_the_example_of_a_rule_is_a_rule(folder):
     before, mark, rule = text.partition("# [[tensors]]\n")
     assert mark
     Path("recipe.toml").write_text(before + "[[tensors]]\n" + rule.replace("# ", ""))
-    (found,) = load_recipe("recipe.toml").tensors
+    (found,) = load_recipe("recipe.toml").recipe.tensors
     assert (found.match, found.settings) == (("*.mlp.*",), {"drop_rate": 0.5})
 
 
@@ -210,7 +211,7 @@ def test_a_recipe_is_replaced_only_if_told_to(folder):
     assert dare("init", *TWO).status == 1
     assert Path("recipe.toml").read_text() == "models = []  # mine"
     dare_succeeds("init", *TWO, "--overwrite")
-    assert load_recipe("recipe.toml").base == Path("base.safetensors")
+    assert load_recipe("recipe.toml").recipe.base == Path("base.safetensors")
 
 
 def test_files_that_do_not_fit_get_no_recipe(folder):
@@ -221,4 +222,4 @@ def test_files_that_do_not_fit_get_no_recipe(folder):
 
 def test_digests_are_not_lost(folder):
     dare_succeeds("init", *TWO, *TO, "--input-digests", "a", "b", "c")
-    assert load_recipe("recipe.toml").input_digests == ("a", "b", "c")
+    assert load_recipe("recipe.toml").recipe.input_digests == ("a", "b", "c")

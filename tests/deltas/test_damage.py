@@ -156,7 +156,7 @@ def test_a_damaged_file_is_not_merged(made, kind, tmp_path):
             continue  # a header that only restoring needs
         file = copy_of(made, kind, tmp_path)
         flip_bit(file, 8 * place)
-        recipe = dare.Recipe(
+        recipe = dare.Request.of(
             base=made.base,
             models=[made.model, file],
             method="ties",
@@ -474,8 +474,8 @@ def ways(base: Path, model: Path, file: Path, output: Path) -> dict[str, Callabl
     given["on_integer_mismatch"] = "base"  # which says nothing of a delta file
     return {
         "apply": lambda: apply_quietly(base, file, output),
-        "merge": lambda: dare.merge(dare.Recipe(models=[model, file], method="ties", **given)),
-        "average": lambda: dare.merge(dare.Recipe(models=[file], method="linear", **given)),
+        "merge": lambda: dare.merge(dare.Request.of(models=[model, file], method="ties", **given)),
+        "average": lambda: dare.merge(dare.Request.of(models=[file], method="linear", **given)),
     }
 
 

@@ -112,7 +112,7 @@ def test_native_values_give_what_merging_the_model_gives(
     dare.compress(*files, folder / NAME, drop_rate=rate, seed=seed, **QUIET)
     dare.apply_delta(files[0], folder / NAME, folder / "applied.safetensors", **QUIET)
     stages = {"dare": {"drop_rate": rate}}
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=files[0],
         models=[files[1]],
         method="dare+sum",
@@ -245,7 +245,7 @@ def test_a_lossless_file_is_read_as_the_model(models, tmp_path):
         outputs = []
         for model, name in ((models[1], "m"), (tmp_path / NAME, "d")):
             output = tmp_path / f"{name}-{method}.safetensors"
-            recipe = dare.Recipe(
+            recipe = dare.Request.of(
                 base=models[0], models=[model], method=method, output=output, **QUIET
             )
             dare.merge(recipe)
@@ -273,7 +273,7 @@ def three(tmp_path):
 
 
 def merge(base, models, output, method, **settings):
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base, models=models, output=output, method=method, **settings, **QUIET
     )
     return dare.merge(recipe)
@@ -299,7 +299,7 @@ def test_merging_delta_files_gives_the_file_that_merging_the_models_gives(three,
     assert from_deltas.bytes_read < 0.6 * whole.bytes_read
     assert from_deltas.digests.models == whole.digests.models
     again = dare.load_recipe(tmp_path / "b.safetensors")  # the models will do as well
-    again = again.with_files(base, models, tmp_path / "c.safetensors")
+    again = again.recipe.with_files(base, models, tmp_path / "c.safetensors")
     dare.merge(again)
     assert sha256(tmp_path / "c.safetensors") == sha256(tmp_path / "a.safetensors")
 
@@ -332,7 +332,9 @@ def test_rates_and_seeds_are_the_files_unless_the_recipe_says_others(three, tmp_
     rule = dare.TensorRule(match="embed.*", model="code", settings={"drop_rate": 0.3})
     merge(base, own, tmp_path / "b.safetensors", "dare+linear", tensors=(rule,))
     assert data_of(tmp_path / "a.safetensors") == data_of(tmp_path / "b.safetensors")
-    assert dare.load_recipe(tmp_path / "a.safetensors").models[0].settings == {"drop_rate": 0.5}
+    assert dare.load_recipe(tmp_path / "a.safetensors").recipe.models[0].settings == {
+        "drop_rate": 0.5
+    }
 
     for asked, words in (
         ({"seed": 5}, "seed = 7, and the recipe has drop_rate = 0.5 and seed = 5"),
@@ -396,7 +398,7 @@ def test_a_tied_head_is_stored_once_and_read_under_both_names(tmp_path):
     dare.compress(*folders, tmp_path / NAME, drop_rate=0.5, **QUIET)
     assert open_delta(tmp_path / NAME).notes.tensors["lm_head.weight"].tied_to is not None
     dare.apply_delta(folders[0], tmp_path / NAME, tmp_path / "a", **QUIET)
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=folders[0],
         models=[folders[1]],
         method="dare+sum",

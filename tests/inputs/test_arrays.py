@@ -211,6 +211,6 @@ def test_what_would_be_changed_in_a_copy_is_not_changed(tmp_path, given):
     dare.compress(*files, delta, lossless=True, verbose=False)
     with pytest.raises(InputError, match="w: "):
         dare.load_delta(delta).apply_({"w": given})
-    recipe = dare.Recipe(base=files[0], models=files[1:], method="sum", verbose=False)
+    recipe = dare.Request.of(base=files[0], models=files[1:], method="sum", verbose=False)
     with pytest.raises(InputError, match="w: "):
         Candidates(recipe).write_into({"w": given})

@@ -81,7 +81,7 @@ def test_flux_is_one_stack_of_double_and_single_blocks(tmp_path):
     base, models = make(flux(), 1)
     save_file(base, tmp_path / "base.safetensors")
     save_file(models[0], tmp_path / "tuned.safetensors")
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=tmp_path / "base.safetensors",
         models=[
             dare.ModelEntry(file=tmp_path / "tuned.safetensors", weight=[0, 0, 0, 1, 0, 0, 0, 0])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from dare import Recipe, merge, plan
+from dare import Request, merge, plan
 from dare.errors import InputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, looks_like, open_adapter
 from dare.kernels import native, reference
@@ -174,10 +174,10 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
     given = {"base": base, "models": [large(tmp_path / str(n), n) for n in (0, 1)]}
     given |= {"output": tmp_path / "out.safetensors", "method": "linear", "verbose": False}
     with pytest.raises(RecipeError, match="one thread needs") as refusal:
-        plan(Recipe(**given, max_memory="10MB"))
+        plan(Request.of(**given, max_memory="10MB"))
     enough = str(refusal.value).split("allow at least ")[1]
     for threads, memory in ((1, enough), (2, "150MB")):
-        planned = plan(Recipe(**given, max_memory=memory, threads=threads))
+        planned = plan(Request.of(**given, max_memory=memory, threads=threads))
         assert planned.cost.threads == threads
         tracemalloc.start()
         merge(planned, overwrite=True)

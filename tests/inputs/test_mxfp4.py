@@ -13,7 +13,7 @@ import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.quantised import TILE_BYTES, UnpackedSource, unpacked
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from helpers import read_elements, read_tensor, save
 
 DOWN = "layers.0.mlp.experts.down_proj"
@@ -163,7 +163,9 @@ def test_a_merge_of_packed_models_is_a_model_that_loads(gpt_oss, tmp_path):
     out = tmp_path / "out"
     models = [{"file": tmp_path / "tuned", "weight": 0.5}]
     dare.merge(
-        Recipe(base=tmp_path / "base", models=models, output=out, method="linear", verbose=False)
+        Request.of(
+            base=tmp_path / "base", models=models, output=out, method="linear", verbose=False
+        )
     )
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 

@@ -91,7 +91,7 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
     base = model_folder(tmp_path / "base", ones(*full, EMBED, HEAD))
     tuned = ones(*BODY, "embed_tokens.weight", value=3.0)
     model = model_folder(tmp_path / "math", tuned, tie_word_embeddings=True)
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base, models=[model], output=tmp_path / "out.safetensors", method="sum", verbose=False
     )
     plan = dare.plan(recipe)

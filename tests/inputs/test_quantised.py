@@ -11,7 +11,7 @@ from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.opening import open_model
 from dare.inputs.quantised import NAMES, read_quantised
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from helpers import save
 
 FLOATS, BYTES = np.ones((4, 4), np.float32), np.ones((4, 4), np.uint8)
@@ -160,7 +160,7 @@ def test_base_and_models_are_looked_at_as_folders_and_as_files(tmp_path, packed,
 def test_a_configuration_that_still_speaks_of_it_loses_that(tmp_path):
     """Also where it is taken from another model than the base."""
     settings = {"quantization_config": {"quant_method": "gptq"}, "quantization": {"bits": 4}}
-    recipe = Recipe(
+    recipe = Request.of(
         base=model(tmp_path / "base", {"model_type": "llama"}),
         models=[model(tmp_path / "tuned", {"model_type": "llama", **settings})],
         output=tmp_path / "out",

@@ -221,14 +221,14 @@ def test_a_file_written_to_while_it_is_merged_is_refused(tmp_path, monkeypatch):
     original = Output.record
 
     def record(self, line):
-        flip_bit(recipe.base, 8 * recipe.base.stat().st_size - 1)
-        os.utime(recipe.base, ns=(0, 0))
+        flip_bit(recipe.recipe.base, 8 * recipe.recipe.base.stat().st_size - 1)
+        os.utime(recipe.recipe.base, ns=(0, 0))
         original(self, line)
 
     monkeypatch.setattr(Output, "record", record)
     with pytest.raises(InputError, match=r"base.safetensors: .*changed"):
         merge(recipe)
-    assert not recipe.output.exists()
+    assert not recipe.recipe.output.exists()
 
 
 def test_the_fingerprint_knows_what_and_the_stamps_which_file(tmp_path):

@@ -15,7 +15,7 @@ from dare.deltas.compressing import compress
 from dare.errors import InputError, RecipeError
 from dare.inputs.opening import open_inputs, open_model
 from dare.inputs.sources import open_source
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from dare.stores import reading
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -55,7 +55,7 @@ def recipe(models: Path, output: Path, places: dict[str, str] | None = None, **m
     """A merge of all three, of which some lie elsewhere."""
     names = ("base", "math.safetensors", "code")
     base, *tuned = ((places or {}).get(name, models / name) for name in names)
-    return Recipe(base=base, models=tuned, output=output, verbose=False, **more)
+    return Request.of(base=base, models=tuned, output=output, verbose=False, **more)
 
 
 def served(web: Files, models: Path) -> dict[str, str]:
@@ -103,11 +103,11 @@ def test_the_manifest_tells_addresses_and_repeats_from_them(web, models, tmp_pat
     assert f"{web.url}/in/base" in card
     assert "license: mit" in card
     web.key = ""
-    again = dare.load_recipe(tmp_path / "out").model_copy(update={"output": tmp_path / "again"})
+    again = dare.load_recipe(tmp_path / "out").changed(output=tmp_path / "again")
     merge(again)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
     web.content["in/math.safetensors"] = web.content["in/code/model.safetensors"]
-    other = again.model_copy(update={"output": tmp_path / "other"})
+    other = again.changed(output=tmp_path / "other")
     with pytest.raises(InputError, match=r"math\.safetensors: "):
         merge(other)
 
@@ -116,7 +116,7 @@ def test_an_output_on_the_web_can_be_verified_and_repeated(web, models, tmp_path
     merge(recipe(models, tmp_path / "out", served(web, models)))
     url = web.add_folder("out", tmp_path / "out")
     assert dare.verify(url).ok
-    assert dare.load_recipe(url).base == to_path(f"{web.url}/in/base")
+    assert dare.load_recipe(url).recipe.base == to_path(f"{web.url}/in/base")
     weights = bytearray(web.content["out/model.safetensors"])
     weights[-1] ^= 1
     web.content["out/model.safetensors"] = bytes(weights)
@@ -251,7 +251,7 @@ def test_a_plan_of_many_shards_takes_few_requests(web):
         web.content[f"{model}/model.safetensors.index.json"] = index
     web.delay_seconds = 0.02
     urls = [f"{web.url}/{model}" for model in range(5)]
-    planned = plan(Recipe(base=urls[0], models=urls[1:], output="merged", verbose=False))
+    planned = plan(Request.of(base=urls[0], models=urls[1:], output="merged", verbose=False))
     assert len(planned.tensors) == 240
     heads = [line for line in web.asked if line.startswith("GET") and ".safetensors" in line]
     assert len([line for line in heads if line.endswith("bytes=0-131071")]) == 150
@@ -286,7 +286,7 @@ def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
     assert told["base_file"] == f"hf://org/base@{commit}"
     on_hub.add("org/base", {"config.json": b"{}"})  # the branch moves on
     reading.forget()
-    again = dare.load_recipe(tmp_path / "there").model_copy(update={"output": tmp_path / "again"})
+    again = dare.load_recipe(tmp_path / "there").changed(output=tmp_path / "again")
     merge(again)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "here")
     assert {token for _, token in on_hub.tokens} == {""}  # another server does not get ours
@@ -295,7 +295,7 @@ def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
 
 
 def test_a_plan_fetches_nothing(on_hub, models, tmp_path):
-    planned = plan(Recipe(base="org/base", models=["org/code"], output="out", verbose=False))
+    planned = plan(Request.of(base="org/base", models=["org/code"], output="out", verbose=False))
     commit = on_hub.refs["org/base", "main"]
     assert planned.recipe.base == Path(f"org/base@{commit}")
     assert isinstance(planned.base.files[0], StorePath)
@@ -305,10 +305,10 @@ def test_a_plan_fetches_nothing(on_hub, models, tmp_path):
 
 
 def test_what_is_in_the_cache_is_taken_from_there(on_hub, models, tmp_path):
-    given = Recipe(base="org/base", models=["org/code"], output="out", verbose=False)
+    given = Request.of(base="org/base", models=["org/code"], output="out", verbose=False)
     merge(given)
     on_hub.asked.clear()
-    asked = Recipe(base="hf://org/base", models=["org/code"], output="out", verbose=False)
+    asked = Request.of(base="hf://org/base", models=["org/code"], output="out", verbose=False)
     planned = plan(asked)
     assert not [line for line in on_hub.asked if "resolve" in line]
     assert str(planned.recipe.base).startswith("hf://org/base@")
@@ -323,7 +323,7 @@ def test_what_the_hub_does_not_have_is_told(on_hub, models):
         "hf://org": "is not the address of a model on the hub",
     }.items():
         with pytest.raises(InputError, match=message):
-            open_inputs(Recipe(base=text, models=["hf://org/code"], verbose=False))
+            open_inputs(Request.of(base=text, models=["hf://org/code"], verbose=False))
 
 
 # ---------------------------------------------------------------- the command line

@@ -110,7 +110,7 @@ def folder(path, arrays, **config):
 
 
 def merge_files(tmp_path, base, *models, **settings):
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base, models=models, output=tmp_path / "out.safetensors", **{**HALF, **settings}
     )
     plan = dare.plan(recipe)

@@ -16,7 +16,7 @@ import dare
 from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.loaded import plain_types
 from dare.lora import extract_adapter
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from helpers import save
 
 with quiet():
@@ -303,7 +303,7 @@ def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
     base, inputs = build(architecture)
     save_all(tmp_path, base=base)
     train(tmp_path / "lora", copy.deepcopy(base), 1, target_modules=targets, r=2)
-    recipe = Recipe(
+    recipe = Request.of(
         base=tmp_path / "base",
         models=[tmp_path / "lora"],
         output=tmp_path / "out",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peft_models import pair, product, read_adapter, write_adapter
 from safetensors.numpy import load_file, save_file
 
-from dare import ModelEntry, Recipe, TensorRule, dare_drop, keep_mask, merge
+from dare import ModelEntry, Request, TensorRule, dare_drop, keep_mask, merge
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from dare.inputs.sources import read_floats
@@ -416,7 +416,7 @@ def test_adapters_alone_give_what_they_give_with_their_base(tmp_path, method, st
     save_file(zeros | {"other": np.ones(3, np.float32)}, tmp_path / "base.safetensors")
     merged = tmp_path / "merged.safetensors"
     recipe = {"base": tmp_path / "base.safetensors", "output": merged, "verbose": False}
-    merge(Recipe(**recipe, models=models, **given))
+    merge(Request.of(**recipe, models=models, **given))
     merge_adapters(models, tmp_path / "out", rank=16, **given)
     expected = load_file(merged)
     for module in MODULES:

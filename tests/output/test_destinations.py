@@ -55,7 +55,7 @@ def models(tmp_path):
 
 def recipe(models, output="s3://bucket/runs/out", **settings):
     given = {"shard_size": 240_000, "threads": 2, **settings}
-    return dare.Recipe(
+    return dare.Request.of(
         base=models / "base.safetensors",
         models=[models / "math.safetensors"],
         output=output,

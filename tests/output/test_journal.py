@@ -76,28 +76,28 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> da
 def expected(tmp_path) -> str:
     recipe = write_recipe(tmp_path / "undisturbed", BASE, [MODEL], threads=1)
     dare.merge(recipe)
-    return sha256(recipe.output)
+    return sha256(recipe.recipe.output)
 
 
 def journal_of(recipe: dare.Recipe) -> Path:
-    return partial_folder(recipe.output) / JOURNAL_NAME
+    return partial_folder(recipe.recipe.output) / JOURNAL_NAME
 
 
 def test_flipped_bits_never_give_other_bytes(tmp_path, monkeypatch, expected):
     generator = random.Random(0)
     recipe = stopped(tmp_path, monkeypatch)
     before = journal_of(recipe).read_bytes()
-    weights = partial_folder(recipe.output) / recipe.output.name
+    weights = partial_folder(recipe.recipe.output) / recipe.recipe.output.name
     kept = weights.read_bytes()
     for bit in generator.sample(range(8 * len(before)), 12):
-        partial_folder(recipe.output).mkdir(exist_ok=True)
-        (partial_folder(recipe.output) / "dare-partial.txt").write_bytes(b"")
+        partial_folder(recipe.recipe.output).mkdir(exist_ok=True)
+        (partial_folder(recipe.recipe.output) / "dare-partial.txt").write_bytes(b"")
         weights.write_bytes(kept)
         journal_of(recipe).write_bytes(before)
         flip_bit(journal_of(recipe), bit)
         dare.merge(recipe, overwrite=True)
-        assert sha256(recipe.output) == expected
-        assert dare.verify(recipe.output).ok
+        assert sha256(recipe.recipe.output) == expected
+        assert dare.verify(recipe.recipe.output).ok
 
 
 def test_an_emptied_journal_starts_over_and_says_so(tmp_path, monkeypatch, expected):
@@ -107,5 +107,5 @@ def test_an_emptied_journal_starts_over_and_says_so(tmp_path, monkeypatch, expec
     (notice,) = [n.text for n in report.warnings if "journal" in n.text]
     assert notice.endswith("its journal cannot be read, so it starts over")
     assert report.resumed_chunks == 0
-    assert sha256(recipe.output) == expected
-    assert "journal" not in manifest_path(recipe.output).read_text()
+    assert sha256(recipe.recipe.output) == expected
+    assert "journal" not in manifest_path(recipe.recipe.output).read_text()

@@ -12,7 +12,7 @@ from dare.api import load_recipe, merge
 from dare.errors import DareError, InputError, VerificationError
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import manifest_path, seal
-from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from helpers import listing, save, save_shards, sha256, write_recipe
 
 BASE = {
@@ -29,7 +29,7 @@ def write(folder: Path, **settings) -> Recipe:
 
 
 def to(recipe: Recipe, output: Path) -> Recipe:
-    return recipe.model_copy(update={"output": output})
+    return recipe.changed(output=output)
 
 
 def embedded(path: Path) -> dict[str, object]:
@@ -55,7 +55,7 @@ def test_the_embedded_manifest_says_what_was_done(tmp_path):
         scale=0.5,
     )
     digests = merge(recipe).digests
-    found = embedded(recipe.output)
+    found = embedded(recipe.recipe.output)
     check = found.pop("check")
     assert len(check) == 32
     assert found == {
@@ -83,16 +83,16 @@ def test_the_bytes_depend_on_nothing_but_recipe_and_weights(tmp_path):
     first = write(tmp_path)
     merge(first)
     save_shards(tmp_path / "shards", BASE, 3)
-    second = Recipe(
+    second = Request.of(
         base=tmp_path / "shards",
-        models=[save_shards(tmp_path / "math", MATH, 2), first.models[1].file],
+        models=[save_shards(tmp_path / "math", MATH, 2), first.recipe.models[1].file],
         output=tmp_path / "elsewhere" / "other.safetensors",
         verbose=False,
         threads=2,
         max_memory="64MiB",
     )
     merge(second)
-    assert sha256(second.output) == sha256(first.output)
+    assert sha256(second.recipe.output) == sha256(first.recipe.output)
 
 
 # ---------------------------------------------------------------- what lies beside
@@ -101,8 +101,8 @@ def test_the_bytes_depend_on_nothing_but_recipe_and_weights(tmp_path):
 def test_the_manifest_beside_adds_files_versions_and_figures(tmp_path):
     recipe = write(tmp_path)
     report = merge(recipe)
-    found = read_manifest(manifest_path(recipe.output))
-    inside = embedded(recipe.output)
+    found = read_manifest(manifest_path(recipe.recipe.output))
+    inside = embedded(recipe.recipe.output)
     del inside["check"]
     assert {key: found[key] for key in inside} == inside
     assert found["recipe"] == {
@@ -127,15 +127,15 @@ def test_the_manifest_beside_adds_files_versions_and_figures(tmp_path):
 def test_inputs_are_found_from_where_the_output_lies(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    recipe = Recipe(
+    recipe = Request.of(
         base="base.safetensors", models=["model0.safetensors"], output="out", verbose=False
     )
     merge(recipe)
     monkeypatch.chdir("/")
     found = load_recipe(tmp_path / "out")
-    assert found.base == tmp_path / "base.safetensors"
-    assert found.models[0].file == tmp_path / "model0.safetensors"
-    assert found.output == tmp_path / "out"
+    assert found.recipe.base == tmp_path / "base.safetensors"
+    assert found.recipe.models[0].file == tmp_path / "model0.safetensors"
+    assert found.recipe.output == tmp_path / "out"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,12 @@ def test_a_path_stands_for_its_manifest(path, manifest):
 def test_a_merge_is_repeated_from_its_output_or_its_manifest(tmp_path, settings):
     recipe = write(tmp_path, **settings)
     merge(recipe)
-    for number, stands_for in enumerate((recipe.output, manifest_path(recipe.output))):
+    for number, stands_for in enumerate(
+        (recipe.recipe.output, manifest_path(recipe.recipe.output))
+    ):
         again = to(load_recipe(stands_for), tmp_path / f"again{number}.safetensors")
         merge(again)
-        assert sha256(again.output) == sha256(recipe.output)
+        assert sha256(again.recipe.output) == sha256(recipe.recipe.output)
 
 
 @pytest.mark.parametrize("changed", ["base", "model1"])
@@ -177,10 +179,10 @@ def test_a_changed_input_is_refused_when_repeating(tmp_path, changed):
     recipe = write(tmp_path)
     merge(recipe)
     save(tmp_path / f"{changed}.safetensors", {**BASE, "w": BASE["w"] + 5})
-    again = to(load_recipe(recipe.output), tmp_path / "again.safetensors")
+    again = to(load_recipe(recipe.recipe.output), tmp_path / "again.safetensors")
     with pytest.raises(InputError, match=f"{changed}.safetensors: "):
         merge(again)
-    assert not again.output.exists()
+    assert not again.recipe.output.exists()
 
 
 def edited(output: Path, *, sealed: bool) -> None:
@@ -194,16 +196,16 @@ def edited(output: Path, *, sealed: bool) -> None:
 def test_a_manifest_that_was_edited_is_not_repeated(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)
-    edited(recipe.output, sealed=False)
+    edited(recipe.recipe.output, sealed=False)
     with pytest.raises(InputError, match="changed"):
-        load_recipe(recipe.output)
+        load_recipe(recipe.recipe.output)
 
 
 def test_a_repeat_that_gives_other_weights_is_refused(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)
-    edited(recipe.output, sealed=True)  # by someone who took care
-    again = to(load_recipe(recipe.output), tmp_path / "again.safetensors")
+    edited(recipe.recipe.output, sealed=True)  # by someone who took care
+    again = to(load_recipe(recipe.recipe.output), tmp_path / "again.safetensors")
     with pytest.raises(VerificationError, match="other weights"):
         merge(again)
     assert [name for name in listing(tmp_path) if name.startswith("again")] == []
@@ -236,17 +238,17 @@ def test_what_is_no_manifest_is_refused(tmp_path, text):
 def test_a_damaged_manifest_is_refused(tmp_path, edit):
     recipe = write(tmp_path)
     merge(recipe)
-    manifest = read_manifest(manifest_path(recipe.output))
+    manifest = read_manifest(manifest_path(recipe.recipe.output))
     edit(manifest)
-    manifest_path(recipe.output).write_bytes(seal(manifest, {}))
+    manifest_path(recipe.recipe.output).write_bytes(seal(manifest, {}))
     with pytest.raises(DareError, match=r"out.safetensors.manifest.json: "):
-        load_recipe(recipe.output)
+        load_recipe(recipe.recipe.output)
 
 
 def test_a_chain_of_random_stages_says_how_the_later_ones_draw(tmp_path):
     two = write(tmp_path, method="dare+darex+linear", stages={"darex": {"drop_rate": [0.5, 0.6]}})
     merge(two)
-    path = manifest_path(two.output)
+    path = manifest_path(two.recipe.output)
     manifest = read_manifest(path)
     assert manifest["mask"] == manifest["later_draws"] == 1
-    assert load_recipe(two.output).method == "dare+darex+linear"
+    assert load_recipe(two.recipe.output).recipe.method == "dare+darex+linear"

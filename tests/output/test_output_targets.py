@@ -25,7 +25,7 @@ def inputs(tmp_path: Path) -> Path:
     """A folder with an output of dare in it, as a base, and a model beside it."""
     save(tmp_path / "start.safetensors", BASE)
     save(tmp_path / "model.safetensors", MODEL)
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=tmp_path / "start.safetensors",
         models=[tmp_path / "model.safetensors"],
         output=tmp_path / "in" / "model",
@@ -37,7 +37,7 @@ def inputs(tmp_path: Path) -> Path:
 
 def merge_to(output: Path, base: Path, **more: bool) -> None:
     model = base.parents[1] / "model.safetensors"
-    recipe = dare.Recipe(base=base, models=[model], output=output, verbose=False)
+    recipe = dare.Request.of(base=base, models=[model], output=output, verbose=False)
     dare.merge(recipe, **{"overwrite": True, **more})
 
 
@@ -165,7 +165,7 @@ def models(tmp_path: Path) -> list[Path]:
 def write_by(way: str, models: list[Path], output: Path) -> None:
     """Write an output in one of the ways there are, over what is there."""
     base, model = models
-    recipe = dare.Recipe(base=base, models=[model], output=output, seed=1, verbose=False)
+    recipe = dare.Request.of(base=base, models=[model], output=output, seed=1, verbose=False)
     quietly = {"overwrite": True, "verbose": False}
     if way == "merge":
         dare.merge(recipe, overwrite=True)

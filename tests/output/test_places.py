@@ -62,7 +62,7 @@ def secret(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("output", ["merged", "merged.safetensors"])
 def test_nothing_that_is_published_tells_where_it_was_made(secret, tmp_path, output):
     target = secret / "out" / output
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=secret / "base",
         models=[secret / "tuned"],
         output=target,
@@ -83,13 +83,15 @@ def test_nothing_that_is_published_tells_where_it_was_made(secret, tmp_path, out
 def test_a_repeat_finds_inputs_that_moved_along(secret, tmp_path):
     target = secret / "out" / "merged.safetensors"
     dare.merge(
-        dare.Recipe(base=secret / "base", models=[secret / "tuned"], output=target, verbose=False)
+        dare.Request.of(
+            base=secret / "base", models=[secret / "tuned"], output=target, verbose=False
+        )
     )
     moved = secret.rename(tmp_path / "moved")
     recipe = dare.load_recipe(moved / "out" / "merged.safetensors")
-    again = recipe.model_copy(update={"output": tmp_path / "again.safetensors"})
+    again = recipe.changed(output=tmp_path / "again.safetensors")
     dare.merge(again)
-    assert sha256(again.output) == sha256(moved / "out" / "merged.safetensors")
+    assert sha256(again.recipe.output) == sha256(moved / "out" / "merged.safetensors")
 
 
 def test_an_adapter_tells_nothing_either(secret, tmp_path):

@@ -30,7 +30,7 @@ def recipe_in(folder: Path, output: str, **more: object) -> dare.Recipe:
     (folder / "base" / "config.json").write_text("{}")
     model = save(folder / "m.safetensors", {name: value + 1 for name, value in base.items()})
     given = {"base": folder / "base", "models": [model], "output": folder / output}
-    return dare.Recipe(**given, verbose=False, **more)
+    return dare.Request.of(**given, verbose=False, **more)
 
 
 def weights_of(output: Path) -> str:
@@ -55,20 +55,20 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
 ):
     recipe = recipe_in(tmp_path, output)
     if overwrite:
-        dare.merge(recipe.model_copy(update={"scale": 0.5}))
+        dare.merge(recipe.changed(scale=0.5))
     with monkeypatch.context() as patch:
         die_at(patch, "_clear_away")
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=overwrite)
-    found = weights_of(recipe.output)
+    found = weights_of(recipe.recipe.output)
     report = dare.merge(recipe, overwrite=overwrite)
     assert LEFTOVERS in [notice.code for notice in report.warnings]
     assert report.bytes_read == 0
-    assert weights_of(recipe.output) == found
-    assert dare.verify(recipe.output).ok
+    assert weights_of(recipe.recipe.output) == found
+    assert dare.verify(recipe.recipe.output).ok
     assert leftovers(tmp_path) == []
     if output == "out":
-        assert not {JOURNAL_NAME, MARK_NAME} & set(listing(recipe.output))
+        assert not {JOURNAL_NAME, MARK_NAME} & set(listing(recipe.recipe.output))
     with pytest.raises(dare.OutputError, match="exists already"):
         dare.merge(recipe)
 
@@ -76,12 +76,12 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
 def test_without_an_exchange_a_death_between_two_renames_is_mended(tmp_path, monkeypatch):
     monkeypatch.setattr("dare.output.publishing.sys.platform", "plan9")
     recipe = recipe_in(tmp_path, "out")
-    dare.merge(recipe.model_copy(update={"scale": 0.5}))
+    dare.merge(recipe.changed(scale=0.5))
     real = os.rename
     with monkeypatch.context() as patch:
 
         def die_second(old: Path, new: Path) -> None:
-            if Path(new) == recipe.output:
+            if Path(new) == recipe.recipe.output:
                 raise DiedError
             real(old, new)
 
@@ -89,15 +89,15 @@ def test_without_an_exchange_a_death_between_two_renames_is_mended(tmp_path, mon
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=True)
     assert leftovers(tmp_path) == ["out.partial", f"out.replaced-{os.getpid()}"]
-    assert not recipe.output.exists()
+    assert not recipe.recipe.output.exists()
     dare.merge(recipe)
-    assert dare.verify(recipe.output).ok
+    assert dare.verify(recipe.recipe.output).ok
     assert leftovers(tmp_path) == []
 
 
 def test_weights_and_manifest_apart_are_known_as_such(tmp_path, monkeypatch):
     recipe = recipe_in(tmp_path, "out.safetensors")
-    dare.merge(recipe.model_copy(update={"scale": 0.5}))
+    dare.merge(recipe.changed(scale=0.5))
     with monkeypatch.context() as patch:
         real: Callable[[Path], None] = publishing.sync_folder
 
@@ -109,11 +109,11 @@ def test_weights_and_manifest_apart_are_known_as_such(tmp_path, monkeypatch):
         patch.setattr(publishing, "sync_folder", die_in_the_middle)
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=True)
-    (problem,) = dare.verify(recipe.output).problems
+    (problem,) = dare.verify(recipe.recipe.output).problems
     assert problem.code == "other_manifest"
-    assert problem.subjects == (str(manifest_path(recipe.output)),)
+    assert problem.subjects == (str(manifest_path(recipe.recipe.output)),)
     dare.merge(recipe, overwrite=True)
-    assert dare.verify(recipe.output).ok
+    assert dare.verify(recipe.recipe.output).ok
     assert leftovers(tmp_path) == []
 
 
@@ -136,7 +136,7 @@ def test_what_fails_after_the_name_is_given_is_a_warning(tmp_path, monkeypatch, 
         report = dare.merge(recipe)
     late = [notice.text for notice in report.warnings if "is complete, but" in notice.text]
     assert late
-    assert dare.verify(recipe.output).ok
+    assert dare.verify(recipe.recipe.output).ok
     dare.merge(recipe)
     assert leftovers(tmp_path) == []
 

@@ -12,7 +12,7 @@ from dare.api import merge
 from dare.errors import DareError, InputError, VerificationError
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed, seal
 from dare.output.verification import verify
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.tensors.files import LocalFile
 from dare.tensors.header import read_header
 from helpers import flip_bit, save, write_recipe
@@ -32,7 +32,7 @@ def merged(tmp_path_factory) -> Path:
     """A small finished merge: one file."""
     recipe = write_recipe(tmp_path_factory.mktemp("merged"), BASE, [MODEL], method="sum")
     merge(recipe)
-    return recipe.output
+    return recipe.recipe.output
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def sharded(tmp_path) -> Path:
         tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out", shard_size=16
     )
     merge(recipe)
-    return recipe.output
+    return recipe.recipe.output
 
 
 def is_refused(path: Path) -> bool:
@@ -174,7 +174,7 @@ def test_a_shard_of_another_merge_is_found(sharded, tmp_path):
         for path in sorted(sharded.glob("*.safetensors"))
         if b'"w":' in path.read_bytes()[:4096].split(b'"__metadata__"')[1]
     )
-    shutil.copy(other.output / name, sharded / name)
+    shutil.copy(other.recipe.output / name, sharded / name)
     problems = verify(sharded).problems
     assert ("changed", "w") in said(problems)
 
@@ -246,7 +246,7 @@ def directory(tmp_path) -> Path:
         (folder / "1_Pooling" / "config.json").write_text("{}")
     output = tmp_path / "out"
     merge(
-        Recipe(
+        Request.of(
             base=tmp_path / "base",
             models=[tmp_path / "model"],
             output=output,

@@ -212,12 +212,12 @@ def test_an_interrupted_merge_goes_on_to_the_same_bytes(tmp_path, monkeypatch, r
         fail_after(patch, records)
         with pytest.raises(PowerFailureError):
             merge(recipe)
-    assert not recipe.output.exists()
+    assert not recipe.recipe.output.exists()
     assert merge(recipe).resumed_chunks == records
 
-    other = recipe.model_copy(update={"output": tmp_path / "other.safetensors"})
+    other = recipe.changed(output=tmp_path / "other.safetensors")
     assert merge(other).resumed_chunks == 0
-    assert sha256(other.output) == sha256(recipe.output)
+    assert sha256(other.recipe.output) == sha256(recipe.recipe.output)
     assert listing(tmp_path) == [
         "base.safetensors",
         "model0.safetensors",
@@ -237,7 +237,7 @@ def merge_interrupted(monkeypatch, recipe) -> None:
 
 def test_shards_of_another_size_are_not_left_in_the_output(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out")
-    merge_interrupted(monkeypatch, recipe.model_copy(update={"shard_size": 16}))
+    merge_interrupted(monkeypatch, recipe.changed(shard_size=16))
     merge(recipe)
     assert listing(tmp_path / "out") == [MANIFEST_NAME, "model.safetensors"]
 
@@ -245,14 +245,14 @@ def test_shards_of_another_size_are_not_left_in_the_output(tmp_path, monkeypatch
 def test_integers_that_may_not_differ_are_compared_when_resuming(tmp_path, monkeypatch):
     model = {**MODEL, "n": np.array([1, 3], np.int64)}
     recipe = write_recipe(tmp_path, BASE, [model], method="sum")
-    merge_interrupted(monkeypatch, recipe.model_copy(update={"on_integer_mismatch": "base"}))
+    merge_interrupted(monkeypatch, recipe.changed(on_integer_mismatch="base"))
     with pytest.raises(MismatchError, match=r"n: .*model0"):
         merge(recipe)
 
 
 def test_a_new_delta_threshold_counts_for_resumed_chunks(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum")
-    merge_interrupted(monkeypatch, recipe.model_copy(update={"delta_threshold": 100.0}))
+    merge_interrupted(monkeypatch, recipe.changed(delta_threshold=100.0))
     report = merge(recipe)
     assert report.models[0].over_threshold == 9  # |δ| is 1, 0, 1, 2 in each of three tensors
 
@@ -355,12 +355,12 @@ def test_a_file_is_not_replaced_by_a_directory_nor_a_directory_by_a_file(tmp_pat
 def test_an_output_is_replaced_if_told(tmp_path, output):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
     merge(recipe)
-    halved = recipe.model_copy(update={"scale": 0.5})
+    halved = recipe.changed(scale=0.5)
     with pytest.raises(OutputError, match="exists already"):
         merge(halved)
     merge(halved, overwrite=True)
-    assert verify(recipe.output).ok
-    file = recipe.output / "model.safetensors" if output == "out" else recipe.output
+    assert verify(recipe.recipe.output).ok
+    file = recipe.recipe.output / "model.safetensors" if output == "out" else recipe.recipe.output
     assert load_file(file)["w"].tolist() == [0.5, 1.0, 1.5, 2.0]
     assert not [name for name in listing(tmp_path) if "partial" in name or "replaced" in name]
 
@@ -371,7 +371,7 @@ def test_a_linked_output_directory_is_not_replaced(tmp_path):
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OutputError, match="out: is a link, and links are not replaced"):
-        merge(recipe.model_copy(update={"scale": 0.5}), overwrite=True)
+        merge(recipe.changed(scale=0.5), overwrite=True)
     assert verify(tmp_path / "elsewhere").ok
 
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from dare import Recipe, plan
+from dare import Request, plan
 from dare.analysis.measure import analyzing
 from dare.errors import RecipeError
 from dare.planning import plan as machine
-from dare.recipe.recipe import DEFAULT_MEMORY
+from dare.recipe.options import DEFAULT_MEMORY
 
 GIB = 1 << 30
 SHAPE = (128256, 2048)
@@ -37,7 +37,7 @@ def plan_of(files, free=None, **settings):
     base, *models = files
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "available_memory", lambda: free)
-        return plan(Recipe(base=base, models=models, verbose=False, **settings))
+        return plan(Request.of(base=base, models=models, verbose=False, **settings))
 
 
 @pytest.mark.parametrize("method", ["tsv", "star+linear", "wudi"])

@@ -12,7 +12,7 @@ from dare.inputs.arrays import array_source
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.planning.plan import INTERPRETER_BYTES, TENSOR_BYTES, Plan
-from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Request, TensorRule
 from dare.run.backend import Backend
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
@@ -26,9 +26,11 @@ BASE = {
 
 def plan_of(base, *models, **settings) -> Plan:
     names = ["math", "code", "chat", *(f"m{n}" for n in range(3, len(models)))][: len(models)]
-    recipe = Recipe(**{"base": "base", "models": names, **settings})
+    asked = Request.of(**{"base": "base", "models": names, **settings})
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
-    return make_plan(recipe, array_source(base, "base"), sources, names)
+    return make_plan(
+        asked.recipe, array_source(base, "base"), sources, names, options=asked.options
+    )
 
 
 def fates(made: Plan) -> dict[str, Fate]:
@@ -465,7 +467,7 @@ def test_models_of_one_name_are_told_apart(tmp_path):
         save(tmp_path / folder / "same.safetensors", BASE)
     models = [tmp_path / folder / "same.safetensors" for folder in ("a", "b")]
     base = save(tmp_path / "base.safetensors", BASE)
-    made = plan(Recipe(base=base, models=models))
+    made = plan(base=base, models=models)
     assert made.model_names == ("same (1)", "same (2)")
 
 
@@ -505,7 +507,7 @@ def test_an_adapter_of_another_model_is_an_error(tmp_path):
     factors = {f"blocks.0.q.lora_{x}.weight": np.ones((4, 4), np.float32) for x in "AB"}
     save(adapter / "adapter_model.safetensors", factors)
     with pytest.raises(MismatchError, match="math: nothing of it would be merged"):
-        plan(Recipe(base=base, models=[adapter], **LOOSE))
+        plan(Request.of(base=base, models=[adapter], **LOOSE))
 
 
 def test_models_without_weights_have_nothing_to_merge():

@@ -41,7 +41,7 @@ def tuned(tmp_path_factory):
 
 @pytest.mark.parametrize("method", ["dare+linear", "dare+ties"])
 def test_the_merge_loads_and_is_that_of_torch(tuned, tmp_path, method):
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=minilm(),
         models=tuned,
         output=tmp_path / "merged",
@@ -52,8 +52,8 @@ def test_the_merge_loads_and_is_that_of_torch(tuned, tmp_path, method):
     )
     dare.merge(recipe)
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "README.md"):
-        assert (recipe.output / name).is_file()
-    merged = AutoModel.from_pretrained(recipe.output)
+        assert (recipe.recipe.output / name).is_file()
+    merged = AutoModel.from_pretrained(recipe.recipe.output)
     states = [AutoModel.from_pretrained(path).state_dict() for path in (minilm(), *tuned)]
     base, *others = (
         {name: value for name, value in state.items() if value.is_floating_point()}
@@ -68,7 +68,7 @@ def test_the_merge_loads_and_is_that_of_torch(tuned, tmp_path, method):
     expected = merged_state(base, deltas, mask, DROP_RATE, elects=method == "dare+ties")
     reference = AutoModel.from_pretrained(minilm())
     reference.load_state_dict(expected, strict=False)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.output)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.recipe.output)
     torch.testing.assert_close(
         embed(merged, tokenizer), embed(reference, tokenizer), rtol=1e-4, atol=1e-5
     )

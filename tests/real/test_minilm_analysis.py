@@ -130,7 +130,7 @@ def test_the_predicted_variance_is_that_of_ten_merges(found, folder, tmp_path):
     first = dict.fromkeys(weights, 0.0)
     second = dict.fromkeys(weights, 0.0)
     for number in range(MERGES):
-        recipe = dare.Recipe(
+        recipe = dare.Request.of(
             base=minilm(),
             models=[folder / "docstrings"],
             output=tmp_path / f"{number}.safetensors",
@@ -141,8 +141,8 @@ def test_the_predicted_variance_is_that_of_ten_merges(found, folder, tmp_path):
             verbose=False,
         )
         dare.merge(recipe)
-        merged = load_file(recipe.output)
-        recipe.output.unlink()
+        merged = load_file(recipe.recipe.output)
+        recipe.recipe.output.unlink()
         for name in weights:
             delta = merged[name].astype(np.float64) - base[name]
             first[name] = first[name] + delta

@@ -75,7 +75,7 @@ def differing(found, expected):
     "names", [("code", "prose"), ("code-lora", "prose-lora"), ("code", "prose-lora")]
 )
 def test_the_merge_is_that_of_torch(models, base_state, deltas, tmp_path, method, names):
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=models["base"],
         models=[models[name] for name in names],
         output=tmp_path / "merged",
@@ -85,10 +85,10 @@ def test_the_merge_is_that_of_torch(models, base_state, deltas, tmp_path, method
         verbose=False,
     )
     dare.merge(recipe)
-    assert dare.verify(recipe.output).ok
+    assert dare.verify(recipe.recipe.output).ok
 
-    merged = AutoModelForCausalLM.from_pretrained(recipe.output, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.output)
+    merged = AutoModelForCausalLM.from_pretrained(recipe.recipe.output, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.recipe.output)
     elects = method == "dare+ties"
     expected = merged_state(
         base_state, [deltas[name] for name in names], mask, DROP_RATE, elects=elects
@@ -113,7 +113,7 @@ def test_a_gguf_file_is_a_base_like_any_other(models, tmp_path):
     """The same numbers from GGUF and from safetensors give the same weights."""
     outputs = []
     for number, base in enumerate((models["base"], smollm2_gguf())):
-        recipe = dare.Recipe(
+        recipe = dare.Request.of(
             base=base,
             models=[models["code"]],
             output=tmp_path / f"{number}.safetensors",

@@ -29,7 +29,7 @@ def tuned(tmp_path_factory):
 
 def merged(tuned, output, **settings):
     """The merged directory; its embedding, those of the base and of the model."""
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=minilm(),
         models=[tuned],
         output=output,
@@ -69,6 +69,6 @@ def test_the_base_keeps_its_vocabulary(tuned, tmp_path):
 
 
 def test_a_difference_is_named(tuned):
-    recipe = dare.Recipe(base=minilm(), models=[tuned], on_missing="base", verbose=False)
+    recipe = dare.Request.of(base=minilm(), models=[tuned], on_missing="base", verbose=False)
     with pytest.raises(dare.MismatchError, match=r"3 of its tokens .*: '<math>' 30522, 'plusplus'"):
         dare.plan(recipe)

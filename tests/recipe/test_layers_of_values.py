@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare import ModelEntry, Recipe, RecipeError, TensorRule
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.layers import count_layers, find_depths, stack_and_layer, value_at
 from helpers import sha256, write_recipe
 
@@ -186,7 +186,7 @@ def test_lists_survive_toml():
             TensorRule(match=[], contains=["a", "b"], settings={"drop_rate": [0.1, 0.2]}),
         ],
     )
-    found = recipe_from_document(tomllib.loads(asked.to_toml()), "recipe")
+    found = request_from_document(tomllib.loads(asked.to_toml()), "recipe").recipe
     assert found == asked
     assert found.weights() == ([1.0, 2.0], 1.0)
     assert found.described_rules() == asked.described_rules()
@@ -247,7 +247,7 @@ def test_what_was_done_is_recorded_and_can_be_repeated(tmp_path):
     assert dare.verify(tmp_path / "out.safetensors").ok
 
     again = dare.load_recipe(tmp_path / "out.safetensors")
-    dare.merge(again.model_copy(update={"output": tmp_path / "again.safetensors"}))
+    dare.merge(again.changed(output=tmp_path / "again.safetensors"))
     assert sha256(tmp_path / "again.safetensors") == sha256(tmp_path / "out.safetensors")
 
 

@@ -13,7 +13,7 @@ from dare.api import load_recipe
 from dare.cli import main
 from dare.errors import RecipeError
 from dare.inputs.opening import convert_yaml, open_model
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from helpers import save
 
 TWO = """
@@ -334,14 +334,14 @@ def test_the_toml_says_what_is_different_and_gives_the_same_recipe(convert):
     text = found.to_toml()
     assert text.startswith("# Converted from m.yaml")
     assert all(f"# - {line}" in text for line in (*found.differences, *found.notes))
-    assert recipe_from_document(tomllib.loads(text), "toml") == found.recipe
+    assert request_from_document(tomllib.loads(text), "toml").recipe == found.recipe
 
 
 def test_yaml_is_told_by_the_name(convert, tmp_path):
     whole = convert(head("ties") + TWO)
     other = tmp_path / "other.YML"
     other.write_bytes((tmp_path / "m.yaml").read_bytes())
-    assert load_recipe(other) == whole.recipe
+    assert load_recipe(other).recipe == whole.recipe
     assert whole.recipe.output is None
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from dare.api import load_recipe
 from dare.errors import RecipeError
-from dare.recipe.document import recipe_from_document as from_document
+from dare.recipe.document import request_from_document as from_document
 from dare.recipe.entries import OTHER_NAMES, OUR_NAMES, in_our_form
-from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from dare.stages import ALIASES, STAGES
 from dare.tensors.names import is_embedding
 
@@ -27,13 +28,13 @@ merge_files = ["math.safetensors", "code.safetensors"]
 def load(folder: Path, text: str, files: str = FILES) -> Recipe:
     path = folder / "recipe.toml"
     path.write_text(text + files)
-    return load_recipe(path)
+    return load_recipe(path).recipe
 
 
 def recipe(**settings) -> Recipe:
-    return Recipe(
+    return Request.of(
         **{"base": "b.safetensors", "models": ["m.safetensors", "n.safetensors"], **settings}
-    )
+    ).recipe
 
 
 def chain(given: Recipe) -> list[tuple[str, dict[str, object]]]:
@@ -49,7 +50,6 @@ def test_everything_but_the_files_has_a_default(tmp_path):
     assert (found.method, found.seed, found.scale, found.dtype) == ("dare+linear", 42, 1.0, None)
     assert (found.on_missing, found.on_extra) == ("error", "error")
     assert (found.on_mismatch, found.on_integer_mismatch) == ("error", "error")
-    assert found.max_memory is None
     assert found.output is None
 
 
@@ -57,7 +57,7 @@ def test_delta_threshold_verbose_and_embedding_drop_rate_may_stand_in_dare(tmp_p
     text = "[dare]\ndelta_threshold = 0.5\nverbose = false\nembedding_drop_rate = 0.25\n"
     found = load(tmp_path, text)
     assert found.delta_threshold == 0.5
-    assert found.verbose is False
+    assert load_recipe(tmp_path / "recipe.toml").options == RunOptions(verbose=False)
     assert found.embedding_drop_rate == 0.25
     assert found.stages == {}
 
@@ -89,7 +89,8 @@ divide_by = "weights"
 base_file = "base"
 merge_files = [{file = "a", weight = 2.0, seed = 0, drop_rate = 0.25}, "b"]
 """
-    assert load(tmp_path, text, files) == Recipe(
+    load(tmp_path, text, files)
+    assert load_recipe(tmp_path / "recipe.toml") == Request.of(
         base="base",
         models=[ModelEntry(file="a", weight=2.0, seed=0, settings={"drop_rate": 0.25}), "b"],
         method="dare+ties",
@@ -183,7 +184,7 @@ def recipes(draw):
     }
     if "dare" in method:
         given["embedding_drop_rate"] = st.none() | rates
-    return Recipe(
+    return Request.of(
         base=draw(paths),
         models=draw(st.lists(entry, min_size=1, max_size=3)),
         method=method,
@@ -198,14 +199,14 @@ def recipes(draw):
 def test_a_recipe_survives_toml(asked):
     found = from_document(tomllib.loads(asked.to_toml()), "recipe")
     assert found == asked
-    assert chain(found) == chain(asked)
-    assert found.seeds() == asked.seeds()
-    assert found.weights() == asked.weights()
+    assert chain(found.recipe) == chain(asked.recipe)
+    assert found.recipe.seeds() == asked.recipe.seeds()
+    assert found.recipe.weights() == asked.recipe.weights()
 
 
 def test_a_parameter_that_is_none_survives_toml():
     asked = recipe(method="ties", stages={"ties": {"keep_ratio": None}})
-    assert chain(from_document(tomllib.loads(asked.to_toml()), "recipe")) == chain(asked)
+    assert chain(from_document(tomllib.loads(asked.to_toml()), "recipe").recipe) == chain(asked)
 
 
 def test_a_copy_with_other_stages_has_their_chain():
@@ -460,7 +461,7 @@ SEEDS = {"models": {"base_file": "b", "merge_files": OURS["models"], "output_fil
 
 def test_both_forms_are_the_same_recipe():
     assert from_document(OURS, "recipe") == from_document(SEEDS, "recipe")
-    assert from_document(OURS, "recipe") == recipe(
+    assert from_document(OURS, "recipe").recipe == recipe(
         base="b", models=["m", ModelEntry(file="n", weight=2.0)], output="o"
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dare.documents.words import show_size
 from dare.recipe.entries import parse_size
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from dare.recipe.recipe import Recipe
 )
 def test_a_size_is_read(text, size):
     assert parse_size(text) == size
-    assert Recipe(base="b", models="m", max_memory=text).max_memory == size
+    assert Request.of(base="b", models="m", max_memory=text).options.max_memory == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "1,5GB", "1 GB GB", "1PB", "infinity"])

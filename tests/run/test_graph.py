@@ -105,4 +105,4 @@ def test_another_process_merges_the_same_bytes_from_the_pickle(tmp_path, models)
     found, records = pickle.loads((tmp_path / "result").read_bytes())
     assert records == 3
     dare.merge(recipe)
-    assert {n: a.tobytes() for n, a in load_file(recipe.output).items()} == found
+    assert {n: a.tobytes() for n, a in load_file(recipe.recipe.output).items()} == found

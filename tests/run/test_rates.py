@@ -10,7 +10,7 @@ import pytest
 from dare.inputs.sources import ArraySource
 from dare.planning.make import make_plan
 from dare.planning.plan import Estimate, Plan, estimate, keep_rate
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.stages import STAGES
 from dare.tensors import files
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -22,7 +22,7 @@ LARGE = (4096, 4096)
 def plan_of(shape=LARGE, models=2, kind="F32", backend="cpu", **settings) -> Plan:
     """A plan for one tensor, whose bytes nobody reads."""
     names = [f"m{number}" for number in range(models)]
-    recipe = Recipe(**{"base": "base", "models": names, "threads": 1, **settings})
+    recipe = Request.of(**{"base": "base", "models": names, "threads": 1, **settings})
     source = ArraySource({"w": (STORAGE_TYPES[kind], shape, np.empty(0, np.uint8))})
     return make_plan(recipe, source, [source] * models, names, backend=backend)
 

@@ -21,7 +21,7 @@ import pytest
 import dare
 from dare.errors import ClusterError, InputError, OutputError, RecipeError
 from dare.planning.slices import Division
-from dare.run.cluster import MergeWork, _check_arrival, _conclude, portable_recipe
+from dare.run.cluster import MergeWork, _check_arrival, _conclude, task_request
 from dare.run.engine import open_output
 from dare.run.merging import Merge
 from dare.tensors.chunks import CHUNK
@@ -214,12 +214,12 @@ class Here:
     [("dare+linear", {}), ("trim+ties", {"trim": {"scope": "model"}}), ("tsv", {})],
 )
 def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
-    recipe = recipe.model_copy(update={"method": method, "stages": stages})
+    recipe = recipe.changed(method=method, stages=stages)
     dare.merge(recipe)
-    expected = recipe.output.read_bytes()
-    recipe.output.unlink()
+    expected = recipe.recipe.output.read_bytes()
+    recipe.recipe.output.unlink()
     plan = dare.plan(recipe)
-    monkeypatch.chdir(recipe.output.parent)  # tasks are elsewhere
+    monkeypatch.chdir(recipe.recipe.output.parent)  # tasks are elsewhere
     with open_output(Merge(plan)) as output:
         job, division = MergeWork.of(plan, output.folder, 1 << 28), Division(plan, 3)
         known = _conclude(plan, division, job, Here(), lambda _nbytes: None)
@@ -234,7 +234,7 @@ def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
 
 
 def test_a_task_refuses_another_input(recipe, job):
-    file = recipe.models[1].file
+    file = recipe.recipe.models[1].file
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     changes = [
@@ -249,7 +249,7 @@ def test_a_task_refuses_another_input(recipe, job):
 
 
 def test_a_task_refuses_another_plan(job):
-    other = replace(job[0], recipe=job[0].recipe.model_copy(update={"seed": 7}))
+    other = replace(job[0], recipe=job[0].recipe.changed(seed=7))
     with pytest.raises(InputError, match="plan is another one"), ExitStack() as stack:
         other.open(stack)
 
@@ -273,18 +273,18 @@ def test_arrays_are_not_merged_on_a_cluster():
 
 
 def test_the_cluster_is_no_part_of_what_a_merge_is(recipe):
-    shared = recipe.model_copy(update={"cluster": "auto"})
+    shared = recipe.changed(cluster="auto")
     assert dare.plan(shared).fingerprint == dare.plan(recipe).fingerprint
 
 
 def test_a_recipe_with_inputs_in_a_store_can_be_sent(recipe):
-    stored = recipe.model_copy(update={"base": "s3://bucket/base.safetensors"})
-    sent = pickle.loads(pickle.dumps(portable_recipe(stored, 1 << 28)))
-    assert sent.base == stored.base
-    assert type(sent.base) is type(stored.base)
+    stored = recipe.changed(base="s3://bucket/base.safetensors")
+    sent = pickle.loads(pickle.dumps(task_request(stored.recipe, stored.options, 1 << 28)))
+    assert sent.recipe.base == stored.recipe.base
+    assert type(sent.recipe.base) is type(stored.recipe.base)
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once(recipe):
     with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9.*ray start --head"):
-        dare.merge(recipe.model_copy(update={"cluster": "127.0.0.1:9"}))
-    assert not recipe.output.exists()
+        dare.merge(recipe.changed(cluster="127.0.0.1:9"))
+    assert not recipe.recipe.output.exists()

@@ -27,14 +27,14 @@ def given(tmp_path_factory):
     model = {name: value + np.float32(0.001) for name, value in base.items()}
     recipe = write_recipe(folder, base, [model], threads=2)
     dare.merge(recipe)
-    expected = sha256(recipe.output)
-    recipe.output.unlink()
+    expected = sha256(recipe.recipe.output)
+    recipe.recipe.output.unlink()
     (folder / "recipe.toml").write_text(recipe.to_toml())
     return recipe, expected, folder
 
 
 def partial(recipe):
-    return recipe.output.with_name(recipe.output.name + ".partial")
+    return recipe.recipe.output.with_name(recipe.recipe.output.name + ".partial")
 
 
 def finished_chunks(recipe):
@@ -52,7 +52,7 @@ def start(folder):
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, seed):
     recipe, expected, folder = given
-    recipe.output.unlink(missing_ok=True)
+    recipe.recipe.output.unlink(missing_ok=True)
     generator = random.Random(seed)
     wait_for = generator.randrange(CHUNKS)
     process = start(folder)
@@ -61,14 +61,14 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, seed):
     time.sleep(generator.random() * 0.02)
     process.send_signal(signal.SIGKILL)
     killed = process.wait() == -signal.SIGKILL
-    assert recipe.output.exists() != killed  # the name appears at the end, not before
+    assert recipe.recipe.output.exists() != killed  # the name appears at the end, not before
     done_before = finished_chunks(recipe)
     if killed:
         report = dare.merge(recipe)
         assert report.resumed_chunks <= done_before
-    assert sha256(recipe.output) == expected
+    assert sha256(recipe.recipe.output) == expected
     assert not partial(recipe).exists()
-    assert dare.verify(recipe.output).ok
+    assert dare.verify(recipe.recipe.output).ok
 
 
 def interrupted(recipe, monkeypatch, after):
@@ -94,29 +94,29 @@ def interrupted(recipe, monkeypatch, after):
 
 def test_a_chunk_that_rotted_is_made_again(given, monkeypatch):
     recipe, expected, _ = given
-    recipe.output.unlink(missing_ok=True)
+    recipe.recipe.output.unlink(missing_ok=True)
     interrupted(recipe, monkeypatch, after=20)
-    weights = partial(recipe) / recipe.output.name
+    weights = partial(recipe) / recipe.recipe.output.name
     size = weights.stat().st_size
     with weights.open("r+b") as file:
         file.seek(4096)
         file.write(bytes(size - 4096))
     assert dare.merge(recipe).resumed_chunks == 0
-    assert sha256(recipe.output) == expected
+    assert sha256(recipe.recipe.output) == expected
 
 
 def test_ctrl_c_leaves_a_partial_that_resumes(given):
     recipe, expected, folder = given
-    recipe.output.unlink(missing_ok=True)
+    recipe.recipe.output.unlink(missing_ok=True)
     process = start(folder)
     while process.poll() is None and finished_chunks(recipe) < 3:
         time.sleep(0.0005)
     process.send_signal(signal.SIGINT)
     if process.wait() != 0:
         assert partial(recipe).exists()
-        assert not recipe.output.exists()
+        assert not recipe.recipe.output.exists()
         assert dare.merge(recipe).resumed_chunks > 0
-    assert sha256(recipe.output) == expected
+    assert sha256(recipe.recipe.output) == expected
 
 
 # ---------------------------------------------------------------- the same inputs, or others
@@ -144,18 +144,18 @@ def put_in_place_of(file, arrays):
 
 
 def expected_bytes(recipe, folder):
-    other = recipe.model_copy(update={"output": folder / "expected.safetensors"})
+    other = recipe.changed(output=folder / "expected.safetensors")
     dare.merge(other)
-    return sha256(other.output)
+    return sha256(other.recipe.output)
 
 
 def test_an_input_swapped_with_equal_size_and_time_is_not_mixed_in(halfway, tmp_path):
     recipe, _, model = halfway
     changed = {**model, "w0": model["w0"] + np.float32(1)}
-    put_in_place_of(recipe.models[0].file, changed)
+    put_in_place_of(recipe.recipe.models[0].file, changed)
     report = dare.merge(recipe)
     assert report.resumed_chunks == 2  # of w1; w0 is another now
-    assert sha256(recipe.output) == expected_bytes(recipe, tmp_path)
+    assert sha256(recipe.recipe.output) == expected_bytes(recipe, tmp_path)
 
 
 def test_a_survey_of_another_input_is_not_mixed_in(tmp_path, monkeypatch):
@@ -166,19 +166,19 @@ def test_a_survey_of_another_input_is_not_mixed_in(tmp_path, monkeypatch):
     interrupted(recipe, monkeypatch, after=1)
     changed = model["w"].copy()
     changed[-1000:] = 100  # in a chunk that was not merged, but was surveyed
-    put_in_place_of(recipe.models[0].file, {"w": changed})
+    put_in_place_of(recipe.recipe.models[0].file, {"w": changed})
     assert dare.merge(recipe).resumed_chunks == 0
-    assert sha256(recipe.output) == expected_bytes(recipe, tmp_path)
+    assert sha256(recipe.recipe.output) == expected_bytes(recipe, tmp_path)
 
 
 def test_a_merge_is_resumed_where_files_have_other_inodes_and_times(halfway, tmp_path):
     recipe, base, model = halfway
     expected = expected_bytes(recipe, tmp_path)
-    for file, arrays in ((recipe.base, base), (recipe.models[0].file, model)):
+    for file, arrays in ((recipe.recipe.base, base), (recipe.recipe.models[0].file, model)):
         file.unlink()
         save(file, arrays)
     assert dare.merge(recipe).resumed_chunks == 4
-    assert sha256(recipe.output) == expected
+    assert sha256(recipe.recipe.output) == expected
 
 
 def test_another_version_of_the_program_starts_over(halfway, monkeypatch):
@@ -203,12 +203,14 @@ def test_a_changed_configuration_of_an_adapters_base_starts_over(tmp_path, monke
         },
     ).parent
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
-    recipe = dare.Recipe(
+    recipe = dare.Request.of(
         base=base, models=[adapter], output=tmp_path / "out", verbose=False, threads=1
     )
     interrupted(recipe, monkeypatch, after=1)
     (base / "config.json").write_text('{"model_type": "gpt2"}')  # whose layers are transposed
     assert dare.merge(recipe).resumed_chunks == 0
-    fresh = recipe.model_copy(update={"output": tmp_path / "fresh"})
+    fresh = recipe.changed(output=tmp_path / "fresh")
     dare.merge(fresh)
-    assert sha256(fresh.output / "model.safetensors") == sha256(recipe.output / "model.safetensors")
+    assert sha256(fresh.recipe.output / "model.safetensors") == sha256(
+        recipe.recipe.output / "model.safetensors"
+    )

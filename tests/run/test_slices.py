@@ -58,14 +58,14 @@ def expected(tmp_path_factory):
         if method not in digests:
             recipe = recipe_for(tmp_path_factory.mktemp("whole"), method)
             dare.merge(recipe)
-            digests[method] = sha256(recipe.output)
+            digests[method] = sha256(recipe.recipe.output)
         return digests[method]
 
     return find
 
 
 def partial(recipe):
-    return recipe.output.with_name(recipe.output.name + ".partial")
+    return recipe.recipe.output.with_name(recipe.recipe.output.name + ".partial")
 
 
 def slice_output(recipe, text):
@@ -105,12 +105,12 @@ def test_four_slices_in_any_order_give_the_bytes_of_one_process(tmp_path, expect
         done = dare.merge_slice(recipe, text)
         assert done.report is None
         assert done.unfinished
-        assert not recipe.output.exists()
+        assert not recipe.recipe.output.exists()
     done = dare.merge_slice(recipe, "3/4")
     assert done.unfinished == ()
-    assert done.report.output == recipe.output
-    assert sha256(recipe.output) == expected(method)
-    assert dare.verify(recipe.output).ok
+    assert done.report.output == recipe.recipe.output
+    assert sha256(recipe.recipe.output) == expected(method)
+    assert dare.verify(recipe.recipe.output).ok
     assert set(listing(tmp_path)) - set(before) == {
         "out.safetensors",
         "out.safetensors.manifest.json",
@@ -122,19 +122,19 @@ def test_the_manifest_is_that_of_one_process(tmp_path):
     made = {}
     for way in ("whole", "sliced"):
         recipe = write_recipe(tmp_path / way, base, models, shard_size="3MB")
-        recipe = recipe.model_copy(update={"output": tmp_path / way / "out"})
+        recipe = recipe.changed(output=tmp_path / way / "out")
         if way == "whole":
             report = dare.merge(recipe)
         else:
             reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
             report = reports[-1].report
             assert report.bytes_read == sum(r.bytes_read for r in reports)
-        manifest = json.loads((recipe.output / "dare-manifest.json").read_text())
+        manifest = json.loads((recipe.recipe.output / "dare-manifest.json").read_text())
         for word in ("seconds", "resumed_chunks"):
             manifest["report"].pop(word)
         manifest.pop("check")
         manifest["files"].pop("README.md", None)
-        made[way] = manifest, report.digests, listing(recipe.output)
+        made[way] = manifest, report.digests, listing(recipe.recipe.output)
     assert made["whole"] == made["sliced"]
 
 
@@ -148,7 +148,7 @@ def test_a_slice_that_failed_goes_on_where_it_stopped(tmp_path, expected, monkey
     done = dare.merge_slice(recipe, "1/2")
     assert 0 < done.resumed_chunks < done.chunks
     assert done.report.resumed_chunks == done.resumed_chunks
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 @pytest.mark.parametrize("method", ["dare+linear", "trim+ties"])
@@ -157,7 +157,7 @@ def test_a_merge_without_slices_goes_on_from_all_journals(tmp_path, expected, mo
     stopped(recipe, "3/3", monkeypatch, after=1)
     done = dare.merge_slice(recipe, "2/3").chunks
     assert dare.merge(recipe).resumed_chunks > done
-    assert sha256(recipe.output) == expected(method)
+    assert sha256(recipe.recipe.output) == expected(method)
     assert not partial(recipe).exists()
 
 
@@ -167,7 +167,7 @@ def test_another_number_of_slices_goes_on_when_none_is_running(tmp_path, expecte
     reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
     assert sum(report.resumed_chunks for report in reports) == done
     assert reports[-1].report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, mo
     report = dare.finish(recipe)
     assert report.resumed_chunks == 0
     assert report.bytes_read > 0
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
     assert not partial(recipe).exists()
 
 
@@ -218,7 +218,7 @@ def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, 
     assert before == after
     dare.merge_slice(recipe, "2/4")
     assert dare.merge_slice(recipe, "4/4").report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 # ---------------------------------------------------------------- side by side
@@ -234,7 +234,7 @@ def test_a_merge_and_finish_beside_running_slices_are_refused(tmp_path, expected
             dare.merge(recipe, resume=False)
         assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
     dare.merge_slice(recipe, "1/2")
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_merge_and_finish_beside_running_slices_are_refused(tmp_path, expected
 def test_a_slice_beside_running_ones_must_be_another_of_the_same(tmp_path, text, other, found):
     recipe = recipe_for(tmp_path)
     with slice_output(recipe, "1/2"), pytest.raises(OutputError, match=found):
-        dare.merge_slice(recipe.model_copy(update=other), text)
+        dare.merge_slice(recipe.changed(**other), text)
 
 
 def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
 
 def test_another_merge_starts_over(tmp_path):
     recipe = recipe_for(tmp_path)
-    other = recipe.model_copy(update={"seed": 1, "verbose": True, "delta_threshold": 1.0})
+    other = recipe.changed(seed=1, verbose=True, delta_threshold=1.0)
     dare.merge_slice(recipe, "2/2")
     with pytest.raises(OutputError, match="another merge"):
         dare.finish(other)
@@ -275,7 +275,7 @@ def test_slices_that_read_other_files_are_refused(tmp_path):
     recipe = recipe_for(tmp_path)
     _, models = arrays()
     with slice_output(recipe, "2/2"):
-        save(recipe.models[0].file, models[0])  # the same, and yet another file
+        save(recipe.recipe.models[0].file, models[0])  # the same, and yet another file
         with pytest.raises(InputError, match="slice 2/2"):
             dare.merge_slice(recipe, "1/2")
 
@@ -284,13 +284,13 @@ def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
     recipe = recipe_for(tmp_path)
     dare.merge_slice(recipe, "1/2")
     _, models = arrays()
-    save(recipe.models[0].file, {**models[0], "w0": models[0]["w0"] + np.float32(1)})
+    save(recipe.recipe.models[0].file, {**models[0], "w0": models[0]["w0"] + np.float32(1)})
     with pytest.raises(OutputError, match="from 1/2"):
         dare.merge_slice(recipe, "2/2")
     assert dare.merge_slice(recipe, "1/2").report is not None
-    whole = recipe.model_copy(update={"output": tmp_path / "whole.safetensors"})
+    whole = recipe.changed(output=tmp_path / "whole.safetensors")
     dare.merge(whole)
-    assert sha256(recipe.output) == sha256(whole.output)
+    assert sha256(recipe.recipe.output) == sha256(whole.recipe.output)
 
 
 # ---------------------------------------------------------------- what is checked at the end
@@ -348,7 +348,7 @@ def rot(recipe, key):
     files = FileSink(partial(recipe), planned.layout, {})
     # the header has other metadata, so the place is found from the end
     name, chunk = key
-    with (partial(recipe) / recipe.output.name).open("r+b") as file:
+    with (partial(recipe) / recipe.recipe.output.name).open("r+b") as file:
         size = file.seek(0, 2)
         info = files.places[name][1]
         end = max(i.start + i.nbytes for _, i in files.places.values())
@@ -365,7 +365,7 @@ def test_a_page_that_another_machine_wrote_over_is_noticed(all_but_the_name, exp
     with pytest.raises(OutputError, match="from 2/2"):
         dare.finish(recipe)
     assert dare.merge_slice(recipe, "2/2").report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypatch):
@@ -375,7 +375,7 @@ def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypat
         assert dare.merge_slice(recipe, f"{number}/2").unfinished
     order, _ = chunk_at_border(recipe)
     assert sorted(hashed_by_finish(recipe, monkeypatch)) == sorted(order)
-    assert sha256(recipe.output) == expected("dare+linear")
+    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 # ---------------------------------------------------------------- censuses
@@ -401,7 +401,7 @@ def test_a_slice_waits_for_the_observations_of_one_that_runs(tmp_path, expected,
     do("2/2")
     waiting.join(60)
     assert [r.report is not None for r in reports.values()].count(True) == 1
-    assert sha256(recipe.output) == expected("trim+ties")
+    assert sha256(recipe.recipe.output) == expected("trim+ties")
 
 
 def test_damaged_observations_are_made_again(tmp_path, expected):
@@ -414,7 +414,7 @@ def test_damaged_observations_are_made_again(tmp_path, expected):
         at = len(text) * number // len(files)
         file.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
     assert dare.merge_slice(recipe, "2/2").report is not None
-    assert sha256(recipe.output) == expected("trim+ties")
+    assert sha256(recipe.recipe.output) == expected("trim+ties")
 
 
 # ---------------------------------------------------------------- the command
@@ -434,7 +434,7 @@ def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["slice"] == "2/2"
     assert document["unfinished"] == []
-    assert document["report"]["output"] == str(recipe.output)
+    assert document["report"]["output"] == str(recipe.recipe.output)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dare.inputs.arrays import array_source
 from dare.kernels import linalg
 from dare.planning.make import make_plan
-from dare.recipe.recipe import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Request
 from dare.stages import STAGES
 
 __all__ = ["BACKENDS"]
@@ -36,7 +36,7 @@ def plan(method, shapes, models=1, **settings):
     base = {f"w{i}": np.broadcast_to(np.float32(0), shape) for i, shape in enumerate(shapes)}
     names = [f"model {number}" for number in range(models)]
     entries = [ModelEntry(file=name) for name in names]
-    recipe = Recipe(base="base", models=entries, method=method, verbose=False, **settings)
+    recipe = Request.of(base="base", models=entries, method=method, verbose=False, **settings)
     return make_plan(
         recipe,
         array_source(base, "base"),

@@ -176,10 +176,12 @@ def test_buffers_stay_within_the_plan(chain):
     arrays = [{"w": generator.standard_normal(shape, np.float32)} for _ in range(4)]
     names = ["1", "2", "3"]
     sources = [array_source(array, "") for array in arrays]
-    recipe = dare.Recipe(base="b", models=names, method="+".join(chain), threads=1, verbose=False)
+    recipe = dare.Request.of(
+        base="b", models=names, method="+".join(chain), threads=1, verbose=False
+    )
     plan = make_plan(recipe, sources[0], sources[1:], names)
     least = plan.cost.least_memory
-    recipe = recipe.model_copy(update={"max_memory": least})
+    recipe = recipe.changed(max_memory=least)
     plan = make_plan(recipe, sources[0], sources[1:], names)
     sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
     execute(plan, sink)  # compiles, and fills caches

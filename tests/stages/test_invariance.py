@@ -94,14 +94,14 @@ def recipe(folder, method, stages, output, *, sharded=False, **settings):
         "verbose": False,
         **settings,
     }
-    return dare.Recipe(**given)
+    return dare.Request.of(**given)
 
 
 def merged_bytes(made):
     dare.merge(made)
-    output = Path(made.output)
+    output = Path(made.recipe.output)
     files = sorted(output.glob("*.safetensors")) if output.is_dir() else [output]
-    assert (len(files) > 1) == (made.shard_size is not None)
+    assert (len(files) > 1) == (made.recipe.shard_size is not None)
     return {name: value.tobytes() for file in files for name, value in load_file(file).items()}
 
 
@@ -209,6 +209,6 @@ def test_peak_memory_of_a_matrix_stage_stays_within_the_forecast(tmp_path):
         "threads": 1,
         "verbose": False,
     }
-    made = dare.Recipe(**given, max_memory=least_memory(dare.Recipe(**given)))
+    made = dare.Request.of(**given, max_memory=least_memory(dare.Request.of(**given)))
     forecast, peak = run_merges([made], 1)
     assert peak <= forecast

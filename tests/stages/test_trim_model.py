@@ -127,10 +127,10 @@ def test_shards_do_not_change_it_and_the_plan_counts_the_passes(tmp_path):
         "stages": {"trim": PER_MODEL},
         "verbose": False,
     }
-    one = dare.Recipe(output=tmp_path / "one.safetensors", **recipe)
+    one = dare.Request.of(output=tmp_path / "one.safetensors", **recipe)
     assert dare.plan(one).cost.passes == 3
     dare.merge(one)
-    dare.merge(dare.Recipe(output=tmp_path / "many", shard_size=500, **recipe))
+    dare.merge(dare.Request.of(output=tmp_path / "many", shard_size=500, **recipe))
     merged = load_file(tmp_path / "one.safetensors")
     for path in (tmp_path / "many").glob("*.safetensors"):
         for name, part in load_file(path).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from helpers import save
 
 
@@ -24,7 +24,7 @@ def make_models(folder: Path) -> Path:
 
 
 def recipe(models: Path, output: object, **settings: object) -> Recipe:
-    return Recipe(
+    return Request.of(
         base=models / "base.safetensors",
         models=[models / "math.safetensors", models / "code.safetensors"],
         output=output,

@@ -254,7 +254,7 @@ def test_the_table_of_a_recipe_survives_being_written(tmp_path: Path):
     (tmp_path / "recipe.toml").write_text(given.to_toml())
     again = load_recipe(tmp_path / "recipe.toml")
     assert again == given
-    assert again.search.over["scale"] == Range(start=0.5, to=2.0, log=True)
+    assert again.recipe.search.over["scale"] == Range(start=0.5, to=2.0, log=True)
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,13 @@ def merge(
         )
         for place, name in enumerate(models)
     ]
-    recipe = dare.Recipe(base=BASE, models=entries, method=method, verbose=False, **more)
+    recipe = dare.Request.of(base=BASE, models=entries, method=method, verbose=False, **more)
     return _candidates().make(recipe).arrays
 
 
 @cache
 def _candidates() -> Candidates:
-    return Candidates(dare.Recipe(base=BASE, models=list(TUNED.values()), verbose=False))
+    return Candidates(dare.Request.of(base=BASE, models=list(TUNED.values()), verbose=False))
 
 
 def digest(arrays: Arrays) -> str:

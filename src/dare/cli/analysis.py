@@ -26,7 +26,7 @@ from dare.documents.terminal import print_document
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import check_free, write_file
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import RunOptions
 from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
 
@@ -41,7 +41,7 @@ Steps = Annotated[int | None, Parameter(help="Steps of fine-tuning; guidelines d
 
 
 def _of_recipe(name: str) -> Parameter:
-    help_text = Recipe.model_fields[name].description
+    help_text = RunOptions.model_fields[name].description
     return Parameter(group=RESOURCES, metavar=FIELDS[name].metavar, help=help_text)
 
 
@@ -222,7 +222,7 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     manifest = find_manifest(inputs[0])
     if inputs[0].exists() and manifest is not None and not manifest.exists():
         raise UsageError(f"{inputs[0]} is a base without models: name models after it")
-    recipe = api.load_recipe(inputs[0])
+    recipe = api.load_recipe(inputs[0]).recipe
     return recipe.base, [entry.file for entry in recipe.models]
 
 

@@ -35,7 +35,7 @@ from dare.errors import DareWarning, InputError, RecipeError, VerificationError,
 from dare.output.manifest import find_manifest
 from dare.planning.plan import Estimate, Plan, estimate
 from dare.planning.slices import Slice
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.run.engine import run
 from dare.run.merging import Merge, run_slice
 from dare.stages import ALIASES, STAGES, parse_method
@@ -81,7 +81,7 @@ def merge(
         raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
     if part is not None:
         Slice.parse(part)  # before anything is read
-    console = show.console(json=json, quiet=not asked.verbose)
+    console = show.console(json=json, quiet=not asked.options.verbose)
     planned = api.plan(asked, fetches=True)
     how: dict[str, Any] = {
         "overwrite": overwrite,
@@ -107,7 +107,7 @@ def finish(
 ) -> int:
     """Publish what slices have made."""
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
-    console = show.console(json=json, quiet=not asked.verbose)
+    console = show.console(json=json, quiet=not asked.options.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
     return show.result(console, report, as_json=json)
@@ -124,7 +124,7 @@ def plan(
     return _show_plan(_asked_recipe(paths, flags), json=json, quiet=quiet)
 
 
-def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
+def _show_plan(recipe: Request, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
     console = show.console(json=json, quiet=quiet)
     if quiet and not json:
@@ -147,7 +147,7 @@ def _print_plan(console: Console, planned: Plan, *, brief: bool = True) -> Estim
 
 def _asked_recipe(
     paths: Sequence[Path], flags: dict[str, Any], *, verbose: bool = False, quiet: bool = False
-) -> Recipe:
+) -> Request:
     if verbose and quiet:
         raise UsageError("--verbose and --quiet given; leave one out")
     recipe, flags = _by_position(paths, flags)

@@ -24,7 +24,8 @@ from dare.documents.words import exact_text
 from dare.errors import DareWarning, RecipeError
 from dare.recipe.document import overlaid, parameter_names, read_value
 from dare.recipe.entries import FLAGS
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.stages import STAGES
 
 FILES = Group("Files", sort_key=1)
@@ -95,7 +96,7 @@ class Flag:
         flag = Parameter(
             name=self.names or None,
             group=self.group,
-            help=self.help or Recipe.model_fields[name].description,
+            help=self.help or KNOWN[name].description,
             metavar=self.metavar,
             negative="",
             consume_multiple=(1, None),
@@ -103,6 +104,7 @@ class Flag:
         return _keyword(name, Annotated[self.kind | None, flag], None)
 
 
+KNOWN = Recipe.model_fields | RunOptions.model_fields
 FIELDS: dict[str, Flag] = {
     "base": Flag(Path, FILES, FLAGS["base"]),
     "models": Flag(list[Path], FILES, FLAGS["models"], "PATH..."),
@@ -211,7 +213,7 @@ def recipe_from_flags(
     *,
     start: Mapping[str, Any] | None = None,
     **fixed: Any,
-) -> Recipe:
+) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     settings = {name: value for name, value in flags.items() if name not in BESIDE_RECIPE}
     given = {name: value for name, value in settings.items() if value is not None}

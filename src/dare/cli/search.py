@@ -30,7 +30,7 @@ from dare.errors import OutputError, RecipeError
 from dare.recipe.document import read_value
 from dare.recipe.search import Choices, Range, Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
-from dare.studies.searching import make_request, study_place
+from dare.studies.searching import make_search, study_place
 from dare.studies.searching import search as run_search
 
 RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
@@ -144,7 +144,7 @@ def run(
     asked |= {name: getattr(options, name) for name in AS_THEY_ARE}
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
-        checked = make_request(merge, **asked)
+        checked = make_search(merge, **asked)
         trials = times(checked.planned, "trial")
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE

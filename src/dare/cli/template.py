@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from dare import api
 from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import in_our_form, write_toml, write_value
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
 from dare.stores.locations import StorePath
 from dare.tensors.files import is_there
@@ -44,14 +45,15 @@ COMPARED = (
     f"#   {SEARCH.format('THIS_FILE')}",
 )
 
-ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest"}
-"""Fields that stand first or in tables; and the digest, which an edited recipe will not have."""
+ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest", "backend"}
+"""Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
+is for Python alone."""
 
 
 def write_template(plan: Plan, advice: Advice | None = None) -> str:
     """The recipe of a plan as TOML: what it sets, and as comments what it could set."""
     recipe = plan.recipe
-    document = recipe.to_tables()
+    document = Request(recipe, plan.options).to_tables()
     lines = [
         "# A recipe for dare. `dare plan FILE` says what it would do, `dare FILE` does it.",
         "# What is commented out is at its default, or an example.",
@@ -85,7 +87,7 @@ def check_runs(recipe: Recipe, where: str) -> None:
 def advised_toml(advice: Advice, output: Path, **fixed: Any) -> str:
     """The recipe of an advice as TOML, after a comment with the reasons."""
     document = {**in_our_form(advice.recipe), "output": str(output), **fixed}
-    check_runs(recipe_from_document(document, "advice"), "the advised recipe")
+    check_runs(request_from_document(document, "advice").recipe, "the advised recipe")
     return "\n".join([*reasons(advice), "", write_toml(document), *COMPARED, ""])
 
 
@@ -110,7 +112,7 @@ def reasons(advice: Advice) -> Iterator[str]:
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
-    for name, field in Recipe.model_fields.items():
+    for name, field in (Recipe.model_fields | RunOptions.model_fields).items():
         if name in ELSEWHERE or (name == "input_digests" and name not in document):
             continue  # digests have no place in a recipe written by hand
         yield from ("", f"# {field.description}")

@@ -67,7 +67,7 @@ from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.recipe import Recipe, TensorRule
+from dare.recipe.recipe import Request, TensorRule
 from dare.run.engine import MakeWorker, Receipt, Run, Work, run, warn
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
@@ -297,7 +297,8 @@ def _plan_lossy(
 ) -> Compression:
     """Pack what a scheme keeps; `given` are fields of a recipe."""
     method, stage = find_stage(adds_up=True).name, find_stage(keeps=scheme.keep)
-    recipe, inputs = open_inputs(Recipe(**given, method=method, seed=seed))
+    asked = Request.of(**given, method=method, seed=seed)
+    recipe, inputs = open_inputs(asked.recipe, asked.options)
     (model,), (entry,) = inputs.models, recipe.models
     _check_model(entry.file, model)
     rates = dict(drop_rates)
@@ -311,7 +312,8 @@ def _plan_lossy(
     stages = {stage.name: _setting(stage, scheme.drop_rate)}
     method = f"{stage.name}+{recipe.method}"
     recipe = recipe.model_copy(update={"tensors": rules, "method": method, "stages": stages})
-    whole = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes)
+    opened = inputs.base, inputs.models, inputs.names, inputs.notes
+    whole = make_plan(recipe, *opened, options=asked.options)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
     tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]
@@ -382,16 +384,19 @@ def _kept_tensor(tensor: TensorPlan, model: Source, records: Sequence[Record]) -
 
 def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
     """Code the files of a model against those of its base."""
-    recipe = Recipe(**given, method=find_stage(adds_up=True).name)
+    asked = Request.of(**given, method=find_stage(adds_up=True).name)
+    recipe, options = asked.recipe, asked.options
     (entry,) = recipe.models
-    places = [resolve(path, verbose=recipe.verbose).path for path in (recipe.base, entry.file)]
+    places = [resolve(path, verbose=options.verbose).path for path in (recipe.base, entry.file)]
     base, model = (_open_files(path) for path in places)
     configs = [read_config(path) for path in places]
     # the base under the model's names
     known = {"base_config": configs[1], "model_config": configs[0]}
     matched, notes = match_names(model, base, "base", **known)
     tensors = [_copied(info, matched) for _, info in sorted(model.tensors.items())]
-    plan = Plan(recipe, model, (matched,), ("base",), tuple(tensors), (), (), None, notes)
+    plan = Plan(
+        recipe, model, (matched,), ("base",), tuple(tensors), (), (), None, notes, options=options
+    )
     files = {
         file.name: _described("header", read_beginning(file, header.data_start))
         for file, header in model.headers.items()

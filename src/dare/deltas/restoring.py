@@ -21,7 +21,7 @@ from dare.output.manifest import portable_path
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME
 from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
-from dare.recipe.recipe import ModelEntry, Recipe
+from dare.recipe.recipe import ModelEntry, Request
 from dare.run.engine import Receipt, Run, Work, run
 from dare.stages import find_stage
 from dare.stores.locations import to_path
@@ -53,8 +53,8 @@ def open_delta(path: AnyPath) -> DeltaFile:
     return DeltaFile(stored)
 
 
-def recipe_for(file: DeltaFile, path: AnyPath, **settings: Any) -> Recipe:
-    """Return the recipe of a merge that makes a model of a delta file that is not lossless."""
+def request_for(file: DeltaFile, path: AnyPath, **settings: Any) -> Request:
+    """Return the request for a merge that makes a model of a delta file that is not lossless."""
     notes = file.notes
     entry = ModelEntry(file=path, seed=notes.seed)
     method, stages = find_stage(adds_up=True).name, {}
@@ -65,7 +65,7 @@ def recipe_for(file: DeltaFile, path: AnyPath, **settings: Any) -> Recipe:
             stages = {dropping: {"drop_rate": notes.drop_rate}}
     has_files = any(f.kind != "header" for f in notes.files.values())
     copied = {"copy_from": entry.name if has_files else None}
-    return Recipe(models=[entry], method=method, stages=stages, **copied, **settings)
+    return Request.of(models=[entry], method=method, stages=stages, **copied, **settings)
 
 
 def restore(
@@ -73,10 +73,10 @@ def restore(
 ) -> Restoration:
     """Write the files of a model again, from a lossless delta file and its base.
 
-    Settings are those of a recipe, which has the base and the output.
+    Settings are those of a recipe, with the base and the output, and of a run.
     """
     method = find_stage(adds_up=True).name
-    work = Restore(file, Recipe(models=[file.path], method=method, **settings))
+    work = Restore(file, Request.of(models=[file.path], method=method, **settings))
     return run(work, overwrite=overwrite, resume=resume)
 
 
@@ -85,17 +85,18 @@ class Restore(Work[Restoration]):
 
     verb = "restoring"
 
-    def __init__(self, file: DeltaFile, recipe: Recipe) -> None:
+    def __init__(self, file: DeltaFile, request: Request) -> None:
+        recipe, options = request.recipe, request.options
         assert recipe.output is not None
         self._file = file
-        self._home = resolve(recipe.base, verbose=recipe.verbose).path
+        self._home = resolve(recipe.base, verbose=options.verbose).path
         self._source = DeltaSource(file, open_source(self._home))
         layout = _layout(file, recipe.output)
         tensors = tuple(
             TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, (), (), (), {})
             for info in self._source.tensors.values()
         )
-        plan = Plan(recipe, self._source, (), (), tensors, (), (), layout)
+        plan = Plan(recipe, self._source, (), (), tensors, (), (), layout, options=options)
         super().__init__(plan, layout, bytes_digest(file.notes.to_json().encode()), __version__)
 
     @property

@@ -80,9 +80,8 @@ class Merge:
             stages=stages if self.drop_rate else {},
             scale=self.scale,
             seed=self.seed,
-            verbose=False,
         )
-        dare.merge(recipe, overwrite=True)
+        dare.merge(recipe, overwrite=True, verbose=False)
         return output
 
 

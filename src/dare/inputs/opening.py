@@ -28,7 +28,8 @@ from dare.inputs.sources import Source, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
-from dare.recipe.recipe import DEFAULT_MEMORY, Recipe
+from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
+from dare.recipe.recipe import Recipe
 from dare.stores.locations import parse_name, to_path
 
 if TYPE_CHECKING:
@@ -95,7 +96,11 @@ class Inputs:
 
 
 def open_inputs(
-    recipe: Recipe, *, rescales: bool = True, fetches: bool = True
+    recipe: Recipe,
+    options: RunOptions = USUAL,
+    *,
+    rescales: bool = True,
+    fetches: bool = True,
 ) -> tuple[Recipe, Inputs]:
     """Open the files of a recipe; also return the recipe with the commits of those from the hub.
 
@@ -111,7 +116,7 @@ def open_inputs(
                 f"{path}: is missing, and it was there when this was merged; if the inputs have "
                 "moved, give their paths with --base and --models (their digests are checked)"
             )
-    places = [resolve(path, verbose=recipe.verbose, fetches=fetches) for path in given]
+    places = [resolve(path, verbose=options.verbose, fetches=fetches) for path in given]
     if any(place.commit is not None for place in places):
         pinned_base, *pinned = (place.pinned for place in places)
         recipe = recipe.with_files(pinned_base, pinned, recipe.output)
@@ -125,7 +130,7 @@ def open_inputs(
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
     in_stores = [source for source in (base, *models) if source.ahead_bytes]
     for source in in_stores:  # no more than a quarter of the memory is for what they read ahead
-        source.limit_ahead((recipe.max_memory or DEFAULT_MEMORY) // 4 // len(in_stores))
+        source.limit_ahead((options.max_memory or DEFAULT_MEMORY) // 4 // len(in_stores))
     folders = [path if path.is_dir() else None for path in paths]
     for place, model in enumerate(models, start=1):
         if isinstance(model, DeltaSource):

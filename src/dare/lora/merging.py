@@ -40,6 +40,7 @@ from dare.output.manifest import inputs_of_output, portable_path, short_name
 from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.run.engine import Run, draw_conclusions, execute, run
 from dare.stores.locations import to_path
@@ -88,6 +89,7 @@ class AdapterPlan(Shown):
     """The plan of a merge of adapters, with its cost."""
 
     recipe: Recipe
+    options: RunOptions
     adapters: tuple[AdapterFile, ...]
     modules: tuple[Module, ...]
     wanted: Wanted | None
@@ -135,7 +137,9 @@ class AdapterPlan(Shown):
         zero, kind = np.zeros(1, np.float32), STORAGE_TYPES["F32"]
         infos = [info for adapter in self.adapters for info in adapter.tensors.values()]
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
-        return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
+        return make_plan(
+            self.recipe, ArraySource(zeros), self.adapters, self.names, options=self.options
+        )
 
     def document(self) -> Document:
         """Return what will be merged, and how."""
@@ -181,14 +185,12 @@ def plan_adapters(
         base="zeros",
         models=_entries(adapters, weights),
         stages=tables,
-        verbose=False,
         method=method,
         tensors=tuple(tensors),
         seed=seed,
         scale=scale,
-        threads=threads,
-        max_memory=max_memory,
     )
+    options = RunOptions(threads=threads, max_memory=max_memory, verbose=False)
     combine = recipe.chain[-1][0].name
     if combine not in COMBINES:
         usable = ", ".join(COMBINES)
@@ -197,7 +199,7 @@ def plan_adapters(
     opened = open_adapters([entry.file for entry in recipe.models])
     check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
     modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
-    plan = AdapterPlan(recipe, opened, modules, wanted, plain, weight_type(dtype))
+    plan = AdapterPlan(recipe, options, opened, modules, wanted, plain, weight_type(dtype))
     if wanted is None and not plan.is_additive:
         raise RecipeError(f"method {plan.method!r}: has full rank; set rank = 16 or energy = 0.9")
     if not plan.modules:

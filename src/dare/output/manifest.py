@@ -36,9 +36,9 @@ from dare.output.report import Digests, Report
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Layout
 from dare.planning.plan import Plan
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from dare.stores.locations import StorePath, home_folder, parse_name, to_path
 from dare.tensors.chunks import SEAL, bytes_digest
 from dare.tensors.mask import MASK_VERSION
@@ -159,7 +159,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     ]
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},
-        "recipe": _portable_recipe(plan).to_document(),
+        "recipe": _portable_request(plan).to_document(),
         "versions": {
             "dare": __version__,
             "python": platform.python_version(),
@@ -176,8 +176,8 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     }
 
 
-def _portable_recipe(plan: Plan) -> Recipe:
-    """Return the recipe as others may read it, with paths relative to the output."""
+def _portable_request(plan: Plan) -> Request:
+    """Return the request as others may read it, with paths relative to the output."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     portable = recipe.with_files(
@@ -193,8 +193,11 @@ def _portable_recipe(plan: Plan) -> Recipe:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    left_out = ("input_digests", "output_digest", "search", "cluster", "scratch")
-    return portable.model_copy(update={"chat_template": template, **dict.fromkeys(left_out)})
+    left_out = dict.fromkeys(("input_digests", "output_digest", "search"))
+    return Request(
+        portable.model_copy(update={"chat_template": template, **left_out}),
+        plan.options.model_copy(update={"cluster": None, "scratch": None, "backend": "cpu"}),
+    )
 
 
 def find_manifest(path: Path) -> Path | None:
@@ -226,7 +229,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-        recipe = recipe_from_document(manifest["recipe"], str(manifest_file))
+        given = request_from_document(manifest["recipe"], str(manifest_file))
+        recipe = given.recipe
         output = output_of(manifest_file)
         repeated = recipe.with_files(
             resolve_path(str(recipe.base), output),
@@ -234,7 +238,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             output,
         )
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
-        return {**repeated.to_document(), **demanded}
+        return {**Request(repeated, given.options).to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -249,7 +253,7 @@ def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
         try:
-            recipe = recipe_from_document(read_manifest(manifest)["recipe"], str(manifest))
+            recipe = request_from_document(read_manifest(manifest)["recipe"], str(manifest)).recipe
         except (DareError, TypeError, ValueError, AttributeError, RecursionError):
             continue  # it is no manifest
         files = (recipe.base, *(entry.file for entry in recipe.models))

@@ -42,7 +42,7 @@ CARD_NAME = "README.md"
 TAGS = ("merge", "dare-merge")
 INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
 """Fields of the base's card that hold for the output too."""
-MACHINE_KEYS = ("input_digests", "output_digest", "threads", "max_memory", "verbose")
+MACHINE_KEYS = ("input_digests", "output_digest")
 """Keys of a recipe that do not decide what the output is."""
 MAX_FRONT_MATTER = 1 << 19  # characters; cards with scores have some 100,000
 MOST_EVENTS = 50_000

@@ -21,6 +21,7 @@ from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
 from dare.inputs.directory import Sidecars
 from dare.inputs.sources import SINGLE_NAME, Drop, Source
+from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
 from dare.stores.locations import StorePath
@@ -249,7 +250,12 @@ class PlanData:
     notes: tuple[Notice, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
     base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
-    backend: str = "cpu"
+    options: RunOptions = USUAL
+
+    @property
+    def backend(self) -> str:
+        """The kernels that compute."""
+        return self.options.backend
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

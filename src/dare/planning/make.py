@@ -19,11 +19,11 @@ from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.sources import Drop, Source
-from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import find_depths
-from dare.recipe.recipe import DEFAULT_MEMORY, Recipe, TensorRule
+from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
+from dare.recipe.recipe import Recipe, TensorRule
 from dare.stages import Settings, Stage
 from dare.stages.darex import suggest_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
@@ -152,7 +152,7 @@ def make_plan(
     models: Sequence[Source],
     names: Sequence[str],
     notes: Sequence[Notice] = (),
-    backend: str = "cpu",
+    options: RunOptions = USUAL,
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     recipe = _with_delta_settings(recipe, models)
@@ -185,7 +185,7 @@ def make_plan(
     layout = None
     if recipe.output is not None:
         layout = lay_out(recipe.output, described, recipe.shard_size)
-        layout = replace(layout, scratch=recipe.scratch)
+        layout = replace(layout, scratch=options.scratch)
         listed = (t for file in layout.files.values() for t in file)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
@@ -199,11 +199,11 @@ def make_plan(
         tuple(warnings),
         layout,
         tuple(notes),
-        backend=check_backend(backend),
+        options=options,
     )
     plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
     cost = plan.cost
-    check_memory(recipe.max_memory, cost.least_memory, cost.largest_matrix)
+    check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.least_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""

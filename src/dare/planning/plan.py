@@ -30,7 +30,7 @@ from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import RecipeError, printable
 from dare.planning.data import Fate, PlanData, TensorPlan
-from dare.recipe.recipe import DEFAULT_MEMORY
+from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import IMPLIED, Settings, Stage
 from dare.stages.matrices import is_matrix, sides
 from dare.stores.uploading import sending_bytes
@@ -91,11 +91,11 @@ class Cost:
 
     @cached_property
     def max_memory(self) -> int:
-        return memory_limit(self.plan.recipe.max_memory, self.least_memory)
+        return memory_limit(self.plan.options.max_memory, self.least_memory)
 
     @property
     def takes_more(self) -> bool:
-        return self.plan.recipe.max_memory is None and self.max_memory > DEFAULT_MEMORY
+        return self.plan.options.max_memory is None and self.max_memory > DEFAULT_MEMORY
 
     @cached_property
     def chunks_at_once(self) -> int:
@@ -112,7 +112,7 @@ class Cost:
 
     @property
     def _wanted_threads(self) -> int:
-        return self.plan.recipe.threads or available_cores()
+        return self.plan.options.threads or available_cores()
 
     @property
     def workspace_bytes(self) -> int:

@@ -12,6 +12,7 @@ include.math                   true if a model takes part at all
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -29,18 +30,21 @@ from dare.recipe.entries import (
     flat,
 )
 from dare.recipe.layers import mean_value
-from dare.recipe.recipe import SAME_WEIGHTS, Recipe
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import SAME_WEIGHTS, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
+KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
+"""Keys of a recipe's file, beside stages and the other names of files."""
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
 OF_MODELS = ("weight", "seed")
 """Settings of each model, beside the parameters of delta stages."""
 INCLUDE = "include."
 """Prefix of a model's name in the setting that says if it takes part."""
-OF_THE_CALL = ("overwrite", "resume", "backend")
+OF_THE_CALL = ("overwrite", "resume")
 """Arguments of a function that are no settings of the merge."""
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
 """Settings of each model by keyword or flag; seed alone is the recipe's."""
@@ -49,10 +53,10 @@ DEFAULT_METHOD = Recipe.model_fields["method"].default
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 
 
-def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from the tables of its TOML form."""
+def request_from_document(document: Mapping[str, Any], where: str) -> Request:
+    """Build a request from the tables of its TOML form."""
     try:
-        return Recipe(**_fields(document))
+        return Request.of(**_fields(document))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
@@ -68,12 +72,12 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
         given["tensors"] = _build_entries(given["tensors"], TensorRule, "[[tensors]]")
     if "stages" in given:
         raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
-    is_table = {key for key in given if isinstance(given[key], dict)} - set(Recipe.model_fields)
+    is_table = {key for key in given if isinstance(given[key], dict)} - set(KEYS)
     stages = {key: dict(given.pop(key)) for key in document if key in is_table}
     for key in given:
         if key in STAGES:
             raise RecipeError(f"{key}: must be a table, as in [{key}]")
-        if key not in Recipe.model_fields and (owner := _find_table(key, given.get("method"))):
+        if key not in KEYS and (owner := _find_table(key, given.get("method"))):
             raise RecipeError(f"{key}: belongs in the table of its stage, as in [{owner}]")
     of_dare = stages.get("dare", {})
     given |= {key: of_dare.pop(key) for key in LIFTED if key in of_dare}
@@ -111,7 +115,7 @@ def _check_places(document: Mapping[str, Any]) -> None:
 def _missing(named: Files, field: str) -> RecipeError:
     """Say that a field is missing, or which unknown key is probably meant for it."""
     for key in named.table:
-        is_known = key in (*OUR_NAMES, *Recipe.model_fields, *STAGES)
+        is_known = key in (*OUR_NAMES, *KEYS, *STAGES)
         if not is_known and (guess := did_you_mean(key, [named.keys[field]])):
             return RecipeError(f"{key}: not known{guess}")
     return RecipeError(f"{named.shown(field)} is missing")
@@ -160,22 +164,25 @@ def overlaid(
     given: Mapping[str, Any],
     where: str,
     spelled: Callable[[str], str] = str,
-) -> Recipe:
-    """Build the recipe of a document with settings laid over it; the document changes.
+) -> Request:
+    """Build the request of a document with settings laid over it; the document changes.
 
-    Given are fields of a recipe by their names, `PER_MODEL`, and parameters of stages: one value
-    for all models, or a list with one for each. `spelled` returns a name as users write it.
+    Given are fields of a recipe and options by their names, `PER_MODEL`, and parameters of stages:
+    one value for all models, or a list with one for each. `spelled` returns a name as users write
+    it.
     """
     given = dict(given)
     moved: dict[str, Any] = {}
     if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
         moved = {name: given.pop(name) for name in ("base", "models") if name in given}
-        if set(given) - SAME_WEIGHTS:
+        if set(given) - SAME_WEIGHTS - set(RunOptions.model_fields):
             del document["output_digest"]
     try:
         _lay_over(document, given, spelled)
-        recipe = Recipe(**_fields(document))
-        return _with_files(recipe, moved, spelled("models")) if moved else recipe
+        request = Request.of(**_fields(document))
+        if not moved:
+            return request
+        return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
@@ -195,12 +202,12 @@ def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
 def _lay_over(
     document: dict[str, Any], given: dict[str, Any], spelled: Callable[[str], str]
 ) -> None:
-    known = (*Recipe.model_fields, *PER_MODEL, *parameter_names())
+    known = (*KEYS, *PER_MODEL, *parameter_names())
     for name in given:
         if name not in known:
             meant = did_you_mean(name, (*known, *OF_THE_CALL))
             raise RecipeError(f"{spelled(name)}: not known{meant}")
-    fields = {name: value for name, value in given.items() if name in Recipe.model_fields}
+    fields = {name: value for name, value in given.items() if name in KEYS}
     named = Files.of(document)
     if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
         document["method"] = fields["method"]
@@ -267,7 +274,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
     for name, value in given.items():
         set_by_name(document, name, value, names)
-    changed = recipe_from_document(document, "settings")
+    changed = request_from_document(document, "settings").recipe
     return _with_some(changed, included, names) if included else changed
 
 

@@ -317,6 +317,17 @@ class Strict(BaseModel):
     def __init_subclass__(cls, **_checked: Any) -> None:
         """Let classes say `init=False` to type checkers: fields take more than they hold."""
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields changed, checked like any other."""
+        del deep  # nothing in it can be changed
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**(fields | dict(update or {})))
+
+    @classmethod
+    def unknown(cls, name: str) -> str:
+        """Say that there is no such field, and which one is probably meant."""
+        return f"{name}: not known{did_you_mean(name, cls.model_fields)}"
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
@@ -324,7 +335,7 @@ class Strict(BaseModel):
                 yield name, str(value) if isinstance(value, Path) else value
 
 
-def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
+def _explained(error: ValidationError, model: type[Strict]) -> RecipeError:
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     name = ".".join(map(str, first["loc"]))
@@ -339,7 +350,7 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
         return RecipeError(
             f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"
         )
-    return RecipeError(f"{name}: not known{did_you_mean(name, model.model_fields)}")
+    return RecipeError(model.unknown(name))
 
 
 class ModelEntry(Strict, init=False):

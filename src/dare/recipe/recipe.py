@@ -1,4 +1,4 @@
-"""A recipe, the user's request: typed, strict, and the same as a TOML file or a Python object.
+"""A recipe says what is merged: typed, strict, and the same as a TOML file or a Python object.
 
 Three names and a rate are enough:
 
@@ -22,6 +22,7 @@ taken at the tensor's depth.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from os import PathLike
@@ -41,21 +42,20 @@ from dare.recipe.entries import (
     as_path,
     as_tuple,
     flat,
-    parse_size,
     with_lists,
     write_toml,
     written_models,
 )
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
+from dare.recipe.options import USUAL, RunOptions, Size
 from dare.recipe.search import Search, search_table
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
 
-__all__ = ["ModelEntry", "Recipe", "TensorRule"]
+__all__ = ["ModelEntry", "Recipe", "Request", "TensorRule"]
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)]
 EmbeddingDropRate = Annotated[
     float,
     AfterValidator(partial(check_drop_rate, name="embedding_drop_rate")),
@@ -68,15 +68,11 @@ WeightType = Annotated[
 Policy = Literal["error", "base"]
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
 
-DEFAULT_MEMORY = 1 << 30
-"""The limit for buffers where `max_memory` is not given, if a method can do with it."""
-
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
-    *("delta_threshold", "verbose"),
-    *("shard_size", "max_memory", "threads", "cluster", "scratch", "output_digest", "search"),
+    *("delta_threshold", "shard_size", "output_digest", "search"),
 }
-"""Fields for the place and the way of a merge, which do not decide the merged weights."""
+"""Fields that do not decide the merged weights."""
 
 
 class Recipe(Strict, init=False):
@@ -146,25 +142,8 @@ class Recipe(Strict, init=False):
     delta_threshold: float = Field(
         0.002, ge=0, description="Elements whose |δ| exceeds this are counted, and warned of."
     )
-    verbose: bool = Field(True, description="Show progress and warnings.")
     shard_size: Size | None = Field(
         None, description="Largest output file, such as 5GB; the output is then a directory."
-    )
-    max_memory: Size | None = Field(
-        None,
-        description="What buffers may take, such as 512MiB, and the process about 200 MB more; "
-        "if not given 1 GiB, or what the largest matrix needs if the machine has it free.",
-    )
-    threads: int | None = Field(
-        None, gt=0, description="Worker threads; one for each core if not given."
-    )
-    cluster: str | None = Field(
-        None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
-    )
-    scratch: AnyPath | None = Field(
-        None,
-        description="Folder where an output is made that goes to a store; one below the cache of "
-        "this user if not given.",
     )
     input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
         None, description="What the inputs must hash to, base first, as their manifest says."
@@ -177,6 +156,13 @@ class Recipe(Strict, init=False):
     search: Annotated[Search | None, BeforeValidator(search_table)] = Field(
         None, description="What a search around this recipe tries; a merge leaves it aside."
     )
+
+    @classmethod
+    def unknown(cls, name: str) -> str:
+        if name in RunOptions.model_fields:
+            return f"{name}: says how a merge runs, not what: give it to merge(…, {name}=…)"
+        known = (*cls.model_fields, *RunOptions.model_fields)
+        return f"{name}: not known{did_you_mean(name, known)}"
 
     @field_validator("models", mode="before")
     @classmethod
@@ -380,11 +366,8 @@ class Recipe(Strict, init=False):
 
         One that gives other weights no longer demands those of a manifest.
         """
-        del deep  # nothing in a recipe can be changed
-        fields = {name: getattr(self, name) for name in self.model_fields_set}
-        if set(update or ()) - SAME_WEIGHTS:
-            fields["output_digest"] = None
-        return type(self)(**(fields | dict(update or {})))
+        others = {"output_digest": None} if set(update or ()) - SAME_WEIGHTS else {}
+        return super().model_copy(update=others | dict(update or {}), deep=deep)
 
     def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
         """Return the recipe with its files elsewhere; rules stay with the same models."""
@@ -435,17 +418,59 @@ class Recipe(Strict, init=False):
         return {**files, **plain, **stages, **({"tensors": rules} if rules else {})}
 
     def to_document(self) -> dict[str, Any]:
+        """Return the tables as manifests hold them: with the files in a table [models]."""
+        return Request(self).to_document()
+
+
+def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one stage's settings at a depth, some replaced by those that are given."""
+    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A recipe, and how it is to be run.
+
+    >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"])
+    >>> print(Request(recipe, RunOptions(threads=4)).to_toml())
+    base = "b.safetensors"
+    models = [
+        "m.safetensors",
+    ]
+    threads = 4
+    <BLANKLINE>
+    """
+
+    recipe: Recipe
+    options: RunOptions = USUAL
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """Build a request from the fields of a recipe and options, all by their names."""
+        options = {name: fields.pop(name) for name in RunOptions.model_fields if name in fields}
+        return cls(Recipe(**fields), RunOptions(**options))
+
+    def changed(self, **fields: Any) -> Self:
+        """Return the request with some fields and options changed, checked like any other."""
+        options = {name: fields.pop(name) for name in RunOptions.model_fields if name in fields}
+        recipe = self.recipe.model_copy(update=fields) if fields else self.recipe
+        return replace(self, recipe=recipe, options=self.options.model_copy(update=options))
+
+    def to_toml(self) -> str:
+        """Write the request as TOML; `load_recipe` reads it back to an equal one."""
+        return write_toml(self.to_tables())
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return recipe and options as plain tables, as people write them, without defaults."""
+        return {**self.recipe.to_tables(), **self.options.to_tables()}
+
+    def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models].
 
         Bytes of outputs depend on it, so it stays as it is.
         """
         tables = self.to_tables()
         files = {others[0]: tables.pop(own) for own, others in OTHER_NAMES.items() if own in tables}
-        later = {*self.stages, "tensors"}
+        later = {*self.recipe.stages, "tensors"}
         fields = {key: value for key, value in tables.items() if key not in later}
         return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}
-
-
-def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one stage's settings at a depth, some replaced by those that are given."""
-    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}

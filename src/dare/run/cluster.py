@@ -41,7 +41,8 @@ from dare.output.sink import FileSink, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import Run, do_census_steps, execute
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
@@ -298,8 +299,8 @@ def _sample(source: Source) -> Sample:
     return sample
 
 
-def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
-    """Return the recipe for tasks: one thread, a task's memory, local paths from the root."""
+def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
+    """Return the request for tasks: one thread, a task's memory, local paths from the root."""
 
     def absolute(path: Path) -> Path:
         is_here = not isinstance(path, StorePath) and path.exists()
@@ -307,9 +308,9 @@ def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
 
     output = None if recipe.output is None else recipe.output.absolute()
     files = [absolute(entry.file) for entry in recipe.models]
-    circumstances = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
-    there = recipe.with_files(absolute(recipe.base), files, output)
-    return there.model_copy(update=circumstances)
+    there = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
+    moved = recipe.with_files(absolute(recipe.base), files, output)
+    return Request(moved, options.model_copy(update=there))
 
 
 # ---------------------------------------------------------------- the merge
@@ -319,8 +320,7 @@ def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
 class MergeWork:
     """A merge under way; a piece is a share of its chunks, or some tensors to observe."""
 
-    recipe: Recipe
-    backend: str
+    request: Request
     stage_files: tuple[str, ...]
     fingerprint: str
     inputs: tuple[Sample, ...]
@@ -332,8 +332,7 @@ class MergeWork:
         """Describe a plan to others."""
         files = (file for source in (plan.base, *plan.models) for file in source.files)
         return cls(
-            portable_recipe(plan.recipe, memory),
-            plan.backend,
+            task_request(plan.recipe, plan.options, memory),
             tuple(dict.fromkeys(stage.file for stage in plan.stages if stage.file)),
             plan.fingerprint,
             sample_inputs((plan.base, *plan.models)),
@@ -346,15 +345,17 @@ class MergeWork:
         load_installed_stages()
         for file in self.stage_files:
             load_stages(file)
-        recipe, inputs = open_inputs(self.recipe, rescales=False, fetches=self.fetches)
+        options = self.request.options
+        how = {"rescales": False, "fetches": self.fetches}
+        recipe, inputs = open_inputs(self.request.recipe, options, **how)
         plan = make_plan(
-            recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=self.backend
+            recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=options
         )
         stack.enter_context(hold_open((plan.base, *plan.models)))
         check_inputs(recipe, (plan.base, *plan.models), self.inputs)
         if plan.fingerprint != self.fingerprint:
             raise InputError(
-                f"{self.recipe.output}: the plan is another one here; every node must see the same "
+                f"{recipe.output}: the plan is another one here; every node must see the same "
                 "inputs with the same configurations"
             )
         files = self.files(plan)
@@ -386,24 +387,24 @@ class MergeWork:
 
 def check_for_cluster(plan: Plan) -> None:
     """Refuse what nodes cannot do together, before anything is written."""
-    recipe = plan.recipe
+    options, target = plan.options, plan.recipe.output
     is_sent = plan.layout is not None and plan.layout.is_sent
-    if recipe.cluster is not None and is_sent and recipe.scratch is None:
+    if options.cluster is not None and is_sent and options.scratch is None:
         raise RecipeError(
-            f'cluster = "{recipe.cluster}": {recipe.output} is in a store; name a folder that all '
+            f'cluster = "{options.cluster}": {target} is in a store; name a folder that all '
             "nodes see with --scratch FOLDER, or leave cluster out"
         )
 
 
 def execute_on_cluster(plan: Plan, run: Run) -> list[Record]:
     """Have a cluster merge what is not done yet; return the records of all chunks."""
-    recipe, cost, output, progress = plan.recipe, plan.cost, run.output, run.meter.advance
-    assert recipe.cluster is not None
-    run.announce(f"merging on the cluster {recipe.cluster}")
+    options, cost, output, progress = plan.options, plan.cost, run.output, run.meter.advance
+    assert options.cluster is not None
+    run.announce(f"merging on the cluster {options.cluster}")
     records = list(output.resumed)
-    with connect(recipe.cluster, verbose=recipe.verbose) as cluster:
+    with connect(options.cluster, verbose=options.verbose) as cluster:
         tasks = cluster.share_out(
-            cost.least_memory, cost.max_memory, recipe.max_memory, recipe.threads
+            cost.least_memory, cost.max_memory, options.max_memory, options.threads
         )
         division = Division(plan, _count_slices(plan, len(cluster.processors()), tasks))
         work = MergeWork.of(plan, output.folder, cluster.task_memory)

@@ -131,7 +131,7 @@ class Work(Generic[R]):
     @property
     def verbose(self) -> bool:
         """True if progress and warnings are shown."""
-        return self.plan.recipe.verbose
+        return self.plan.options.verbose
 
     def take_over(self, run: Run) -> None:
         """Go on from an earlier try."""
@@ -227,7 +227,7 @@ def open_output(
 
 def warn(plan: Plan, notices: Iterable[Notice]) -> None:
     """Show notices as warnings of the caller, unless the run is to be silent."""
-    if plan.recipe.verbose:
+    if plan.options.verbose:
         for found in dict.fromkeys(notices):
             warn_caller(str(found))
 
@@ -276,9 +276,9 @@ def execute(
     first. `known` are the conclusions of a plan that this one is a part of; else they are drawn
     here. With a `share`, only its chunks are merged. `make_worker` makes what does the steps.
     """
-    if plan.recipe.cluster is not None:
+    if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
-        raise RecipeError(f'cluster = "{plan.recipe.cluster}": {what}')
+        raise RecipeError(f'cluster = "{plan.options.cluster}": {what}')
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:

@@ -36,7 +36,7 @@ class Merge(Work[Report]):
             raise RecipeError(
                 "output is missing: add --output PATH, or output = PATH in the recipe"
             )
-        if plan.recipe.cluster is not None:
+        if plan.options.cluster is not None:
             from dare.run.cluster import check_for_cluster
 
             check_for_cluster(plan)
@@ -65,7 +65,7 @@ class Merge(Work[Report]):
         return publisher.make_sink(metadata_of(self.plan.identity))
 
     def carry_out(self, run: Run) -> Sequence[Record]:
-        if self.plan.recipe.cluster is None:
+        if self.plan.options.cluster is None:
             return run.execute(self.plan)
         from dare.run.cluster import execute_on_cluster
 
@@ -93,7 +93,7 @@ class Merge(Work[Report]):
         late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
         shown = {*self.plan.warnings, *self.sample.notices, *run.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
-        if self.plan.recipe.cluster is None and not (run.announced or run.output.resumed):
+        if self.plan.options.cluster is None and not (run.announced or run.output.resumed):
             keep_rate(self.plan, time.perf_counter() - self._begun)
         return replace(report, warnings=(*report.warnings, *late))
 
@@ -244,7 +244,7 @@ def run_finish(plan: Plan, *, overwrite: bool) -> Report:
 
 def check_sliceable(plan: Plan) -> None:
     """Refuse an output that slices cannot make."""
-    if (cluster := plan.recipe.cluster) is not None:
+    if (cluster := plan.options.cluster) is not None:
         raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
     if plan.layout is not None and plan.layout.is_sent:
         remedy = "merge without --slice, or copy the output there afterwards"

@@ -19,7 +19,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dare.api import AnyRecipe, make_recipe, merge
+from dare.api import AnyRecipe, make_request, merge
 from dare.checks.inputs import check_inputs
 from dare.deltas.memory import (
     WRITING,
@@ -43,7 +43,8 @@ from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import USUAL, RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import execute
 from dare.run.merging import check_digests
 from dare.run.worker import Progress
@@ -75,12 +76,14 @@ class Candidates:
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
-        given = make_recipe(recipe)
-        self.recipe, opened = open_inputs(given, rescales=False)
+        request = make_request(recipe)
+        given, self.options = request.recipe, request.options
+        if threads is not None:
+            self.options = self.options.model_copy(update={"threads": threads})
+        self.recipe, opened = open_inputs(given, self.options, rescales=False)
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
-        self._threads = threads
         sources = (opened.base, *opened.models)
-        held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
+        held = hold(opened.base, opened.models, self.options.threads or available_cores())
         self.memory_bytes = sum(of_source.nbytes for of_source in held)
         """The memory that the weights take."""
         self._kept: dict[Path, tuple[Source, Held]] = {}
@@ -132,17 +135,14 @@ class Candidates:
             return _carry_out(plan, find_homes(plan, arrays, names))
 
     def _plan(self, settings: Mapping[str, Any] | Recipe | None) -> tuple[Recipe, Plan]:
-        given = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
-        recipe = given
-        if self._threads is not None:
-            recipe = recipe.model_copy(update={"threads": self._threads})
+        recipe = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
         arrangement = _arrangement(recipe)
         inputs = self._inputs.get(arrangement) or self._open(recipe)
         if recipe.vocabulary != "union":  # else there are as many as there are weights
             self._inputs[arrangement] = inputs
         names = distinct([entry.name for entry in recipe.models])
         base, *models = inputs
-        return given, make_plan(recipe, base, tuple(models), names)
+        return recipe, make_plan(recipe, base, tuple(models), names, options=self.options)
 
     def _open(self, recipe: Recipe) -> list[Source]:
         """Fit some of the models together as if there were no others, which may change them.
@@ -153,7 +153,7 @@ class Candidates:
         if unknown := [str(file) for file in files if file not in self._kept]:
             known = ", ".join(map(str, self._kept))
             raise InputError(f"{some_of(unknown)}: is not a model of the study; these are: {known}")
-        _, opened = open_inputs(recipe, rescales=False)
+        _, opened = open_inputs(recipe, self.options, rescales=False)
         found: list[Source] = []
         for file, source in zip(files, (opened.base, *opened.models), strict=True):
             earlier, held = self._kept[file]
@@ -201,14 +201,15 @@ def make_form(
     form: str,
     recipe: Recipe,
     work: Path | None = None,
-    threads: int | None = None,
+    options: RunOptions = USUAL,
     load_model: LoadModel | None = None,
 ) -> Form:
     """Return a maker of candidates as arrays (`tensors`), a torch module (`model`) or a `path`."""
+    quiet = options.model_copy(update={"verbose": False})  # many candidates would repeat it
     if form == "path":
-        return _OnDisk(recipe, work)
+        return _OnDisk(recipe, work, quiet)
     # Base and models are read when the first candidate is made.
-    held = functools.cache(lambda: Candidates(_quiet(recipe), threads=threads))
+    held = functools.cache(lambda: Candidates(Request(recipe, quiet)))
     return _Live(recipe, held, load_model) if form == "model" else _InMemory(held)
 
 
@@ -268,10 +269,10 @@ class _Live:
 class _OnDisk:
     """A directory if the base is one, otherwise a file; it lies in a folder that goes away."""
 
-    def __init__(self, recipe: Recipe, work: Path | None) -> None:
+    def __init__(self, recipe: Recipe, work: Path | None, options: RunOptions) -> None:
         is_file = recipe.base.is_file() and recipe.shard_size is None
         self._name = "candidate.safetensors" if is_file else "candidate"
-        self._work = work
+        self._work, self._options = work, options
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.candidate: Any = None
 
@@ -279,7 +280,8 @@ class _OnDisk:
         self.close()
         self._folder = temporary_folder(self._work)
         self.candidate = Path(self._folder.name).absolute() / self._name
-        return merge(_quiet(recipe, output=self.candidate), resume=False).digests.output
+        there = recipe.model_copy(update={"output": self.candidate})
+        return merge(Request(there, self._options), resume=False).digests.output
 
     def close(self) -> None:
         if self._folder is not None:
@@ -288,11 +290,6 @@ class _OnDisk:
 
 
 Form = _InMemory | _Live | _OnDisk
-
-
-def _quiet(recipe: Recipe, **changes: Any) -> Recipe:
-    """Return the recipe without progress and warnings: many candidates would repeat them."""
-    return recipe.model_copy(update={"verbose": False, **changes})
 
 
 def temporary_folder(work: Path | None) -> tempfile.TemporaryDirectory[str]:

@@ -52,6 +52,7 @@ from dare.studies import harness
 from dare.studies.results import UNGROUPED, Scored, group_means
 
 if TYPE_CHECKING:
+    from dare.recipe.options import RunOptions
     from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
@@ -76,25 +77,28 @@ def open_scorer(
     *,
     time_limit: float | None = None,
     work: Path | None = None,
-    threads: int | None = None,
+    options: RunOptions | None = None,
 ) -> Scorer:
     """Get an evaluator ready to score candidates of a recipe's models.
 
     Scoring one may take `time_limit` seconds. Files that it needs are written in `work`, and
-    deleted. It may use so many `threads`; by default, all cores.
+    deleted. It may use as many threads as the options say; by default, all cores.
     """
+    from dare.recipe.options import USUAL
+
+    options = options or USUAL
     if time_limit is not None and not time_limit > 0:
         raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
     if isinstance(evaluator, str):
         _check_text(evaluator)
         kind = CommandScorer if _is_command(evaluator) else ProcessScorer
-        return kind(evaluator, recipe, time_limit, work, threads)
+        return kind(evaluator, recipe, time_limit, work, options)
     if time_limit is not None:
         raise RecipeError('a time limit needs a function by name, as "module:function"')
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
     function = read_signature(evaluator, shown, getattr(module, "load_model", None))
-    return FunctionScorer(function, recipe, work, threads)
+    return FunctionScorer(function, recipe, work, options)
 
 
 # ---------------------------------------------------------------- checking before any model is read
@@ -256,13 +260,13 @@ class FunctionScorer(Scorer):
     """Scores candidates by a function, in this process."""
 
     def __init__(
-        self, function: Function, recipe: Recipe, work: Path | None, threads: int | None
+        self, function: Function, recipe: Recipe, work: Path | None, options: RunOptions
     ) -> None:
         from dare.studies.candidates import make_form
 
         self._call, self.takes_items = function.call, function.takes_items
         try:
-            self.form = make_form(function.form, recipe, work, threads, function.load_model)
+            self.form = make_form(function.form, recipe, work, options, function.load_model)
         except DareError:
             raise
         except (Exception, SystemExit) as error:
@@ -287,7 +291,7 @@ class TextScorer(Scorer):
     recipe: Recipe
     time_limit: float | None
     work: Path | None
-    threads: int | None
+    options: RunOptions
 
     def __post_init__(self) -> None:
         self._start()
@@ -313,7 +317,7 @@ class CommandScorer(TextScorer):
             asked = str(file)
         command, name = _filled(self.evaluator, candidate, asked), repr(self.evaluator)
         started = time.perf_counter()
-        process = Watched([SHELL, "-c", command], name=name, threads=self.threads)
+        process = Watched([SHELL, "-c", command], name=name, threads=self.options.threads)
         with closing(process):
             status = process.pump(lambda: False, self.time_limit)
         seconds, printed = time.perf_counter() - started, process.printed.shown()
@@ -354,10 +358,11 @@ class ProcessScorer(TextScorer):
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> AnsweringProcess:
+        from dare.recipe.recipe import Request
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        process = self._process = AnsweringProcess(self.evaluator, Answering, self.threads)
+        process = self._process = AnsweringProcess(self.evaluator, Answering, self.options.threads)
         try:
             limit = None if self.time_limit is None else max(self.time_limit, READY_SECONDS)
             found = process.ask("find", self.evaluator, limit)
@@ -365,9 +370,8 @@ class ProcessScorer(TextScorer):
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
                 self._folder = temporary_folder(self.work)
             request = {
-                "recipe": self.recipe.to_document(),
+                "recipe": Request(self.recipe, self.options).to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
-                "threads": self.threads,
                 # The files of stages that are no package's: who makes candidates needs them too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
             }
@@ -413,18 +417,18 @@ class Answering:
         return {"form": self.function.form, "takes_items": self.function.takes_items}
 
     def open(self, given: dict[str, Any]) -> None:
-        from dare.recipe.document import recipe_from_document
+        from dare.recipe.document import request_from_document
         from dare.stages.registry import load_stages
 
         for file in given["stages"]:
             load_stages(file)
-        self.read = partial(recipe_from_document, where="recipe")
+        self.read = partial(request_from_document, where="recipe")
         work = given["work"] and Path(given["work"])
-        recipe = self.read(given["recipe"])
-        self.scorer = FunctionScorer(self.function, recipe, work, given["threads"])
+        request = self.read(given["recipe"])
+        self.scorer = FunctionScorer(self.function, request.recipe, work, request.options)
 
     def make(self, document: dict[str, Any]) -> str:
-        return self.scorer.make(self.read(document))
+        return self.scorer.make(self.read(document).recipe)
 
     def score(self, items: list[str] | None) -> dict[str, Any]:
         return asdict(self.scorer.score(items))

@@ -10,7 +10,7 @@ from typing import Any
 
 from dare.documents.notices import Notice, notice
 from dare.errors import RecipeError
-from dare.recipe.document import recipe_from_document, with_settings
+from dare.recipe.document import request_from_document, with_settings
 from dare.recipe.recipe import Recipe
 from dare.recipe.search import Guard, Objective, Scores
 from dare.studies.results import (
@@ -97,7 +97,7 @@ class Judge:
     def of(cls, data: StudyData) -> Judge:
         document = {key: value for key, value in data.recipe.items() if key != "search"}
         try:
-            recipe = recipe_from_document(document, "the study's recipe")
+            recipe = request_from_document(document, "the study's recipe").recipe
         except RecipeError:
             recipe = None
         return cls.by(data.objective, data.guards, recipe)

@@ -16,7 +16,7 @@ from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
 from dare.errors import InputError, printable
 from dare.output.targets import write_file
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
 from dare.studies.conclusions import conclude
@@ -115,7 +115,7 @@ def result_of(study: Study) -> SearchResult:
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
     """Return all that a study holds, and the conclusion from it."""
     charter = study.charter
-    recipe = recipe_from_document(charter.recipe, str(study.path))
+    recipe = request_from_document(charter.recipe, str(study.path)).recipe
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
     trials = sorted(latest.values(), key=lambda trial: trial.number)
     data = StudyData(

@@ -24,14 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
-from dare.api import AnyRecipe, make_recipe
+from dare.api import AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.plan import available_cores
-from dare.recipe.document import INCLUDE, recipe_from_document
+from dare.recipe.document import INCLUDE, request_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.recipe import Recipe
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.document import counted
 from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
@@ -83,8 +84,8 @@ def search(
     `time_limit`. The study is a file; the same call resumes it.
     """
     place = study_place(recipe, study)
-    request = make_request(
-        make_recipe(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
+    request = make_search(
+        make_request(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
     )
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
         raise RecipeError("jobs: give the function by name, as in 'score.py:score'")
@@ -121,12 +122,11 @@ class SearchRequest:
     judge: Judge
     seed: int
     output: Path | None  # the path for the merge of the best; candidates are not written there
+    options: RunOptions
 
     @property
     def charter(self) -> Charter:
         document = self.space.recipe.to_document()
-        for name in ("threads", "verbose", "max_memory"):  # which change no candidate
-            document.pop(name, None)
         table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return Charter(
             recipe={"models": document.pop("models"), **document},
@@ -141,8 +141,8 @@ class SearchRequest:
         )
 
 
-def make_request(
-    recipe: Recipe,
+def make_search(
+    merge: Request,
     *,
     over: Mapping[str, Choices | Range] | None = None,
     evaluate: Evaluator | None = None,
@@ -151,6 +151,7 @@ def make_request(
     **settings: Any,
 ) -> SearchRequest:
     """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
+    recipe = merge.recipe
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.model_fields}
     fields |= {name: value for name, value in settings.items() if value is not None}
@@ -183,7 +184,8 @@ def make_request(
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    return SearchRequest(space, table, sampler, planned, judging, held, judge, seed, recipe.output)
+    asked = space, table, sampler, planned, judging, held, judge, seed
+    return SearchRequest(*asked, recipe.output, merge.options)
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
@@ -202,24 +204,26 @@ def _evaluator_name(evaluator: Evaluator) -> str:
     return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"
 
 
-def advised_for(recipe: Recipe) -> tuple[Recipe | None, tuple[str, ...], Notice | None]:
+def advised_for(
+    recipe: Recipe, threads: int | None
+) -> tuple[Recipe | None, tuple[str, ...], Notice | None]:
     """Return the advised recipe, the models that it leaves out, and why there is no recipe."""
     try:
         analysis = analyze(
             recipe.base,
             [entry.file for entry in recipe.models],
             allow_pickle=recipe.allow_pickle,
-            threads=recipe.threads,
+            threads=threads,
             verbose=False,
         )
         _, advice = judge_analysis(analysis)
         if not advice.recipe:
             none = notice("no_advice", reason="none of the models should be merged")
             return None, advice.left_out, none
-        advised = recipe_from_document(advice.recipe, "advice")
+        advised = request_from_document(advice.recipe, "advice").recipe
     except DareError as error:
         return None, (), notice("no_advice", reason=error)
-    kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed", "threads")
+    kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed")
     policies = {name: getattr(recipe, name) for name in kept}
     return advised.model_copy(update={**policies, "output": None}), advice.left_out, None
 
@@ -355,9 +359,10 @@ class _Search:
         if self.study.note("starts") is not None:
             return
         space = self.request.space
+        threads = self.request.options.threads
         if advice:
             self.display.say("analysing the models for the advice")
-        recipe, left_out, lack = advised_for(space.recipe) if advice else (None, (), None)
+        recipe, left_out, lack = advised_for(space.recipe, threads) if advice else (None, (), None)
         starts = [space.nearest(space.recipe)]
         if recipe is not None:
             starts.insert(0, space.nearest(recipe, left_out))
@@ -524,7 +529,9 @@ class _Search:
             self.request.space.recipe,
             time_limit=self.request.table.time_limit,
             work=self.work,
-            threads=max(1, available_cores() // self.jobs),
+            options=self.request.options.model_copy(
+                update={"threads": max(1, available_cores() // self.jobs)}
+            ),
         )
         with ExitStack() as opened:
             yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]

@@ -21,7 +21,7 @@ from dare.recipe.document import (
     INCLUDE,
     applies,
     get_by_name,
-    recipe_from_document,
+    request_from_document,
     set_by_name,
     with_settings,
 )
@@ -278,7 +278,7 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
 
     Of several seeds it has the first: to take the best of them would be another choice by chance.
     """
-    recipe = recipe_from_document(data.recipe, "the recipe of the study")
+    recipe = request_from_document(data.recipe, "the recipe of the study").recipe
     if ranked.baseline:
         known = baseline_recipes(recipe, data.advice, data.left_out, is_searched=data.is_searched)
         made = known[ranked.baseline]
@@ -295,7 +295,7 @@ def baseline_recipes(
     is_searched: bool,
 ) -> dict[str, Recipe]:
     """Return a recipe for each baseline, by name; the average comes twice, for the noise."""
-    advised = None if advice is None else recipe_from_document(advice, "advice")
+    advised = None if advice is None else request_from_document(advice, "advice").recipe
     names = distinct([entry.name for entry in recipe.models])
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))

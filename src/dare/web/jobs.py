@@ -42,7 +42,7 @@ from dare.documents.shown import json_ready
 from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification
 from dare.output.targets import write_file
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.run.processes import describe_status
 
 Request = dict[str, Any]
@@ -292,8 +292,8 @@ class Line:
 
 def merge(request: Request, line: Line) -> None:
     """Merge, and read the output back."""
-    recipe = recipe_from_document(request["recipe"], "recipe")
-    report = api.merge(recipe, overwrite=bool(request.get("overwrite")))
+    asked = request_from_document(request["recipe"], "recipe")
+    report = api.merge(asked, overwrite=bool(request.get("overwrite")))
     whole = report.to_dict()
     names = ("method", "output", "models", "bytes_read", "bytes_written", "seconds")
     result = {name: whole[name] for name in (*names, "resumed_chunks")}
@@ -311,13 +311,14 @@ def verify(request: Request, line: Line) -> None:
 
 def analyze(request: Request, line: Line) -> None:
     """Analyze the models, and write the analysis into the job's folder."""
-    recipe = recipe_from_document(request["recipe"], "recipe")
+    asked = request_from_document(request["recipe"], "recipe")
+    recipe = asked.recipe
     analysis = analyzing.analyze(
         recipe.base,
         [entry.file for entry in recipe.models],
         allow_pickle=recipe.allow_pickle,
-        max_memory=recipe.max_memory,
-        threads=recipe.threads,
+        max_memory=asked.options.max_memory,
+        threads=asked.options.threads,
     )
     readiness, advice = judge(analysis)
     document = to_json(analysis, readiness, advice).encode()

@@ -20,12 +20,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
@@ -39,9 +39,9 @@ from dare.output.store import publisher_of
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.data import Fate, Layout
 from dare.planning.plan import Plan, estimate
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, distinct
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from dare.stores.locations import StorePath
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
@@ -102,9 +102,9 @@ class OwnModels:
     def _plan(self, given: Given) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         try:
-            recipe = self._recipe(given)
-            answer = {"toml": recipe.to_toml(), **_describe_chain(recipe)}
-            planned = api.plan(recipe)
+            asked = self._request(given)
+            answer = {"toml": asked.to_toml(), **_describe_chain(asked.recipe)}
+            planned = api.plan(asked)
         except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
             return {**answer, "error": str(error)}
         recipes = [job.request["recipe"] for job in self._open_merges()]
@@ -117,11 +117,11 @@ class OwnModels:
         merges = [job for job in self._jobs.all() if job.kind == "merge"]
         return [job for job in merges if job.state in ("waiting", "running")]
 
-    def _recipe(self, given: Given) -> Recipe:
+    def _request(self, given: Given) -> Request:
         document = given.get("recipe")
         if not isinstance(document, dict):
             raise RecipeError("recipe: must be a table")
-        return self._roots.admit(recipe_from_document(document, "recipe"))
+        return self._roots.admit(request_from_document(document, "recipe"))
 
     # ------------------------------------------------------------ jobs
 
@@ -132,13 +132,13 @@ class OwnModels:
             return self._jobs.add({"kind": kind, "path": str(path)}).to_dict()
         if kind not in ("merge", "analyze"):
             raise InputError(f"{kind!r}: there is no such job")
-        recipe = self._recipe(given)
+        asked = self._request(given)
         overwrite = bool(given.get("overwrite"))
         if kind == "merge":
-            api.plan(recipe)  # what does not fit is said at once, and not after a wait
-            if recipe.output is None:
+            api.plan(asked)  # what does not fit is said at once, and not after a wait
+            if asked.recipe.output is None:
                 raise RecipeError("output is missing: give a path for the merged model")
-        request = {"kind": kind, "recipe": recipe.to_document(), "overwrite": overwrite}
+        request = {"kind": kind, "recipe": asked.to_document(), "overwrite": overwrite}
         return self._jobs.add(request).to_dict()
 
     def _cancel(self, given: Given) -> dict[str, Any]:
@@ -156,10 +156,10 @@ class OwnModels:
         return FileResponse(job.folder / ANALYSIS, media_type="application/json")
 
 
-def _endpoint(answer: Callable[[Given], Any]) -> Callable[[Request], Any]:
+def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
     """Make a function of a request out of one of its values; that runs in a thread."""
 
-    async def respond(request: Request) -> Response:
+    async def respond(request: HttpRequest) -> Response:
         try:
             body = await read_object(request) if request.method == "POST" else {}
             given = {**request.query_params, **body, **request.path_params}
@@ -319,12 +319,13 @@ class Roots:
             raise OutsideError(f"{path}:{leads} is outside {folders}; {remedy}")
         return path
 
-    def admit(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with absolute paths; refuse what is outside or leaves the machine."""
-        if recipe.cluster is not None:
+    def admit(self, request: Request) -> Request:
+        """Return the request with absolute paths; refuse what is outside or leaves the machine."""
+        recipe, options = request.recipe, request.options
+        if options.cluster is not None:
             raise RecipeError("cluster: the page merges on this machine; use the command line")
-        if recipe.scratch is not None:
-            self.find(recipe.scratch)
+        if options.scratch is not None:
+            self.find(options.scratch)
         names = distinct([entry.name for entry in recipe.models])
         template = recipe.chat_template
         if template not in ("auto", *names) and "{" not in template:
@@ -332,7 +333,7 @@ class Roots:
         base = self.find_model(recipe.base)
         models = [self.find_model(entry.file) for entry in recipe.models]
         output = None if recipe.output is None else self.find_output(recipe.output)
-        return recipe.with_files(base, models, output)
+        return replace(request, recipe=recipe.with_files(base, models, output))
 
     def listing(self, given: str | None) -> dict[str, Any]:
         """Return a folder with what one can open or choose in it; without a path, the folders."""

@@ -69,7 +69,7 @@ def test_directories_in_shards_are_listed_and_copied(bucket, tmp_path):
     here, there = open_source(folder), open_source(path)
     assert here.tensors == there.tensors
     again = dare.ModelEntry(file=path, seed=1)
-    dare.merge(dare.Recipe(base=path, models=[again], output=tmp_path / "out", verbose=False))
+    dare.merge(dare.Request.of(base=path, models=[again], output=tmp_path / "out", verbose=False))
     assert (tmp_path / "out" / "odd.model").read_bytes() == b"pieces"
 
 

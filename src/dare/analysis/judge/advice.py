@@ -2,7 +2,7 @@
 
     advice = advise(analyze("base", ["math", "code"]))
     print(advice)
-    recipe_from_document(advice.recipe, "advice")
+    request_from_document(advice.recipe, "advice")
 
 `advice.toml` has the outcomes that were measured, each with its conditions and its record; the
 first that applies decides. Models that no setting can mend are left out first: those that come

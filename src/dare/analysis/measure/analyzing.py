@@ -54,8 +54,9 @@ from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.planning.plan import available_cores, check_memory, memory_limit
-from dare.recipe.recipe import ModelEntry, Recipe
-from dare.run.cluster import RunPiece, Sample, check_inputs, connect, portable_recipe, sample_inputs
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import ModelEntry, Request
+from dare.run.cluster import RunPiece, Sample, check_inputs, connect, sample_inputs, task_request
 from dare.run.threads import Step, run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
@@ -88,7 +89,7 @@ def analyze(
     The nodes of a Ray `cluster` do it if one is named.
     """
     started = time.perf_counter()
-    recipe, inputs = open_to_compare(
+    request, inputs = open_to_compare(
         base,
         models,
         vocabulary=vocabulary,
@@ -100,20 +101,22 @@ def analyze(
     )
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
-    return _study(inputs.base, sources, recipe, spectra).conclude(
+    return _study(inputs.base, sources, request, spectra).conclude(
         started,
-        str(recipe.base),
-        [str(entry.file) for entry in recipe.models],
+        str(request.recipe.base),
+        [str(entry.file) for entry in request.recipe.models],
         notes=tuple(inputs.notes),
         vocabularies=dict(inputs.aligned.differences),
         tied=_tied(inputs.base, {} if folder is None else read_config(folder)),
     )
 
 
-def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Recipe, Inputs]:
+def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Request, Inputs]:
     """Open a base and models of which not everything has to fit together."""
     loose = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
-    return open_inputs(Recipe(base=base, models=models, **loose, **settings))
+    request = Request.of(base=base, models=models, **loose, **settings)
+    recipe, inputs = open_inputs(request.recipe, request.options)
+    return replace(request, recipe=recipe), inputs
 
 
 def analyze_arrays(
@@ -135,11 +138,11 @@ def analyze_arrays(
     started = time.perf_counter()
     if not isinstance(models, Mapping):
         models = {f"model {number}": model for number, model in enumerate(models)}
-    recipe = Recipe(
+    request = Request.of(
         base="base", models=list(models), max_memory=max_memory, threads=threads, verbose=False
     )
     sources = {name: array_source(model, name) for name, model in models.items()}
-    study = _study(array_source(base, "base"), sources, recipe, spectra)
+    study = _study(array_source(base, "base"), sources, request, spectra)
     return study.conclude(started, "base", list(models))
 
 
@@ -214,33 +217,31 @@ class Study:
         )
 
 
-def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: Spectra) -> Study:
+def _study(base: Source, models: Mapping[str, Source], request: Request, spectra: Spectra) -> Study:
     """Measure what sources have in common, whose names and rows are in line."""
     if spectra not in get_args(Spectra):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
         raise RecipeError("no models: name at least one to be compared with the base")
     study = Study(base, models, *find_subjects(base, models))
-    measure(study, spectra, recipe)
+    measure(study, spectra, request)
     return study
 
 
-def measure(study: Study, spectra: Spectra = "none", recipe: Recipe | None = None) -> None:
-    """Read everything once: here, or on the cluster that the recipe names."""
+def measure(study: Study, spectra: Spectra = "none", request: Request | None = None) -> None:
+    """Read everything once: here, or on the cluster that is asked for."""
     base, *models = study.sources
     per_thread = workspace_bytes(base, models)
-    max_memory = recipe.max_memory if recipe else None
-    check_memory(max_memory, per_thread)
-    max_memory = memory_limit(max_memory, per_thread)
-    threads = (recipe.threads if recipe else None) or available_cores()
-    threads = max(1, min(threads, max_memory // per_thread))
+    options = request.options if request else RunOptions(verbose=False)
+    check_memory(options.max_memory, per_thread)
+    max_memory = memory_limit(options.max_memory, per_thread)
+    threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
     steps = list(list_steps(models, study.subjects, matrices))
     study.bytes_read = sum(step.nbytes for step in steps)
-    verbose = recipe is not None and recipe.verbose
-    with show_progress(study.bytes_read, "analyzing", visible=verbose) as display:
-        if recipe is not None and recipe.cluster is not None:
-            _measure_there(study, steps, recipe, recipe.cluster, display)
+    with show_progress(study.bytes_read, "analyzing", visible=options.verbose) as display:
+        if request is not None and options.cluster is not None:
+            _measure_there(study, steps, request, options.cluster, display)
             return
         with ExitStack() as stack:
             stack.enter_context(announcing(lambda: display.announce(COMPILING)))
@@ -249,16 +250,17 @@ def measure(study: Study, spectra: Spectra = "none", recipe: Recipe | None = Non
 
 
 def _measure_there(
-    study: Study, steps: Sequence[MeasureStep], recipe: Recipe, address: str, display: Display
+    study: Study, steps: Sequence[MeasureStep], request: Request, address: str, display: Display
 ) -> None:
     shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
     least = workspace_bytes(study.base, study.sources[1:])
     least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
-    limit = memory_limit(recipe.max_memory, least)
+    options = request.options
+    limit = memory_limit(options.max_memory, least)
     display.announce(f"analyzing on the cluster {address}")
-    with connect(address, verbose=recipe.verbose) as cluster:
-        cluster.share_out(least, limit, recipe.max_memory, recipe.threads)
-        there = portable_recipe(recipe, cluster.task_memory)
+    with connect(address, verbose=options.verbose) as cluster:
+        cluster.share_out(least, limit, options.max_memory, options.threads)
+        there = task_request(request.recipe, options, cluster.task_memory)
         job = AnalysisJob(there, sample_inputs(study.sources))
         for _, found, nbytes in cluster.run(job, cut(steps)):
             study.collect(*zip(*found, strict=True))
@@ -467,15 +469,15 @@ PIECE_BYTES = 256 << 20
 class AnalysisJob:
     """Models to look at, and what they look like to the driver; a piece is some tensors."""
 
-    recipe: Recipe
+    request: Request
     inputs: tuple[Sample, ...]
 
     def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs; refuse others than the driver has."""
-        _, inputs = open_inputs(self.recipe)
+        _, inputs = open_inputs(self.request.recipe, self.request.options)
         sources = (inputs.base, *inputs.models)
         _open(stack, sources)
-        check_inputs(self.recipe, sources, self.inputs)
+        check_inputs(self.request.recipe, sources, self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
             found: list[Any] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import write_comment
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED, Draft
@@ -61,7 +61,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         )
     return Conversion(
         file,
-        recipe_from_document(draft.document(), str(file)),
+        request_from_document(draft.document(), str(file)).recipe,
         tuple(draft.differences),
         (*config.notes, *draft.notes, *_unused_keys(config)),
     )

@@ -1,0 +1,55 @@
+"""The circumstances of a merge: where and how it runs, which changes no byte of its output.
+
+A recipe says what is merged. A file, a table, keywords or flags may say both; reading them gives a
+`Request`, a recipe with the options beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from dare.kernels import check_backend
+from dare.recipe.entries import AnyPath, Strict, parse_size
+
+DEFAULT_MEMORY = 1 << 30
+"""The limit for buffers where `max_memory` is not given, if a method can do with it."""
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)]
+
+
+class RunOptions(Strict, init=False):
+    """Threads, memory, and the machines that work.
+
+    >>> RunOptions(max_memory="512MiB").max_memory
+    536870912
+    """
+
+    verbose: bool = Field(True, description="Show progress and warnings.")
+    max_memory: Size | None = Field(
+        None,
+        description="What buffers may take, such as 512MiB, and the process about 200 MB more; "
+        "if not given 1 GiB, or what the largest matrix needs if the machine has it free.",
+    )
+    threads: int | None = Field(
+        None, gt=0, description="Worker threads; one for each core if not given."
+    )
+    cluster: str | None = Field(
+        None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
+    )
+    scratch: AnyPath | None = Field(
+        None,
+        description="Folder where an output is made that goes to a store; one below the cache of "
+        "this user if not given.",
+    )
+    backend: Annotated[str, AfterValidator(check_backend)] = Field(
+        "cpu", description="The kernels that compute: cpu, or reference, which defines them."
+    )
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return the options that are not the usual ones, as plain values."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+USUAL = RunOptions()
