@@ -387,7 +387,7 @@ def test_the_working_directory_is_no_output(tmp_path, monkeypatch):
 @pytest.mark.parametrize("output", ["out", "out.safetensors"])
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch, output, overwrite):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
-    theirs = recipe.output / "theirs" if output == "out" else recipe.output
+    theirs = recipe.recipe.output / "theirs" if output == "out" else recipe.recipe.output
     original = Output.finish
 
     def finish_late(self, *arguments, **keywords):
