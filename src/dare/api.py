@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dare.checks.inputs import check_chunks, check_inputs, is_suspect, with_base_among_models
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
-from dare.documents.progress import COMPILING, Display, Meter, show_progress
+from dare.documents.shown import COMPILING, Display, Meter, show_progress
 from dare.documents.words import times
 from dare.errors import InputError, OutputError, RecipeError, VerificationError, warn_caller
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays

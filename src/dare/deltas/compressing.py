@@ -27,7 +27,7 @@ from dare.checks.sample import sample_models
 from dare.deltas.packing import Bits, Keep, LosslessCoder, Packer, Scheme, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.documents.progress import COMPILING, show_progress
+from dare.documents.shown import COMPILING, show_progress
 from dare.documents.words import show_size
 from dare.errors import InputError, MismatchError, OutputError, warn_caller
 from dare.inputs.delta_files import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from dare import __version__
 from dare.deltas.reports import Restoration
-from dare.documents.progress import show_progress
+from dare.documents.shown import show_progress
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve

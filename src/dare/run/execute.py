@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from dare import kernels
-from dare.documents.progress import Display
+from dare.documents.shown import Display
 from dare.errors import RecipeError
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
