@@ -19,9 +19,10 @@ from pathlib import Path
 from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
 from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
 from dare.demo.tasks import TASKS, held_out_english
+from dare.documents.charts import alt
 from dare.documents.document import Section
 from dare.documents.page import PACKAGE as SHELL
-from dare.documents.page import read_template, render_template
+from dare.documents.page import drawing_bundle, read_template, render_template
 from dare.errors import OutputError
 from dare.output.targets import write_file
 from dare.tensors.files import cache_folder, read_private, write_private
@@ -144,14 +145,6 @@ def _make_in_process() -> bytes:
     return done.stdout
 
 
-def _print_library() -> None:
-    """Print the library for figures as Altair's version of Vega-Lite has them."""
-    from dare.documents.charts import alt
-    from dare.documents.page import drawing_bundle
-
+if __name__ == "__main__":  # print the library, for Altair's version of Vega-Lite
     version_number = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     sys.stdout.buffer.write(drawing_bundle(version_number).encode())
-
-
-if __name__ == "__main__":
-    _print_library()
