@@ -65,12 +65,9 @@ def playground(
 
 
 def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
-    from dare.web.assets import list_others, write_folder
+    from dare.web.assets import write_folder
 
-    if not overwrite and (others := list_others(folder)):
-        remedy = "build into an empty folder, or add --overwrite"
-        raise OutputError(f"{folder}: contains {others[0]}, not part of the page; {remedy}")
-    written = write_folder(folder)
+    written = write_folder(folder, overwrite=overwrite)
     if json:
         print_json({"folder": str(folder), "files": written})
     else:
