@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dare
-from dare.demo.merges import BASE, TUNED, Measurement, Merge, Score, measure_all, write_models
-from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
+from dare.demo.merges import (
+    BASE,
+    ENGLISH_BYTES,
+    PROMPTS,
+    TUNED,
+    Measurement,
+    Merge,
+    Score,
+    measure_all,
+    write_models,
+)
 from dare.errors import DareWarning
 from dare.web.assets import PAGE
 

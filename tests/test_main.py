@@ -60,7 +60,7 @@ def test_the_collector_is_left_as_it_was_and_blas_gets_one_thread_where_more_wou
         (
             "dare.studies.searching:Study",
             "sweep --base {0}/base.safetensors --merge {0}/tuned.safetensors "
-            "--over scale=1 --eval dare.demo.scoring:validation --study {0}/study.db",
+            "--over scale=1 --eval dare.demo.merges:validation --study {0}/study.db",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matr
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.results import Kind, Origin
 from dare.checks.sample import BIN_SHIFT
-from dare.documents.progress import Display
+from dare.documents.shown import Display
 from dare.errors import InputError, RecipeError
 from dare.planning.make import Form, LeftOut, Misfit
 from dare.tensors.chunks import CHUNK

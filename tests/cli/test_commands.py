@@ -17,8 +17,7 @@ from calling import BASE, TO, TWO, asked_recipe, base_arrays, contents, dare, da
 from safetensors.numpy import load_file
 
 from dare import merge, plan
-from dare.cli import build_app
-from dare.cli.texts import COMMANDS
+from dare.cli import COMMANDS, build_app
 from dare.documents.notices import CATALOGUE
 from dare.documents.words import exact_text
 from dare.output.targets import MARK, MARK_NAME

@@ -13,7 +13,7 @@ from calling import dare, dare_succeeds
 from rich.text import Text
 
 import dare as library
-from dare.cli import show
+from dare.documents.terminal import make_console
 from dare.errors import ACTS, DareWarning, InputError, MismatchError, printable
 from helpers import save
 
@@ -85,7 +85,7 @@ def test_errors_and_warnings_hold_no_control_characters(hostile: Path) -> None:
 def test_the_console_lets_nothing_through_whatever_prints_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    console = show.console()
+    console = make_console()
     console.print(EVIL, Text(EVIL), Text.assemble((EVIL, "bold")))
     printed = capsys.readouterr().out
     assert_harmless(printed)

@@ -16,7 +16,7 @@ import pytest
 from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
 
-from dare.cli.texts import COMMANDS
+from dare.cli import COMMANDS
 from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from helpers import save, sha256

@@ -38,13 +38,6 @@ def test_agrees_with_transformers(name):
     assert model.write(tasks) == [KNOWN["models"][name][p]["written"] for p in tasks]
 
 
-def test_the_cache_changes_nothing(base):
-    tokens = tokens_of("In the beginning God created the heaven")
-    cache = {}
-    parts = [base.logits(part, cache) for part in np.split(tokens, [1, 7, 8], axis=1)]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), base.logits(tokens), atol=1e-4)
-
-
 def test_rows_do_not_see_each_other(base):
     both = base.logits(tokens_of("And it came", "thou shalt "))
     np.testing.assert_allclose(both[1:], base.logits(tokens_of("thou shalt ")), atol=1e-4)

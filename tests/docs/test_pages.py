@@ -17,8 +17,7 @@ from doc_blocks import ROOT
 
 import dare
 from dare import compat
-from dare.cli import main
-from dare.cli.texts import COMMANDS
+from dare.cli import COMMANDS, main
 from dare.documents.notices import CATALOGUE
 from dare.errors import DareError
 from dare.recipe.entries import OTHER_NAMES

@@ -385,7 +385,7 @@ def test_a_slice_waits_for_the_observations_of_one_that_runs(tmp_path, expected,
     recipe = recipe_for(tmp_path, "trim+ties", verbose=True)
     said = []
     printing = lambda text, **_to: said.append(text)  # noqa: E731
-    monkeypatch.setattr(dare.documents.progress, "print", printing, raising=False)
+    monkeypatch.setattr(dare.documents.shown, "print", printing, raising=False)
     monkeypatch.setattr(sharing, "POLL_SECONDS", 0.01)
     reports = {}
 

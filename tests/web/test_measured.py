@@ -9,8 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from dare.demo.merges import BASE, Measurement, measure
-from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
+from dare.demo.merges import BASE, ENGLISH_BYTES, PROMPTS, Measurement, measure
 from dare.web.assets import PAGE
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "playground_figures.py"))

@@ -19,14 +19,15 @@ import json
 import os
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.cli.texts import COMMANDS, EXAMPLES, GROUPS, SUMMARY, USAGE
 from dare.errors import DareError, ExistsError, printable
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ USES_BLAS = ("lora", "demo")
 """Commands that multiply large matrices in the main thread."""
 
 ESCAPE = "dare-escape"
+
+HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
+COMMANDS: dict[str, str] = HELP["commands"]
+"""Each command's help; the first line is what the list of commands shows."""
 
 HOMES = {
     **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
@@ -128,14 +133,13 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         asked = with_command(given)[0]
         where = f"{asked} --help" if asked in COMMANDS else "--help"
         return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
-    except UsageError as error:
-        return _fail(str(error), error, given, WRONG_USAGE)
     except ExistsError as error:
         again = shlex.join([*given, "--overwrite"])
         message = f"{error.fault}, or add --overwrite to replace it:\n  dare {again}"
         return _fail(printable(message, keep="\n"), error, given, FAILED)
     except DareError as error:
-        return _fail(str(error), error, given, FAILED)
+        status = WRONG_USAGE if isinstance(error, UsageError) else FAILED
+        return _fail(str(error), error, given, status)
     except KeyboardInterrupt:
         print(f"dare: interrupted{_resuming(given)}", file=sys.stderr)
         return INTERRUPTED
@@ -170,21 +174,20 @@ def build_app() -> App:
     app = App(
         name="dare",
         version=f"dare {__version__}",
-        usage=USAGE,
-        help=SUMMARY,
-        help_epilogue=EXAMPLES,
+        usage=HELP["usage"],
+        help=HELP["summary"],
+        help_epilogue=HELP["examples"],
         help_flags=["--help", "-h"],
         help_format="rich",
         suppress_keyboard_interrupt=False,
     )
-    for place, (title, names) in enumerate(GROUPS.items()):
+    for place, (title, names) in enumerate(HELP["groups"].items()):
         group = Group(title, sort_key=place)
         for order, name in enumerate(names):
             home = name if name in WITH_COMMANDS else HOMES.get(name, "commands")
-            how: dict[str, Any] = {"help": COMMANDS[name], "group": group, "sort_key": order}
-            if name not in WITH_COMMANDS:
-                how["help_epilogue"] = ""
-            app.command(f"dare.cli.{home}:{name}", name=name, **how)
+            how = {} if name in WITH_COMMANDS else {"help_epilogue": ""}
+            texts = {"name": name, "help": COMMANDS[name], **how}
+            app.command(f"dare.cli.{home}:{name}", group=group, sort_key=order, **texts)
     app.register_install_completion_command(help="Set up completion in the shell you are in.")
     for flag in ("--help", "--version", "--install-completion"):
         app[flag].show = False

@@ -18,11 +18,21 @@ from dare.analysis.judge.advice import to_json
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Outcome
-from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import FIELDS, RESOURCES, Debug, Json, Overwrite, Quiet, output_flag, switch
+from dare.cli import DONE, FAILED, UsageError
+from dare.cli.flags import (
+    FIELDS,
+    RESOURCES,
+    Debug,
+    Json,
+    Overwrite,
+    Quiet,
+    Switch,
+    output_flag,
+    print_json,
+)
 from dare.cli.template import SEARCH, advised_toml, nothing_advised
 from dare.documents.page import render_page
-from dare.documents.terminal import print_document
+from dare.documents.terminal import make_console, print_document
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.targets import check_free, write_file
@@ -33,10 +43,8 @@ from dare.tensors.files import read_beginning
 WRITES = Group("What to write", sort_key=1)
 
 Inputs = Annotated[
-    Path,
-    Parameter(help="The base and models; or a recipe with them, or an analysis."),
+    Path, Parameter(help="The base and models; or a recipe with them, or an analysis.")
 ]
-
 Steps = Annotated[int | None, Parameter(help="Steps of fine-tuning; guidelines depend on it.")]
 
 
@@ -48,13 +56,14 @@ def _of_recipe(name: str) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """Flags for how the weights are measured."""
+    """Flags for how the weights are measured.
 
-    spectra: Annotated[
-        Literal["auto", "all", "none"],
-        Parameter(help="Singular values of which matrices: a spread that is quick, all, or none."),
-    ] = "auto"
-    allow_pickle: Annotated[bool, switch("Read .bin files, weights only.")] = False
+    :param spectra: Singular values of which matrices: a spread that is quick, all, or none.
+    :param allow_pickle: Read .bin files, weights only.
+    """
+
+    spectra: Literal["auto", "all", "none"] = "auto"
+    allow_pickle: Switch = False
     threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
     max_memory: Annotated[str | None, _of_recipe("max_memory")] = None
     cluster: Annotated[str | None, _of_recipe("cluster")] = None
@@ -77,7 +86,7 @@ def analyze(
     """Say what the weights show."""
     check_free(output, "analysis", overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
-    console = show.console(json=json, quiet=quiet)
+    console = make_console(json=json, quiet=quiet)
     judged = judge(inputs, options, steps, verbose=not quiet)
     _, readiness, advice = judged
     document = make_document(*judged)
@@ -91,7 +100,7 @@ def analyze(
         write_file(html, render_page(document).encode(), "page")
         console.print(printable(f"The page is {html}"), soft_wrap=True)
     if json:
-        show.json(to_json(*judged))
+        print_json(to_json(*judged))
     return FAILED if readiness.verdict is Verdict.UNFIT else DONE
 
 
@@ -103,8 +112,12 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
 
 
 def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
-    """Return the commands that make a merge of it, and the one that shows everything."""
-    recipe = _free_name("recipe", ".toml")
+    """Return the commands that make a merge of it, and the one that shows everything.
+
+    The recipe's name is that of a file that is not there yet: the shell would write over it.
+    """
+    names = ["recipe.toml", *(f"recipe{number}.toml" for number in range(2, 100))]
+    recipe = next((name for name in names if not Path(name).exists()), names[0])
     steps = {
         "advise": f"dare advise {{}} > {recipe}",
         "compare": SEARCH.format(recipe),
@@ -112,12 +125,6 @@ def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
     }
     steps = (steps if advice.recipe else {}) | {"more": "dare report {} # all figures, and reasons"}
     return {name: step.format(shlex.join(same)) for name, step in steps.items()}
-
-
-def _free_name(stem: str, suffix: str) -> str:
-    """A name for a file that is not there yet: the shell would write over it."""
-    names = (f"{stem}{number or ''}{suffix}" for number in (0, *range(2, 100)))
-    return next((name for name in names if not Path(name).exists()), f"{stem}{suffix}")
 
 
 def advise(
@@ -134,7 +141,14 @@ def advise(
     if study is not None:
         if inputs:
             raise UsageError("models and --study given; a study knows its models: leave one out")
-        return _advise_by_study(study, output, json=json)
+        from dare.studies.reading import read_result
+
+        result = read_result(study)
+        if json:
+            print_json(result.to_dict())
+        else:
+            print(result.to_toml(simplest=True, output=output), end="")
+        return DONE
     if output.suffix in (".toml", ".json", ".yaml", ".yml"):
         where = f"to write the recipe to a file, end the command with > {output}"
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")
@@ -142,7 +156,7 @@ def advise(
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
-        show.json(advice.to_dict())
+        print_json(advice.to_dict())
     else:
         fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
         print(advised_toml(advice, output, **fixed), end="")
@@ -150,18 +164,6 @@ def advise(
         names = printable(", ".join(out))
         print(f"dare: left out of the recipe: {names}; its comments say why", file=sys.stderr)
     return DONE if advice.recipe else FAILED
-
-
-def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
-    """Say what a study showed: the simplest recipe that is as good as the best."""
-    from dare.studies.reading import read_result
-
-    result = read_result(path)
-    if json:
-        show.json(result.to_dict())
-    else:
-        print(result.to_toml(simplest=True, output=output), end="")
-    return DONE
 
 
 def report(
@@ -176,12 +178,10 @@ def report(
 ) -> int:
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
-    console = show.console(quiet=quiet)
+    console = make_console(quiet=quiet)
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
-    outcome = None
-    if merged is not None:
-        outcome = _outcome(merged, analysis, options, verbose=not quiet)
+    outcome = merged and _outcome(merged, analysis, options, verbose=not quiet)
     page = render_page(make_document(analysis, readiness, advice, outcome))
     write_file(output, page.encode(), "page")
     console.print(f"The page is {output}; open it in a browser, no network is needed")
@@ -197,11 +197,7 @@ def is_analysis(path: Path) -> bool:
 
 
 def judge(
-    inputs: Sequence[Path],
-    options: Options | None,
-    steps: int | None,
-    *,
-    verbose: bool,
+    inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
     inputs = [to_path(path) for path in inputs]

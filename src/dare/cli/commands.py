@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from dare import api
-from dare.cli import DONE, FAILED, UsageError, show
+from dare.cli import DONE, FAILED, UsageError
 from dare.cli.flags import (
     FILES,
     RUN,
@@ -23,14 +23,19 @@ from dare.cli.flags import (
     Overwrite,
     Quiet,
     Resume,
+    RunSwitch,
     StageFiles,
+    Switch,
     Verbose,
     output_flag,
+    print_json,
     recipe_from_flags,
-    switch,
+    show_result,
     takes_recipe,
 )
 from dare.documents.notices import notice
+from dare.documents.shown import Shown
+from dare.documents.terminal import make_console, print_document, print_steps
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.manifest import find_manifest
 from dare.planning.plan import Estimate, Plan, estimate
@@ -46,8 +51,7 @@ if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
 Inputs = Annotated[
-    Path,
-    Parameter(name="PATHS", group=FILES, help="Base and models; or a recipe or output to repeat."),
+    Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe or output to repeat.")
 ]
 WORTH_WAITING_FOR = 5.0
 """Seconds from which a merge says beforehand how long it takes."""
@@ -59,20 +63,20 @@ def merge(
     *paths: Inputs,
     overwrite: Overwrite = False,
     resume: Resume = True,
-    dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
-    part: Annotated[
-        str | None,
-        Parameter(name="--slice", metavar="NUMBER/OF", group=RUN, help="One part, such as 3/16."),
-    ] = None,
-    wait: Annotated[
-        float, Parameter(metavar="SECONDS", group=RUN, help="How long a slice waits for news.")
-    ] = 600,
+    dry_run: RunSwitch = False,
+    part: Annotated[str | None, Parameter("--slice", metavar="NUMBER/OF", group=RUN)] = None,
+    wait: Annotated[float, Parameter(metavar="SECONDS", group=RUN)] = 600,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
     **flags: Any,
 ) -> int:
-    """Carry out a recipe."""
+    """Carry out a recipe.
+
+    :param dry_run: Only say what would be done: dare plan.
+    :param part: One part, such as 3/16.
+    :param wait: How long a slice waits for news.
+    """
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
@@ -81,19 +85,19 @@ def merge(
         raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
     if part is not None:
         Slice.parse(part)  # before anything is read
-    console = show.console(json=json, quiet=not asked.options.verbose)
+    console = make_console(json=json, quiet=not asked.options.verbose)
     planned = api.plan(asked, fetches=True)
     how: dict[str, Any] = {
         "overwrite": overwrite,
         "before": lambda: _print_plan(console, planned),
     }
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
-        done: show.Result
+        done: Shown
         if part is None:
             done = run(Merge(planned), resume=resume, **how)
         else:
             done = run_slice(planned, part, wait=wait, **how)
-    return show.result(console, done, as_json=json)
+    return show_result(console, done, as_json=json)
 
 
 @takes_recipe
@@ -107,10 +111,10 @@ def finish(
 ) -> int:
     """Publish what slices have made."""
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
-    console = show.console(json=json, quiet=not asked.options.verbose)
+    console = make_console(json=json, quiet=not asked.options.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
-    return show.result(console, report, as_json=json)
+    return show_result(console, report, as_json=json)
 
 
 @takes_recipe
@@ -126,12 +130,12 @@ def plan(
 
 def _show_plan(recipe: Request, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    console = show.console(json=json, quiet=quiet)
+    console = make_console(json=json, quiet=quiet)
     if quiet and not json:
         return DONE
     expected = _print_plan(console, planned, brief=False)
     if json:
-        show.json({**planned.to_dict(), "seconds": expected.to_dict()})
+        print_json({**planned.to_dict(), "seconds": expected.to_dict()})
     return DONE
 
 
@@ -141,7 +145,7 @@ def _print_plan(console: Console, planned: Plan, *, brief: bool = True) -> Estim
     document = planned.document(brief=brief)
     if not brief or expected.high >= WORTH_WAITING_FOR:
         document = replace(document, facts=(*document.facts, ("takes", str(expected))))
-    show.document(console, document)
+    print_document(console, document)
     return expected
 
 
@@ -194,19 +198,23 @@ def _check_is_recipe(path: Path) -> None:
 
 
 def verify(
-    *outputs: Annotated[Path, Parameter(help="Outputs of finished merges, files or directories.")],
-    sha256: Annotated[bool, Parameter(help="Also take the SHA-256; it is slower.")] = True,
+    *outputs: Path,
+    sha256: bool = True,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Compare outputs with their manifests."""
+    """Compare outputs with their manifests.
+
+    :param outputs: Outputs of finished merges, files or directories.
+    :param sha256: Also take the SHA-256; it is slower.
+    """
     if not outputs:
         raise UsageError("nothing to verify: name the output of a merge")
     from dare.output.verification import Verification
     from dare.output.verification import verify as verify_output
 
-    console = show.console(json=json, quiet=quiet)
+    console = make_console(json=json, quiet=quiet)
     found = []
     for path in outputs:
         try:
@@ -216,21 +224,24 @@ def verify(
             found.append(Verification(path, (notice(code, error=error),), 0, 0))
             if quiet:
                 print(f"dare: {error}", file=sys.stderr)
-        show.document(console, found[-1].document())
+        print_document(console, found[-1].document())
     if json:
-        show.json([outcome.to_dict() for outcome in found])
+        print_json([outcome.to_dict() for outcome in found])
     return DONE if all(outcome.ok for outcome in found) else FAILED
 
 
 def methods(
-    name: Annotated[str | None, Parameter(help="A stage, an alias or a method.")] = None,
+    name: str | None = None,
     /,
     *,
     json: Json = False,
     stage: StageFiles = None,
     debug: Debug = False,
 ) -> int:
-    """Show stages."""
+    """Show stages.
+
+    :param name: A stage, an alias or a method.
+    """
     from dare.stages.registry import load_installed_stages
 
     load_installed_stages()
@@ -242,28 +253,28 @@ def methods(
         known = list(dict.fromkeys([*STAGES, *ALIASES]))
         others = f"{did_you_mean(unknown[0], known)}; there are {', '.join(known)}"
         raise RecipeError(f"{unknown[0]}: no such stage or method{others}")
-    console = show.console(json=json)
+    console = make_console(json=json)
     if json:
-        show.json(catalogue(names or STAGES))
+        print_json(catalogue(names or STAGES))
     for document in () if json else explain(names):
-        show.document(console, document)
+        print_document(console, document)
     return DONE
 
 
 @takes_recipe
 def init(
     *paths: Inputs,
-    to: Annotated[
-        Path,
-        Parameter(group=RUN, allow_leading_hyphen=True, help="Where the recipe goes; - is stdout."),
-    ] = Path("recipe.toml"),
-    overwrite: Annotated[bool, switch("Replace an existing recipe.", group=RUN)] = False,
-    from_analysis: Annotated[
-        Path | None, Parameter(group=FILES, help="An analysis whose advice to follow.")
-    ] = None,
+    to: Annotated[Path, Parameter(group=RUN, allow_leading_hyphen=True)] = Path("recipe.toml"),
+    overwrite: RunSwitch = False,
+    from_analysis: Annotated[Path | None, Parameter(group=FILES)] = None,
     **flags: Any,
 ) -> int:
-    """Write a recipe."""
+    """Write a recipe.
+
+    :param to: Where the recipe goes; - is stdout.
+    :param overwrite: Replace an existing recipe.
+    :param from_analysis: An analysis whose advice to follow.
+    """
     recipe, flags = _by_position(paths, flags)
     if from_analysis is not None and (paths or recipe is not None):
         given = "models" if paths else "--config"
@@ -281,38 +292,39 @@ def init(
     write_file(to, text.encode(), "recipe", overwrite=overwrite)
     place = shlex.quote(str(to))
     steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
-    show.next_steps(show.console(), f"{to} is written", steps)
+    print_steps(make_console(), f"{to} is written", steps)
     return DONE
 
 
 def _advice(path: Path) -> Advice:
     from dare.analysis.document import Analysis
-    from dare.analysis.judge.advice import advise
-    from dare.analysis.judge.readiness import assess
+    from dare.analysis.judge.advice import judge
     from dare.cli.template import nothing_advised
 
-    analysis = Analysis.load(path)
-    advice = advise(analysis, assess(analysis))
+    _, advice = judge(Analysis.load(path))
     if not advice.recipe:
         raise nothing_advised(advice, [str(path)])
     return advice
 
 
 def convert(
-    file: Annotated[Path, Parameter(help="A configuration for mergekit, in YAML.")],
+    file: Path,
     /,
     *,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Print a mergekit configuration as a recipe."""
+    """Print a mergekit configuration as a recipe.
+
+    :param file: A configuration for mergekit, in YAML.
+    """
     from dare.cli.template import check_runs
     from dare.inputs.opening import convert_yaml
 
     conversion = convert_yaml(file)
     check_runs(conversion.recipe, str(file))
     if json:
-        show.json(conversion.to_dict())
+        print_json(conversion.to_dict())
     else:
         print(conversion.to_toml(), end="")
     return DONE
@@ -321,19 +333,23 @@ def convert(
 def demo(
     *,
     output: Annotated[Path | None, output_flag("Keep picture and merged models here.")] = None,
-    quick: Annotated[bool, switch("Fewer prompts and seeds: rough figures, sooner.")] = False,
-    models: Annotated[Path | None, Parameter(help="Only write the models here: 15 MB.")] = None,
+    quick: Switch = False,
+    models: Path | None = None,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Run the demonstration."""
+    """Run the demonstration.
+
+    :param quick: Fewer prompts and seeds: rough figures, sooner.
+    :param models: Only write the models here: 15 MB.
+    """
     if models is not None:
         return _write_demo_models(models, json=json)
     from dare.demo.story import run_demo
 
-    result = run_demo(show.console(json=json), output=output, quick=quick)
+    result = run_demo(make_console(json=json), output=output, quick=quick)
     if json:
-        show.json(asdict(result))
+        print_json(asdict(result))
     return DONE
 
 
@@ -342,7 +358,7 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
 
     names = write_models(folder)
     if json:
-        show.json({name: str(folder / name) for name in names})
+        print_json({name: str(folder / name) for name in names})
         return DONE
     base, *tuned = (f"{shlex.quote(str(folder))}/{name}" for name in ("base", *TUNED))
     broken = " ".join(f"{shlex.quote(str(folder))}/{name}" for name in ("add-nan", "add-far"))
@@ -350,5 +366,5 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
         "merge": f"dare {base} {' '.join(tuned)} --method sum --output merged.safetensors",
         "broken": f"dare analyze {base} {broken}",
     }
-    show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)
+    print_steps(make_console(), f"{', '.join(names)} are in {folder}", steps)
     return DONE

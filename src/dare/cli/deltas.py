@@ -16,56 +16,45 @@ from dare.deltas.packing import USUAL_RATES
 Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
 MaxMemory = Annotated[str | None, Parameter(group=RESOURCES, help="For buffers, such as 512MiB.")]
+Rates = Parameter("--tensors", group=METHOD, negative="", metavar="'PATTERN: RATE'")
 
 
 @runs(compress_model)
 def compress(
     base: Base,
-    model: Annotated[Path, Parameter(help="The fine-tuned model: a file or a directory.")],
+    model: Path,
     /,
     *,
     output: Annotated[Path, output_flag("The delta file, such as math.delta.safetensors.")],
-    drop_rate: Annotated[
-        float | None, Parameter(group=METHOD, help="Share of changes to drop; usually none.")
-    ] = None,
-    bits: Annotated[
-        Literal["native", "4", "2"] | None,
-        Parameter(group=METHOD, help="For each kept change; native: as it is stored. Usually 2."),
-    ] = None,
-    keep: Annotated[
-        Literal["random", "magnitude"],
-        Parameter(group=METHOD, help="Which changes: a random mask (DARE), or the largest."),
-    ] = "random",
-    seed: Annotated[int, Parameter(group=METHOD, help="Seed of the mask.")] = 42,
-    embedding_drop_rate: Annotated[
-        float | None, Parameter(group=METHOD, help="Drop rate for embeddings and head.")
-    ] = None,
-    drop_rates: Annotated[
-        list[str] | None,
-        Parameter(
-            name="--tensors",
-            group=METHOD,
-            negative="",
-            metavar="'PATTERN: RATE'",
-            help="As '*.mlp.*: 0.9'.",
-        ),
-    ] = None,
-    lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
-    on_missing: Annotated[
-        Literal["error", "base"], Parameter(group=MISFITS, help="If the model lacks a tensor.")
-    ] = "error",
-    on_extra: Annotated[
-        Literal["error", "drop"], Parameter(group=MISFITS, help="If only the model has a tensor.")
-    ] = "error",
-    allow_pickle: Annotated[
-        bool, switch("Also read pickles such as pytorch_model.bin.", group=MISFITS)
-    ] = False,
+    drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
+    bits: Annotated[Literal["native", "4", "2"] | None, Parameter(group=METHOD)] = None,
+    keep: Annotated[Literal["random", "magnitude"], Parameter(group=METHOD)] = "random",
+    seed: Annotated[int, Parameter(group=METHOD)] = 42,
+    embedding_drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
+    drop_rates: Annotated[list[str] | None, Rates] = None,
+    lossless: Annotated[bool, switch(group=METHOD)] = False,
+    on_missing: Annotated[Literal["error", "base"], Parameter(group=MISFITS)] = "error",
+    on_extra: Annotated[Literal["error", "drop"], Parameter(group=MISFITS)] = "error",
+    allow_pickle: Annotated[bool, switch(group=MISFITS)] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
 ) -> dict[str, Any]:
-    """Store a fine-tune as its change to the base."""
+    """Store a fine-tune as its change to the base.
+
+    :param model: The fine-tuned model: a file or a directory.
+    :param drop_rate: Share of changes to drop; usually none.
+    :param bits: For each kept change; native: as it is stored. Usually 2.
+    :param keep: Which changes: a random mask (DARE), or the largest.
+    :param seed: Seed of the mask.
+    :param embedding_drop_rate: Drop rate for embeddings and head.
+    :param drop_rates: As '*.mlp.*: 0.9'.
+    :param lossless: Keep every bit of the model.
+    :param on_missing: If the model lacks a tensor.
+    :param on_extra: If only the model has a tensor.
+    :param allow_pickle: Also read pickles such as pytorch_model.bin.
+    """
     if lossless and (drop_rate, bits) != (None, None):
         raise UsageError("--lossless keeps everything; leave out --drop-rate and --bits")
     stored = {str(known): known for known in USUAL_RATES}
@@ -84,16 +73,18 @@ def _rate(text: str) -> tuple[str, float]:
 @runs(api.apply_delta)
 def apply(
     base: Base,
-    delta: Annotated[Path, Parameter(help="A file from `dare compress`.")],
+    delta: Path,
     /,
     *,
     output: Annotated[Path, output_flag("The model: NAME.safetensors, or a directory.")],
-    allow_not_finite: Annotated[
-        bool, switch("Also restore values that are NaN or infinite.", group=MISFITS)
-    ] = False,
+    allow_not_finite: Annotated[bool, switch(group=MISFITS)] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a model of a delta file and its base."""
+    """Make a model of a delta file and its base.
+
+    :param delta: A file from `dare compress`.
+    :param allow_not_finite: Also restore values that are NaN or infinite.
+    """

@@ -1,8 +1,9 @@
-"""The flags: those that commands share, and those that describe a recipe.
+"""What commands share: flags, those that describe a recipe, and results on the screen.
 
-The latter are made from the recipe's schema and the registry of stages: what a field or parameter
+The flags of a recipe are made from its schema and the registry of stages: what a field or parameter
 means is said there, and a new stage brings its flags along. `recipe_from_flags` lays what was given
-over the tables of a recipe file, so that both ways of asking end in the same checks.
+over the tables of a recipe file, so that both ways of asking end in the same checks. A flag of one
+command alone is explained in that command's docstring.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
+from rich.console import Console
 
 from dare.api import load_document
-from dare.cli import UsageError, show
+from dare.cli import DONE, UsageError
+from dare.documents.shown import Shown
+from dare.documents.terminal import make_console, print_document
 from dare.documents.words import exact_text
 from dare.errors import DareWarning, RecipeError
 from dare.recipe.document import overlaid, parameter_names, read_value
@@ -27,6 +32,7 @@ from dare.recipe.entries import FLAGS
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.stages import STAGES
+from dare.tensors.header import printable_json
 
 FILES = Group("Files", sort_key=1)
 METHOD = Group("Method", sort_key=2)
@@ -39,45 +45,54 @@ RUN = Group("This run", sort_key=6)
 OUTPUT = Group("What is shown", sort_key=7)
 
 
-def switch(text: str, *names: str, **place: Any) -> Parameter:
+def switch(*names: str, **place: Any) -> Parameter:
     """A flag that is off unless it is given."""
-    return Parameter(name=names or None, negative="", show_default=False, help=text, **place)
+    return Parameter(names or None, negative="", show_default=False, **place)
 
 
 def output_flag(text: str, **place: Any) -> Parameter:
     """The flag for the place of the result."""
-    return Parameter(name=["--output", "-o"], help=text, **place)
+    return Parameter(["--output", "-o"], help=text, **place)
 
 
-def several(text: str, **place: Any) -> Parameter:
+def several(name: str | None = None, **place: Any) -> Parameter:
     """A flag with one value or more."""
-    return Parameter(negative="", consume_multiple=(1, None), help=text, **place)
+    return Parameter(name, negative="", consume_multiple=(1, None), **place)
 
 
-Verbose = Annotated[
-    bool, switch("Show plan, progress and report in any case.", "--verbose", "-v", group=OUTPUT)
-]
-Quiet = Annotated[bool, switch("Show errors only.", "--quiet", "-q", group=OUTPUT)]
-Json = Annotated[
-    bool, switch("One JSON document on stdout; everything else goes to stderr.", group=OUTPUT)
-]
-Debug = Annotated[bool, switch("With an error, show where it came from.", group=OUTPUT)]
-Overwrite = Annotated[bool, switch("Replace an existing output.", group=RUN)]
+_shown = partial(switch, group=OUTPUT)
+_EVERYTHING = "Show plan, progress and report in any case."
+Verbose = Annotated[bool, _shown("--verbose", "-v", help=_EVERYTHING)]
+Quiet = Annotated[bool, _shown("--quiet", "-q", help="Show errors only.")]
+Json = Annotated[bool, _shown(help="One JSON document on stdout; everything else goes to stderr.")]
+Debug = Annotated[bool, _shown(help="With an error, show where it came from.")]
+Switch = Annotated[bool, switch()]
+RunSwitch = Annotated[bool, switch(group=RUN)]
+RunPath = Annotated[Path | None, Parameter(group=RUN)]
+Overwrite = Annotated[bool, switch(group=RUN, help="Replace an existing output.")]
 Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
-Config = Annotated[
-    Path | None,
-    Parameter(name=["--config", "--recipe", "-c"], group=FILES, help="A recipe, or an output."),
-]
-StageFiles = Annotated[
-    list[Path] | None,
-    Parameter(
-        name="--stage",
-        metavar="FILE",
-        negative="",
-        group=METHOD,
-        help="A Python file that registers a stage. It is run: trust it first.",
-    ),
-]
+_CONFIG = Parameter(["--config", "--recipe", "-c"], group=FILES, help="A recipe, or an output.")
+Config = Annotated[Path | None, _CONFIG]
+_TRUST = "A Python file that registers a stage. It is run: trust it first."
+_STAGE = Parameter("--stage", metavar="FILE", negative="", group=METHOD, help=_TRUST)
+StageFiles = Annotated[list[Path] | None, _STAGE]
+
+
+def show_result(console: Console, found: Shown, *, as_json: bool) -> int:
+    """Show a result to people, and if it is asked for, to programs; return the exit status."""
+    print_document(console, found.document())
+    if as_json:
+        print_json(found.to_json())
+    return DONE
+
+
+def print_json(values: Any) -> None:
+    """Write values, or a text of JSON, to stdout in letters that leave a terminal alone."""
+    is_text = isinstance(values, str)
+    print(printable_json(values if is_text else dumps(values, indent=2, ensure_ascii=False)))
+
+
+# ---------------------------------------------------------------- what a recipe can say
 
 
 @dataclass(frozen=True)
@@ -158,7 +173,7 @@ def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def runs(work: Callable[..., show.Result]) -> Callable[[Callable[..., Any]], Callable[..., int]]:
+def runs(work: Callable[..., Shown]) -> Callable[[Callable[..., Any]], Callable[..., int]]:
     """Make a command of a function: a declaration of flags becomes its call, whose result is shown.
 
     The declaration may check its flags, and return those that the function takes in another form.
@@ -172,10 +187,10 @@ def runs(work: Callable[..., show.Result]) -> Callable[[Callable[..., Any]], Cal
             changed = declared(*call.args, **call.kwargs) or {}
             if "verbose" in inspect.signature(work).parameters:
                 changed["verbose"] = not quiet
-            console = show.console(json=json, quiet=quiet)
+            console = make_console(json=json, quiet=quiet)
             with warnings.catch_warnings(action="ignore", category=DareWarning):  # in the report
                 found = work(*call.args, **call.kwargs | changed)
-            return show.result(console, found, as_json=json)
+            return show_result(console, found, as_json=json)
 
         shared = {"quiet": Quiet, "json": Json, "debug": Debug}
         _declare(run, declared, [_keyword(name, kind, False) for name, kind in shared.items()])

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from dare.cli import show
-from dare.cli.flags import RUN, Overwrite, output_flag, runs, several, switch
-from dare.cli.texts import COMMANDS
+from dare.cli import COMMANDS
+from dare.cli.flags import Overwrite, RunSwitch, output_flag, runs, several
+from dare.documents.shown import Shown
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
 
@@ -23,7 +23,7 @@ Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
 
 def _merge(
     adapters: list[Path], *, output: Path, dry_run: bool, overwrite: bool, **settings: Any
-) -> show.Result:
+) -> Shown:
     plan = plan_adapters(adapters, **settings)
     return plan if dry_run else run_plan(plan, output, overwrite=overwrite)
 
@@ -31,28 +31,33 @@ def _merge(
 @lora.command
 @runs(_merge)
 def merge(
-    adapters: Annotated[list[Path], Parameter(help="LoRA adapters of one base, from PEFT.")],
+    adapters: list[Path],
     /,
     *,
     output: Output,
-    weights: Annotated[
-        list[float] | None, several("Weights, one for each adapter.", name="--weight")
-    ] = None,
-    method: Annotated[str, Parameter(help="As in a merge: sum, dare+linear, ties, …")] = "linear",
+    weights: Annotated[list[float] | None, several("--weight")] = None,
+    method: str = "linear",
     rank: Rank = None,
     energy: Energy = None,
-    drop_rate: Annotated[float | None, Parameter(help="Share of each delta to drop.")] = None,
+    drop_rate: float | None = None,
     seed: int = 42,
     scale: float = 1.0,
     dtype: Type = "F32",
     threads: int | None = None,
-    max_memory: Annotated[str | None, Parameter(help="Memory for buffers and factors.")] = None,
-    dry_run: Annotated[bool, switch("Show the plan, but do not merge.", group=RUN)] = False,
+    max_memory: str | None = None,
+    dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Merge LoRA adapters into one, without the base.
 
     Without --rank and --energy the result is exact, and its rank the sum of the ranks.
+
+    :param adapters: LoRA adapters of one base, from PEFT.
+    :param weights: Weights, one for each adapter.
+    :param method: As in a merge: sum, dare+linear, ties, …
+    :param drop_rate: Share of each delta to drop.
+    :param max_memory: Memory for buffers and factors.
+    :param dry_run: Show the plan, but do not merge.
     """
 
 
@@ -60,22 +65,24 @@ def merge(
 @runs(extract_adapter)
 def extract(
     *,
-    base: Annotated[Path, Parameter(name=["--base", "-b"], help="The model before fine-tuning.")],
-    model: Annotated[Path, Parameter(name=["--model", "-m"], help="The fine-tuned model.")],
+    base: Annotated[Path, Parameter(["--base", "-b"])],
+    model: Annotated[Path, Parameter(["--model", "-m"])],
     output: Output,
     rank: Rank = None,
     energy: Energy = None,
-    modules: Annotated[list[str] | None, several("Patterns of modules to take.")] = None,
-    save_others: Annotated[
-        bool, Parameter(negative="", help="Store other changed tensors in full.")
-    ] = False,
-    base_name: Annotated[
-        str | None, Parameter(help="Name of the base in the adapter, if not that of its folder.")
-    ] = None,
-    as_stored: Annotated[
-        bool, Parameter(negative="", help="Take names from the file, not from transformers.")
-    ] = False,
+    modules: Annotated[list[str] | None, several()] = None,
+    save_others: Annotated[bool, Parameter(negative="")] = False,
+    base_name: str | None = None,
+    as_stored: Annotated[bool, Parameter(negative="")] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,
 ) -> None:
-    """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank."""
+    """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank.
+
+    :param base: The model before fine-tuning.
+    :param model: The fine-tuned model.
+    :param modules: Patterns of modules to take.
+    :param save_others: Store other changed tensors in full.
+    :param base_name: Name of the base in the adapter, if not that of its folder.
+    :param as_stored: Take names from the file, not from transformers.
+    """

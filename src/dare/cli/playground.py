@@ -12,35 +12,35 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from dare.cli import DONE, INTERRUPTED, UsageError, show
-from dare.cli.flags import RUN, Debug, Json, switch
+from dare.cli import DONE, INTERRUPTED, UsageError
+from dare.cli.flags import RUN, Debug, Json, RunPath, RunSwitch, print_json
+from dare.documents.page import NEEDED
+from dare.documents.terminal import make_console, print_steps
 from dare.errors import OutputError
 
 MOST_PORT = 65535
-NEEDED = ("altair", "jinja2", "starlette", "uvicorn", "vl_convert")
 
 
 def playground(
-    *folders: Annotated[
-        Path,
-        Parameter(help=r"Folders with your models, and for outputs. \[default: this directory]"),
-    ],
-    port: Annotated[
-        int | None,
-        Parameter(group=RUN, help=r"The port; 0 is any free one. \[default: 8787, if free]"),
-    ] = None,
-    no_browser: Annotated[bool, switch("Do not open a browser.", group=RUN)] = False,
-    build: Annotated[
-        Path | None, Parameter(group=RUN, help="Write the page as static files into a folder.")
-    ] = None,
-    overwrite: Annotated[bool, switch("Replace what --build would not.", group=RUN)] = False,
+    *folders: Path,
+    port: Annotated[int | None, Parameter(group=RUN)] = None,
+    no_browser: RunSwitch = False,
+    build: RunPath = None,
+    overwrite: RunSwitch = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Serve the playground."""
+    r"""Serve the playground.
+
+    :param folders: Folders with your models, and for outputs. \[default: this directory]
+    :param port: The port; 0 is any free one. \[default: 8787, if free]
+    :param no_browser: Do not open a browser.
+    :param build: Write the page as static files into a folder.
+    :param overwrite: Replace what --build would not.
+    """
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
-    if not all(find_spec(name) for name in NEEDED):
+    if not all(find_spec(name) for name in (*NEEDED, "starlette", "uvicorn")):
         needs = "starlette, uvicorn and the packages of a report: pip install 'dare-merge[web]'"
         raise OutputError(f"the playground needs {needs}")
     if build is not None:
@@ -52,10 +52,10 @@ def playground(
 
     def announce(address: str) -> None:
         if json:
-            show.json(jsonlib.dumps({"address": address, "pid": os.getpid()}))  # on one line
+            print_json(jsonlib.dumps({"address": address, "pid": os.getpid()}))  # on one line
         else:
             steps = {"open": address, "end": "Ctrl-C"}
-            show.next_steps(show.console(), "The playground is running", steps)
+            print_steps(make_console(), "The playground is running", steps)
         sys.stdout.flush()
 
     from dare.web.server import serve
@@ -65,15 +65,12 @@ def playground(
 
 
 def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
-    from dare.web.assets import list_others, write_folder
+    from dare.web.assets import write_folder
 
-    if not overwrite and (others := list_others(folder)):
-        remedy = "build into an empty folder, or add --overwrite"
-        raise OutputError(f"{folder}: contains {others[0]}, not part of the page; {remedy}")
-    written = write_folder(folder)
+    written = write_folder(folder, overwrite=overwrite)
     if json:
-        show.json({"folder": str(folder), "files": written})
+        print_json({"folder": str(folder), "files": written})
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
-        show.next_steps(show.console(), f"{folder} is written", {"look": command})
+        print_steps(make_console(), f"{folder} is written", {"look": command})
     return DONE

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 from rich.console import Console
 
-from dare.cli import DONE, FAILED, UsageError, show
+from dare.cli import COMMANDS, DONE, FAILED, HELP, UsageError
 from dare.cli.flags import (
     FILES,
     RESOURCES,
@@ -19,12 +20,15 @@ from dare.cli.flags import (
     Json,
     Overwrite,
     Quiet,
+    RunPath,
+    RunSwitch,
+    Switch,
+    print_json,
     recipe_from_flags,
-    several,
     switch,
     takes_recipe,
 )
-from dare.cli.texts import COMMANDS, SUBCOMMANDS
+from dare.documents.terminal import make_console, print_document
 from dare.documents.words import times
 from dare.errors import OutputError, RecipeError
 from dare.recipe.document import read_value
@@ -33,135 +37,100 @@ from dare.studies.reading import SIGNED, SearchResult, read_result
 from dare.studies.searching import make_search, study_place
 from dare.studies.searching import search as run_search
 
-RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
-
 search = App(name="search", help=COMMANDS["search"], help_format="rich", help_epilogue="")
 
 WHAT = Group("What is searched", sort_key=0)
 SCORES = Group("What decides", sort_key=0.5)
 WATCH_SECONDS = 2.0
-AS_THEY_ARE = ("holdout", "seeds", "sampler", "trials", "objective", "time_limit")
-"""Options that a search is given under their names."""
 
 
-def _help(name: str) -> str | None:
-    return Search.model_fields[name].description
+def _flag(field: str, group: Group, *names: str, **looks: Any) -> Parameter:
+    """A flag for a field of the table `[search]`, or for what stands beside it."""
+    text = HELP["search"].get(field) or Search.model_fields[field].description
+    looks |= {"negative": "", "show_default": False, "consume_multiple": (1, None)}
+    return Parameter(names or None, group=group, help=text, **looks)
 
 
-@Parameter(name="*")
+@Parameter("*")
 @dataclass(frozen=True)
-class Options:
+class Question:
     """Flags for what is searched and how it is judged."""
 
-    over: Annotated[
-        list[str] | None,
-        several(
-            "A setting and its values: drop_rate=0.8,0.9, scale=0.5:2 or include.math=true,false. "
-            "Without it, only the baselines are scored.",
-            group=WHAT,
-            metavar="NAME=VALUES...",
-        ),
-    ] = None
-    seeds: Annotated[int | None, Parameter(group=WHAT, help=_help("seeds"))] = None
-    sampler: Annotated[Sampler | None, Parameter(group=WHAT, help=_help("sampler"))] = None
-    trials: Annotated[int | None, Parameter(group=WHAT, help=_help("trials"))] = None
-    eval: Annotated[
-        str | None,
-        Parameter(
-            name="--eval",
-            group=SCORES,
-            help="FILE.py:FUNCTION, MODULE:FUNCTION, lm_eval:TASKS@FOLDER, or a command with "
-            "{model} whose last line is a JSON object of numbers.",
-        ),
-    ] = None
-    holdout: Annotated[
-        str | None, Parameter(group=SCORES, help="An evaluator on other data, for the winner only.")
-    ] = None
+    over: Annotated[list[str] | None, _flag("over", WHAT, metavar="NAME=VALUES...")] = None
+    seeds: Annotated[int | None, _flag("seeds", WHAT)] = None
+    sampler: Annotated[Sampler | None, _flag("sampler", WHAT)] = None
+    trials: Annotated[int | None, _flag("trials", WHAT)] = None
+    evaluate: Annotated[str | None, _flag("evaluate", SCORES, "--eval")] = None
+    holdout: Annotated[str | None, _flag("holdout", SCORES)] = None
     objective: Annotated[
-        list[str] | None,
-        several(
-            "Scores whose weighted mean is to be large: math code=2 loss=-0.5. By default all.",
-            group=SCORES,
-            metavar="SCORE[=WEIGHT]...",
-        ),
+        list[str] | None, _flag("objective", SCORES, metavar="SCORE[=WEIGHT]...")
     ] = None
-    guard: Annotated[
-        list[str] | None,
-        several(
-            "A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task below 95 % of "
-            "the best single model).",
-            group=SCORES,
-        ),
-    ] = None
-    race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False
-    time_limit: Annotated[
-        float | None, Parameter(group=SCORES, metavar="SECONDS", help=_help("time_limit"))
-    ] = None
-    study: Annotated[
-        Path | None, Parameter(group=RUN, help="An SQLite file. By default RECIPE.study.db.")
-    ] = None
-    jobs: Annotated[
-        int, Parameter(name=["--jobs", "-j"], group=RESOURCES, help="Candidates scored at a time.")
-    ] = 1
-    work: Annotated[
-        Path | None, Parameter(group=RESOURCES, help="Folder for the candidates of commands.")
-    ] = None
-    retry_failed: Annotated[bool, switch("Also try failed trials again.", group=RUN)] = False
-    advice: Annotated[
-        bool, Parameter(group=RUN, help="Analyse the models first and start with the advice.")
-    ] = True
-    write: Annotated[
-        Path, Parameter(group=RUN, allow_leading_hyphen=True, help="The best recipe; - for none.")
-    ] = Path("best.toml")
-    html: Annotated[Path | None, Parameter(group=RUN, help="Also write a page.")] = None
-    dry_run: Annotated[bool, switch("Check the settings and count trials.", group=RUN)] = False
+    guards: Annotated[list[str] | None, _flag("guards", SCORES, "--guard")] = None
+    race: Annotated[bool, _flag("race", SCORES)] = False
+    time_limit: Annotated[float | None, _flag("time_limit", SCORES, metavar="SECONDS")] = None
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class Means:
+    """Flags for how a search is run.
+
+    :param study: An SQLite file. By default RECIPE.study.db.
+    :param jobs: Candidates scored at a time.
+    :param work: Folder for the candidates of commands.
+    :param retry: Also try failed trials again.
+    :param advice: Analyse the models first and start with the advice.
+    """
+
+    study: RunPath = None
+    jobs: Annotated[int, Parameter(["--jobs", "-j"], group=RESOURCES)] = 1
+    work: Annotated[Path | None, Parameter(group=RESOURCES)] = None
+    retry: Annotated[bool, switch("--retry-failed", group=RUN)] = False
+    advice: Annotated[bool, Parameter(group=RUN)] = True
 
 
 @search.default
 @takes_recipe
 def run(
-    recipe: RecipePath = None,
+    recipe: Annotated[Path | None, Parameter(group=FILES)] = None,
     /,
     *,
-    options: Options | None = None,
+    question: Question | None = None,
+    means: Means | None = None,
+    write: Annotated[Path, Parameter(group=RUN, allow_leading_hyphen=True)] = Path("best.toml"),
+    html: RunPath = None,
+    dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
     **flags: Any,
 ) -> int:
-    """Search."""
+    """Search.
+
+    :param recipe: The same as --config.
+    :param write: The best recipe; - for none.
+    :param html: Also write a page.
+    :param dry_run: Check the settings and count trials.
+    """
     place = recipe or flags.get("config")
-    options = options or Options()
-    if options.jobs < 1:
-        raise UsageError(f"--jobs {options.jobs}: must be at least 1")
+    how = asdict(means or Means())
+    if how["jobs"] < 1:
+        raise UsageError(f"--jobs {how['jobs']}: must be at least 1")
     merge = recipe_from_flags(place, flags)
-    asked: dict[str, Any] = {
-        "over": dict(map(parse_over, options.over or [])),
-        "evaluate": options.eval,
-        "guards": options.guard,
-        "race": options.race or None,
-    }
-    asked |= {name: getattr(options, name) for name in AS_THEY_ARE}
-    console = show.console(json=json, quiet=quiet)
-    if options.dry_run:
+    asked = asdict(question or Question())
+    asked |= {"over": dict(map(parse_over, asked["over"] or [])), "race": asked["race"] or None}
+    console = make_console(json=json, quiet=quiet)
+    if dry_run:
         checked = make_search(merge, **asked)
         trials = times(checked.planned, "trial")
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
-    result = run_search(
-        merge,
-        **asked,
-        study=study_place(place or merge, options.study),
-        jobs=options.jobs,
-        retry=options.retry_failed,
-        advice=options.advice,
-        work=options.work,
-        verbose=not quiet,
-    )
-    show.document(console, result.document())
-    if str(options.write) != "-":
-        console.print(_written(result, options.write, overwrite=overwrite))
-    _write_beside(console, result, options.html, overwrite=overwrite, json=json)
+    how["study"] = study_place(place or merge, how["study"])
+    result = run_search(merge, **asked, **how, verbose=not quiet)
+    print_document(console, result.document())
+    if str(write) != "-":
+        console.print(_written(result, write, overwrite=overwrite))
+    _write_beside(console, result, html, overwrite=overwrite, json=json)
     return DONE if result.best is not None else FAILED
 
 
@@ -193,41 +162,42 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
         raise RecipeError(f"--over {text!r}: {error}") from None
 
 
-def sweep(*recipe: Path, options: Options | None = None, **flags: Any) -> int:
+@wraps(run, ("__doc__", "__annotations__"))  # and the flags
+def sweep(*recipe: Path, question: Question | None = None, **flags: Any) -> int:
     """Try every combination."""
-    given = options or Options()
+    given = question or Question()
     if given.trials is not None or given.sampler not in (None, "grid"):
         raise UsageError("a sweep tries every combination; use `dare search` for others")
-    return run(*recipe, options=replace(given, sampler="grid"), **flags)
+    return run(*recipe, question=replace(given, sampler="grid"), **flags)
 
 
-sweep.__signature__ = run.__signature__  # type: ignore[attr-defined]
-sweep.__annotations__ = run.__annotations__
-
-
-StudyFile = Annotated[Path, Parameter(help="The study.")]
-
-
-@search.command(name="show", help=SUBCOMMANDS["search show"], help_epilogue="")
-def show_command(
-    study: StudyFile,
+@search.command(help=HELP["subcommands"]["search show"], help_epilogue="")
+def show(
+    study: Path,
     *,
-    html: Annotated[Path | None, Parameter(help="Write a page with figures and a table.")] = None,
-    rows: Annotated[int, Parameter(help="How many settings to show.")] = 12,
-    failed: Annotated[bool, switch("Also show what failed evaluators printed.")] = False,
-    watch: Annotated[bool, switch("Show it again and again until the study is complete.")] = False,
+    html: Path | None = None,
+    rows: int = 12,
+    failed: Switch = False,
+    watch: Switch = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Show a study, also while it runs."""
-    console = show.console(json=json, quiet=quiet)
+    """Show a study, also while it runs.
+
+    :param study: The study.
+    :param html: Write a page with figures and a table.
+    :param rows: How many settings to show.
+    :param failed: Also show what failed evaluators printed.
+    :param watch: Show it again and again until the study is complete.
+    """
+    console = make_console(json=json, quiet=quiet)
     while True:
         result = read_result(study)
         if watch and console.is_terminal:
             console.clear()
-        show.document(console, result.document(rows=rows, outputs=failed))
+        print_document(console, result.document(rows=rows, outputs=failed))
         ended = sum(trial.state.is_final for trial in result.data.candidates)
         if not watch or ended >= result.data.planned:
             break
@@ -236,25 +206,27 @@ def show_command(
     return DONE
 
 
-@search.command(name="best", help=SUBCOMMANDS["search best"], help_epilogue="")
-def best_command(
-    study: StudyFile,
+@search.command(help=HELP["subcommands"]["search best"], help_epilogue="")
+def best(
+    study: Path,
     *,
-    write: Annotated[
-        Path, Parameter(allow_leading_hyphen=True, help="Where to write the recipe; - for stdout.")
-    ] = Path("-"),
-    simplest: Annotated[bool, switch("Take the simplest one within noise of the best.")] = False,
+    write: Annotated[Path, Parameter(allow_leading_hyphen=True)] = Path("-"),
+    simplest: Switch = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> int:
-    """Write the recipe of the best."""
-    result = read_result(study)
-    text = result.to_toml(simplest=simplest)
+    """Write the recipe of the best.
+
+    :param study: The study.
+    :param write: Where to write the recipe; - for stdout.
+    :param simplest: Take the simplest one within noise of the best.
+    """
+    text = read_result(study).to_toml(simplest=simplest)
     if str(write) == "-":
         print(text, end="")
     else:
         _write_recipe(write, text, overwrite=overwrite)
-        show.console().print(f"{write} is written")
+        make_console().print(f"{write} is written")
     return DONE
 
 
@@ -289,4 +261,4 @@ def _write_beside(
         result.to_html(page, overwrite=overwrite)
         console.print(f"The page is {page}; open it in a browser (no network needed)")
     if json:
-        show.json(result.to_dict())
+        print_json(result.to_dict())

@@ -21,8 +21,6 @@ from dare.inputs.sources import open_source, read_floats
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
-Cache = dict[int, tuple[Floats, Floats]]
-"""Keys and values of the positions so far: for each layer [rows, heads, positions, size]."""
 
 _POSITIONS_AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
@@ -55,28 +53,17 @@ class Llama:
         self._cosine = np.cos(angles).astype(np.float32)
         self._sine = np.sin(angles).astype(np.float32)
 
-    def logits(self, tokens: Tokens, cache: Cache | None = None) -> Floats:
-        """Score the next byte at each position: [rows, positions] to [rows, positions, 256].
-
-        With a cache, which is empty at first, the tokens go on where the earlier ones ended.
-        """
+    def logits(self, tokens: Tokens) -> Floats:
+        """Score the next byte at each position: [rows, positions] to [rows, positions, 256]."""
         rows, positions = tokens.shape
-        start = cache[0][0].shape[2] if cache else 0
-        angles = slice(start, start + positions)
-        cosine, sine = self._cosine[angles], self._sine[angles]
+        cosine, sine = self._cosine[:positions], self._sine[:positions]
         stream = self._embedding[tokens.ravel()]
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             normed = self._normed(stream, layer["outer_norm"])
             joined = (normed @ layer["attention"]).reshape(rows, positions, 3, self._heads, -1)
             query, key, value = joined.transpose(2, 0, 3, 1, 4)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
-            value = np.ascontiguousarray(value)
-            if start and cache:
-                earlier = zip(cache[index], (key, value), strict=True)
-                key, value = (np.concatenate(both, axis=2) for both in earlier)
-            if cache is not None:
-                cache[index] = key, value
-            mixed = _attended(query, key, value)
+            mixed = _attended(query, key, np.ascontiguousarray(value))
             stream += mixed.transpose(0, 2, 1, 3).reshape(stream.shape) @ layer["output"]
             normed = self._normed(stream, layer["inner_norm"])
             gate, up = np.split(normed @ layer["gate_up"], 2, axis=-1)
@@ -101,15 +88,13 @@ class Llama:
     def write(self, prompts: Sequence[str], limit: int = 40) -> list[str]:
         """Continue each prompt greedily to the end of the line, or for `limit` bytes."""
         written: dict[int, str] = {}
-        for rows, tokens in _by_length(prompts):
-            cache: Cache = {}
-            best = self.logits(tokens, cache)[:, -1].argmax(-1)
-            steps, ended = [best], best == ord(END)
-            while len(steps) < limit and not ended.all():
-                best = self.logits(best[:, None], cache)[:, 0].argmax(-1)
-                steps.append(best)
+        for rows, asked in _by_length(prompts):
+            tokens, start, ended = asked, asked.shape[1], np.zeros(len(rows), bool)
+            while tokens.shape[1] < start + limit and not ended.all():
+                best = self.logits(tokens)[:, -1].argmax(-1)
+                tokens = np.column_stack([tokens, best])
                 ended |= best == ord(END)
-            lines = [bytes(line.tolist()).decode("latin-1") for line in np.stack(steps, axis=1)]
+            lines = [bytes(line.tolist()).decode("latin-1") for line in tokens[:, start:]]
             written |= zip(rows, (line.split(END)[0] for line in lines), strict=True)
         return [written[row] for row in range(len(prompts))]
 
@@ -182,11 +167,11 @@ def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:
 
 
 def _attended(query: Floats, key: Floats, value: Floats) -> Floats:
-    """Compute causal attention: the last query is at the last key."""
+    """Compute causal attention."""
     scores: Floats = query @ key.swapaxes(-1, -2)
     scores *= np.float32(1 / math.sqrt(query.shape[-1]))
-    queries, keys = scores.shape[-2:]
-    scores[..., np.arange(keys) > np.arange(keys - queries, keys)[:, None]] = -np.inf
+    places = np.arange(scores.shape[-1])
+    scores[..., places > places[:, None]] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

@@ -1,5 +1,12 @@
 """The demonstration's merges: which models, which methods, at which scale; and how they score.
 
+A search can score them too, by prompts to choose by, and by others to test:
+
+    dare search recipe.toml --eval dare.demo.merges:validation --holdout dare.demo.merges:holdout
+
+The scores are shares of right answers on each task, and `english`, the bits needed for a byte of
+English, of which fewer are better; an item is a prompt. The objective is `add sort say`.
+
 To show what spoils a merge, and what is found then, there are broken models too:
 
 - `base-permuted` computes what the base computes, but its inner units stand in another order: what
@@ -19,12 +26,15 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from dare.api import merge
 from dare.demo.llama import Floats, Llama, read_weights
-from dare.demo.tasks import TASKS, held_out_english
+from dare.demo.tasks import TASKS, Split, held_out_english
 from dare.errors import OutputError
 from dare.inputs.sources import open_source
 
@@ -69,19 +79,9 @@ class Merge:
 
     def carry_out(self, output: Path) -> Path:
         """Write the merged model."""
-        import dare
-
-        stages = {"dare": {"drop_rate": self.drop_rate, "rescale": self.rescale}}
-        recipe = dare.Recipe(
-            base=BASE,
-            models=list(self.models),
-            output=output,
-            method=self.method,
-            stages=stages if self.drop_rate else {},
-            scale=self.scale,
-            seed=self.seed,
-        )
-        dare.merge(recipe, overwrite=True, verbose=False)
+        given = {"drop_rate": self.drop_rate, "rescale": self.rescale} if self.drop_rate else {}
+        given |= {"scale": self.scale, "seed": self.seed, "verbose": False, "overwrite": True}
+        merge(base=BASE, models=self.models, output=output, method=self.method, **given)
         return output
 
 
@@ -179,6 +179,42 @@ class DemoResult:
     output: str | None
     seconds: float
 
+
+PROMPTS = 100
+"""Prompts of each task for a search, and on the page."""
+ENGLISH_BYTES = 4096
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def validation(tensors: Tensors, items: Sequence[str] | None = None) -> dict[str, Any]:
+    """Score weights on the prompts to choose by."""
+    return score(tensors, "validation", items, slice(0, ENGLISH_BYTES))
+
+
+def holdout(tensors: Tensors, items: Sequence[str] | None = None) -> dict[str, Any]:
+    """Score weights on other prompts, which choose nothing."""
+    return score(tensors, "test", items, slice(ENGLISH_BYTES, 2 * ENGLISH_BYTES))
+
+
+def score(
+    tensors: Tensors, split: Split, items: Sequence[str] | None, english: slice
+) -> dict[str, Any]:
+    """Return the share of right answers on each task, each prompt's result, and English."""
+    model = Llama(tensors, CONFIG)
+    right: dict[str, float] = {}
+    scores: dict[str, float] = {}
+    for task in TASKS:
+        named = {f"{task.name}/{asked.prompt}": asked for asked in task.examples(split, PROMPTS)}
+        chosen = {name: asked for name, asked in named.items() if items is None or name in items}
+        found = list(map(float, model.are_right(list(chosen.values()))))
+        right |= zip(chosen, found, strict=True)
+        scores[task.name] = fmean(found) if found else 0.0
+    scores["english"] = model.bits_per_byte(held_out_english()[english])
+    return {**scores, "items": right}
+
+
+# ---------------------------------------------------------------- many at once
 
 MOST_PROCESSES = 8
 MEASUREMENTS_PER_PROCESS = 8

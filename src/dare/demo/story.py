@@ -100,6 +100,7 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
         points = tuple((rate, rows["merge", combine, rate].mean) for rate in rates)
         curves.append(Curve(f"dare+{combine} of all three", points))
     table_rates = (0.0, *extent.table_rates)
+    seconds = time.perf_counter() - began
     result = DemoResult(
         parameters=parameters,
         prompts={task.name: len(task.examples("test", extent.prompts)) for task in TASKS},
@@ -110,12 +111,10 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
         ),
         curves=tuple(curves),
         writings=writings,
-        picture=None,
+        picture=None if output is None else _keep(output, extent, curves),
         output=None if output is None else str(output),
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
     )
-    if output is not None:
-        result = replace(result, picture=_keep(output, extent, curves))
     print_document(console, outcome(result, _conclusion(rows)))
     return result
 
@@ -275,7 +274,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     columns: Columns = {
         "": lambda row: row.name,
         "scale >": lambda row: "" if row.scale is None else f"{row.scale:g}",
-        **{f"{task.name} >": partial(_correct, task.name) for task in TASKS},
+        **{f"{name} >": lambda row, name=name: _percentage(row.correct(name)) for name in TUNED},
         "mean >": lambda row: _percentage(row.mean),
         "English >": lambda row: f"{row.bits_per_byte.mean:.3f}",
     }
@@ -318,10 +317,6 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     )
 
 
-def _correct(task: str, row: Row) -> str:
-    return _percentage(row.correct(task))
-
-
 def _percentage(figure: Figure) -> str:
     """Return a mean with its spread.
 
@@ -341,10 +336,9 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for curve, colour, mark in zip(curves, COLOURS, MARKS, strict=False):
-        rates = [rate for rate, _ in curve.points]
-        means = [point.mean for _, point in curve.points]
-        spreads = [point.spread or 0.0 for _, point in curve.points]
-        axes.errorbar(rates, means, spreads, color=colour, marker=mark, capsize=3, label=curve.name)
+        points = [(rate, at.mean, at.spread or 0.0) for rate, at in curve.points]
+        looks = {"color": colour, "marker": mark, "capsize": 3, "label": curve.name}
+        axes.errorbar(*zip(*points, strict=True), **looks)
     axes.set(xlabel="drop rate p", ylabel="right answers to held-out prompts (%)")
     axes.set(xlim=(-0.02, 1), ylim=(0, 103))
     axes.grid(color="#dddddd", linewidth=0.8)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from string import Formatter
+from types import SimpleNamespace
 from typing import Any
 
 from dare.documents.document import Figure, Row, Spec, Table, tabulate
@@ -204,21 +204,12 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3])
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Light or dark: colours of the page, by name, and of what the figures show."""
-
-    colours: dict[str, str]
-    models: list[str]
-    amounts: list[str]
-    opposites: list[str]
-
-
 _LOOKS = tomllib.loads(files("dare.documents").joinpath("themes.toml").read_text("utf-8"))
-THEMES = {name: Theme(**_LOOKS[name]) for name in ("light", "dark")}
+THEMES = {name: SimpleNamespace(**_LOOKS[name]) for name in ("light", "dark")}
+"""Light and dark: `colours` of the page, by name, and of what the figures show."""
 
 
-def vega_config(theme: Theme) -> dict[str, Any]:
+def vega_config(theme: SimpleNamespace) -> dict[str, Any]:
     """Return the configuration that gives figures the page's looks."""
     known = {**theme.colours, **vars(theme), "shapes": list(SHAPES), "none": None}
     known["first"] = theme.models[0]

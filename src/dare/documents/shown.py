@@ -1,14 +1,111 @@
-"""Results that show themselves: as text, in notebooks, as charts and as JSON."""
+"""What a run shows of itself: progress while it works, and its result afterwards.
+
+Progress is a bar on stderr, in bytes read, and only on a terminal; a program that calls the package
+can show it elsewhere: `progress_shown_by`. A result shows itself as text, in notebooks, as charts
+and as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import operator
-from dataclasses import asdict
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dare.documents.document import Document
+
+COMPILING = "compiling kernels (once; a few seconds)"
+
+
+@dataclass(frozen=True)
+class Display:
+    """The receiver of progress."""
+
+    advance: Callable[[int], None]
+    announce: Callable[[str], None]
+
+
+Show = Callable[[int, str], AbstractContextManager[Display]]
+"""A function that opens a display for a number of bytes and a verb."""
+_elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
+
+
+@contextmanager
+def progress_shown_by(show: Show) -> Iterator[None]:
+    """Have all progress in here shown by `show`, also of what is to be silent, and no bar.
+
+    A display is called by threads, once for each chunk that is read.
+    """
+    token = _elsewhere.set(show)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+class Meter:
+    """Counts the bytes that threads have read, and shows them."""
+
+    def __init__(self, display: Display) -> None:
+        self.bytes_read = 0
+        self._display = display
+        self._counting = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that were just read."""
+        with self._counting:
+            self.bytes_read += nbytes
+        self._display.advance(nbytes)
+
+
+def show_progress(total_bytes: int, verb: str, *, visible: bool) -> AbstractContextManager[Display]:
+    """Show a bar if `visible` and stderr is a terminal; announcements need no terminal.
+
+    The bar is named by a verb, such as `merging`.
+    """
+    if (show := _elsewhere.get()) is not None:
+        return show(total_bytes, verb)
+    if visible and sys.stderr.isatty():
+        return _show_bar(total_bytes, verb)
+
+    def announce(text: str) -> None:
+        if visible:
+            print(text, file=sys.stderr)
+
+    return nullcontext(Display(lambda _nbytes: None, announce))
+
+
+@contextmanager
+def _show_bar(total_bytes: int, verb: str) -> Iterator[Display]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn(verb),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task(verb, total=total_bytes)
+        yield Display(lambda nbytes: bar.advance(task, nbytes), bar.console.print)
+
+
+# ---------------------------------------------------------------- results
 
 
 def json_ready(value: Any) -> Any:

@@ -123,16 +123,16 @@ def _print_part(console: Console, part: Part, names: Names) -> None:
             if part.title:
                 console.print(Text(names(part.title) + more, "bold"))
             console.print(grid)
-        case Code():
-            console.print(Text(names(part.title), "bold"))
-            for line in part.text.splitlines():
-                console.print(Padding(shown(line, "dim"), (0, 0, 0, 2), expand=False))
         case Facts():
             _print_facts(console, part.items, names)
-        case Listing():
+        case Code() | Listing():
             console.print(Text(names(part.title), "bold"))
-            for item in part.items:
-                console.print(Padding(shown(names(item)), (0, 0, 0, 2), expand=False))
+            if isinstance(part, Code):
+                lines = [shown(line, "dim") for line in part.text.splitlines()]
+            else:
+                lines = [shown(names(item)) for item in part.items]
+            for line in lines:
+                console.print(Padding(line, (0, 0, 0, 2), expand=False))
         case Notice():
             print_notices(console, [part], names)
 
@@ -172,9 +172,11 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
             words = (cell_len(word) for word in headers[place].split())
             widths[place] = max(*words, *map(cell_len, columns[place]))
     for name in reversed(table.optional):
-        if surplus(MOST_NAME) > 0 and name == BARS:
+        if surplus(MOST_NAME) <= 0:
+            break
+        if name == BARS:
             bars = ()
-        elif surplus(MOST_NAME) > 0 and name in table.columns:
+        elif name in table.columns:
             places.remove(table.columns.index(name))
     narrow, widths[:] = list(widths), whole  # headers are whole if there is room for them now
     if is_tight and surplus(widths[0]) > 0:
@@ -182,11 +184,9 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     is_crowded = surplus(widths[0]) > 0
     last, over = places[-1], surplus(widths[0]) - len(places)
     if over > 0 and not are_numbers[last] and widths[last] - over >= LEAST_NAME:
-        for row in cells:  # a name loses its middle rather than being broken
-            row[last] = (
-                row[last] if " " in row[last] else cut_middle(row[last], widths[last] - over)
-            )
         widths[last] -= over
+        for row in (row for row in cells if " " not in row[last]):
+            row[last] = cut_middle(row[last], widths[last])  # rather than broken in two
     narrower = len(places) if is_crowded else 0  # the columns then stand nearer to each other
     first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0]) - narrower))
     padding = (0, 1, 0, 0) if is_crowded else (0, 1)
@@ -205,10 +205,9 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     solid = can_write(console, EIGHTHS)
     for number, row in enumerate(cells):
         tones = [STYLES[table.tones.get(cell, Tone.PLAIN)] for cell in table.rows[number]]
-        bar = []
-        if bars:
-            bar = [Text(draw_bar(bars[number] / 100, BAR_CELLS, solid=solid), "blue")]
-        grid.add_row(*(Text(row[place], tones[place]) for place in places), *bar)
+        drawn = [draw_bar(bars[number] / 100, BAR_CELLS, solid=solid)] if bars else []
+        shown_cells = (Text(row[place], tones[place]) for place in places)
+        grid.add_row(*shown_cells, *(Text(bar, "blue") for bar in drawn))
     return grid
 
 
@@ -221,13 +220,12 @@ def print_notices(console: Console, notices: Iterable[Notice], names: Names | No
     kinds: dict[tuple[Severity, str], list[Notice]] = {}
     for notice in notices:
         kinds.setdefault((notice.severity, notice.code), []).append(notice)
-    order = list(Severity)
-    by_gravity = sorted(kinds.items(), key=lambda kind: -order.index(kind[0][0]))
+    by_gravity = sorted(kinds.items(), key=lambda kind: -list(Severity).index(kind[0][0]))
     shown_kinds = sum(severity is not Severity.NOTE for severity, _ in kinds) + MOST_NOTES
     for (severity, code), alike in by_gravity[:shown_kinds]:
         style = f"bold {STYLES[TONES[severity]]}".strip()
-        title = CATALOGUE[code].title
-        console.print(Text.assemble((severity.capitalize(), style), f"  {title}"))
+        head = (severity.capitalize(), style)
+        console.print(Text.assemble(head, f"  {CATALOGUE[code].title}"))
         for line in _said_once(alike):
             console.print(Padding(shown(names(line)), (0, 0, 0, 4), expand=False))
     if hidden := [CATALOGUE[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
@@ -300,10 +298,9 @@ def draw_bar(part: float, cells: int, *, solid: bool) -> str:
 def can_write(console: Console, text: str) -> bool:
     """Say whether the terminal's encoding has all the letters."""
     try:
-        text.encode(console.encoding)
+        return bool(text.encode(console.encoding))
     except (LookupError, UnicodeEncodeError):
         return False
-    return True
 
 
 # ---------------------------------------------------------------- names that fit a column

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 NOTHING = "–"
-_UNITS = ("", "k", "M", "B", "T")
 
 
 def share(value: float | None) -> str:
@@ -42,12 +41,10 @@ def amount(value: int) -> str:
     >>> amount(987), amount(134_515_008), amount(70_553_706_496)
     ('987', '135M', '70.6B')
     """
-    size = float(value)
-    for unit in _UNITS:
-        if size < 999.5 or unit == _UNITS[-1]:
-            return f"{value}" if not unit else f"{size:.3g}{unit}"
-        size /= 1000
-    raise AssertionError
+    size, power = float(value), 0
+    while size >= 999.5 and power < 4:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g}{' kMBT'[power]}" if power else str(value)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -134,9 +131,7 @@ def time_text(seconds: float) -> str:
     minutes = math.ceil(seconds / 60)
     if minutes <= 60:
         return f"{minutes} min"
-    if minutes >= 24 * 60:
-        return f"{minutes // 60} h"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 60} h" + ("" if minutes >= 24 * 60 else f" {minutes % 60} min")
 
 
 def show_size(nbytes: int) -> str:

@@ -17,8 +17,7 @@ import numpy as np
 
 from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice, notice
-from dare.documents.progress import show_progress
-from dare.documents.shown import Shown
+from dare.documents.shown import Shown, show_progress
 from dare.documents.words import show_size, times
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file

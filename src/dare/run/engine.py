@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from dare import kernels
 from dare.checks.inputs import check_chunks, is_suspect
 from dare.documents.notices import LEFTOVERS, Notice, notice
-from dare.documents.progress import COMPILING, Display, Meter, show_progress
+from dare.documents.shown import COMPILING, Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread

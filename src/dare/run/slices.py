@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.documents.progress import COMPILING
+from dare.documents.shown import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
 from dare.output.publishing import sync_folder, write_synced

@@ -16,12 +16,12 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
-from dare.demo.scoring import ENGLISH_BYTES, PROMPTS
+from dare.demo.merges import BASE, BROKEN, ENGLISH_BYTES, PROMPTS, TUNED, WEIGHTS, broken_model
 from dare.demo.tasks import TASKS, held_out_english
+from dare.documents.charts import alt
 from dare.documents.document import Section
 from dare.documents.page import PACKAGE as SHELL
-from dare.documents.page import read_template, render_template
+from dare.documents.page import drawing_bundle, read_template, render_template
 from dare.errors import OutputError
 from dare.output.targets import write_file
 from dare.tensors.files import cache_folder, read_private, write_private
@@ -95,24 +95,25 @@ def prompts() -> bytes:
     return json.dumps({"tasks": tasks, "english": english}).encode()
 
 
-def write_folder(folder: Path) -> list[str]:
-    """Write the page for any web server that hands out files; return the names of its files."""
+def write_folder(folder: Path, *, overwrite: bool = False) -> list[str]:
+    """Write the page for any web server that hands out files; return the names of its files.
+
+    A folder with files that do not belong to the page is refused, unless `overwrite` is true.
+    """
     assets = page_assets(is_server=False)
+    found = [path for path in folder.rglob("*") if not path.is_dir()]
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    if not overwrite and (others := [name for name in names if name not in assets]):
+        remedy = "build into an empty folder, or add --overwrite"
+        raise OutputError(f"{folder}: contains {others[0]}, not part of the page; {remedy}")
     there = [name for name in assets if (folder / name).exists()]
-    if there and not (folder / INDEX).exists():
+    if there and INDEX not in there:
         fault = f"contains {there[0]} and no {INDEX}, so dare did not write it"
         raise OutputError(f"{folder}: {fault}; build into an empty folder")
     write_file(folder / INDEX, assets[INDEX](), "page")
     for name, content in assets.items():
         write_file(folder / name, content(), kind=None)
     return sorted(assets)
-
-
-def list_others(folder: Path) -> list[str]:
-    """List the files of a folder that do not belong to the page."""
-    names = page_assets(is_server=False)
-    found = [path for path in folder.rglob("*") if not path.is_dir()]
-    return sorted({path.relative_to(folder).as_posix() for path in found} - names.keys())
 
 
 # ---------------------------------------------------------------- the library that draws
@@ -144,14 +145,6 @@ def _make_in_process() -> bytes:
     return done.stdout
 
 
-def _print_library() -> None:
-    """Print the library for figures as Altair's version of Vega-Lite has them."""
-    from dare.documents.charts import alt
-    from dare.documents.page import drawing_bundle
-
+if __name__ == "__main__":  # print the library, for Altair's version of Vega-Lite
     version_number = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     sys.stdout.buffer.write(drawing_bundle(version_number).encode())
-
-
-if __name__ == "__main__":
-    _print_library()

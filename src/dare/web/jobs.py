@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +37,7 @@ from typing import Any, Literal, TextIO
 from dare import api
 from dare.analysis.judge.advice import judge, to_json
 from dare.analysis.measure import analyzing
-from dare.documents.progress import Display, progress_shown_by
-from dare.documents.shown import json_ready
+from dare.documents.shown import Display, json_ready, progress_shown_by
 from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification
 from dare.output.targets import write_file
@@ -186,10 +185,12 @@ class Worker:
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
             start_new_session=True,  # Ctrl-C in the server's terminal is for the server
         )
-        assert self._process.stdin is not None
+        assert self._process.stdin
+        assert self._process.stdout
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         with suppress(BrokenPipeError):  # it has crashed, and its end will say so
-            self._process.stdin.write(json.dumps(job.request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(job.request).encode() + b"\n")
+            self._stdin.flush()
         job.state, job.pid = "running", self._process.pid
 
     def interrupt(self) -> None:
@@ -201,18 +202,16 @@ class Worker:
         killing.start()
 
     def _hang_up(self) -> None:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
 
     def watch(self) -> None:
         """Take the messages of the process until it ends."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._stdout:
             with suppress(ValueError):  # half a line, of a process that was killed
                 self._take(json.loads(line))
         self._conclude(self._process.wait())
-        self._process.stdout.close()
+        self._stdout.close()
         self._hang_up()
         self._log.close()
 
@@ -326,9 +325,7 @@ def analyze(request: Request, line: Line) -> None:
     line.send(result={"verdict": readiness.verdict, "seconds": analysis.seconds})
 
 
-WORK: dict[str, Callable[[Request, Line], None]] = {
-    work.__name__: work for work in (merge, verify, analyze)
-}
+WORK = {work.__name__: work for work in (merge, verify, analyze)}
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ One that is not absolute counts from where the server was started, as it does fo
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from starlette.routing import Route
 
 from dare import api
 from dare.documents.shown import json_ready
-from dare.documents.words import show_size, times
-from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
+from dare.documents.words import show_size
+from dare.errors import DareError, ExistsError, InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.store import publisher_of
 from dare.output.targets import has_mark, partial_folder
-from dare.planning.data import Fate, Layout
 from dare.planning.plan import Plan, estimate
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, distinct
@@ -177,25 +176,22 @@ def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
 
 def _describe_plan(planned: Plan) -> dict[str, Any]:
     """Return the facts of a plan, as the command shows them."""
-    cost, recipe = planned.cost, planned.recipe
-    fates = Counter(tensor.fate for tensor in planned.tensors)
-    fates[Fate.LEFT_OUT] = len(planned.left_out)
-    elements = sum(tensor.elements for tensor in planned.tensors)
-    types = ", ".join(sorted({tensor.base.dtype.name for tensor in planned.tensors}))
-    given = zip(planned.model_names, recipe.models, recipe.weights(), recipe.seeds(), strict=True)
+    recipe, shown = planned.recipe, dict(planned.document().facts)
+    tensors, _, weights = shown["tensors"].partition("; ")
+    names = planned.model_names, recipe.models, recipe.weights(), recipe.seeds()
     return {
         "facts": {
-            "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
-            "weights": f"{elements:,} elements, {types}",
-            "reads": f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}",
-            "writes": show_size(cost.bytes_written),
-            "memory": cost.memory_line,
-            "with": times(cost.threads, "thread"),
+            "tensors": tensors,
+            "weights": weights,
+            "reads": shown["reads"],
+            "writes": show_size(planned.cost.bytes_written),
+            "memory": shown["memory"],
+            "with": shown["with"],
         },
         "takes": str(estimate(planned)),
         "models": [
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
-            for name, entry, weight, seed in given
+            for name, entry, weight, seed in zip(*names, strict=True)
         ],
         "notes": list(map(str, planned.notes)),
         "warnings": list(map(str, planned.warnings)),
@@ -208,13 +204,15 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
     layout = planned.layout
     if layout is None:
         return {}
-    inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     problem = None
     try:
-        publisher_of(layout).check(inputs, overwrite=overwrite)
+        publisher_of(layout).check(planned.input_files, overwrite=overwrite)
     except OutputError as error:
         if publisher_of(layout).finished_before() is None:
-            problem = _output_problem(layout, inputs, error)
+            problem = str(error)
+            if isinstance(error, ExistsError):  # which has Python's words
+                remedy = "Choose another output, or tick “Replace an existing output”."
+                problem = f"{layout.target.name} exists already. {remedy}"
     partial = partial_folder(layout.target)
     is_left = has_mark(partial) and str(layout.target) not in underway
     return {
@@ -224,25 +222,15 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
     }
 
 
-def _output_problem(layout: Layout, inputs: Sequence[Path], error: OutputError) -> str:
-    """Return the reason why an output cannot be written, in the page's words where those differ."""
-    try:
-        publisher_of(layout).check(inputs, overwrite=True)
-    except OutputError:
-        return str(error)
-    remedy = "Choose another output, or tick “Replace an existing output”."
-    return f"{layout.target.name} exists already. {remedy}"
-
-
 def _describe_chain(recipe: Recipe) -> dict[str, Any]:
     """Return the stages of a method, the one that drops, and whether models have weights."""
-    rates = {s.name: values["drop_rate"] for s, values in recipe.chain if "drop_rate" in values}
-    combine = recipe.chain[-1][0]
+    rates = ((s.name, given["drop_rate"]) for s, given in recipe.chain if "drop_rate" in given)
+    drops, rate = next(rates, (None, None))
     return {
         "chain": [stage.name for stage, _ in recipe.chain],
-        "drops": next(iter(rates), None),
-        "drop_rate": next(iter(rates.values()), None),
-        "weighs": combine.default_weight is not None,
+        "drops": drops,
+        "drop_rate": rate,
+        "weighs": recipe.chain[-1][0].default_weight is not None,
         "names": [entry.name for entry in recipe.models],
     }
 
@@ -273,11 +261,7 @@ class Roots:
     """The folders that the user pointed to, and their entries."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        found = dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders)
-        for folder in found:
-            if not folder.is_dir():
-                raise InputError(f"{folder}: is not a folder; name the folders of your models")
-        self.folders = tuple(found)
+        self.folders = tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
 
     def find(self, given: AnyPath) -> Path:
         """Return the absolute path of something that exists, as it was written."""
@@ -362,14 +346,10 @@ class Roots:
         }
 
     def _entries(self, paths: Iterable[Path]) -> Iterator[Entry]:
-        for path in paths:
-            try:
-                self._inside(path)
-                entry = None if path.name.startswith(".") else _describe_path(path)
-            except (OutsideError, OSError):  # a link that leads out, a folder of somebody else's
-                continue
-            if entry is not None:
-                yield entry
+        for path in (path for path in paths if not path.name.startswith(".")):
+            with suppress(OutsideError, OSError):  # a link that leads out, another user's folder
+                if (entry := _describe_path(self._inside(path))) is not None:
+                    yield entry
 
 
 def _describe_path(path: Path) -> Entry | None:

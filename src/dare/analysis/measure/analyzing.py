@@ -44,7 +44,7 @@ from dare.analysis.results import (
     TensorAnalysis,
 )
 from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
-from dare.documents.progress import Display, show_progress
+from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.directory import read_config
