@@ -1,4 +1,4 @@
-"""Draws architecture.svg: from a recipe to an output.
+"""Draws architecture.svg: from a request to an output.
 
 The picture has a background of its own, so that it can be read on light and dark pages alike.
 `python docs/images/architecture.py` writes it; a test holds that it is up to date.
@@ -30,7 +30,7 @@ def draw() -> str:
     parts = [
         *_column_titles(),
         # what is asked for, and what will be done
-        _box(30, 90, 170, 112, "asked", "recipe", ["TOML, flags or Python", "checked, strict"]),
+        _box(30, 90, 170, 112, "asked", "request", ["recipe: decides bytes", "options: how it runs"]),
         _arrow(200, 146, 250, 146),
         _box(
             250,
@@ -43,16 +43,16 @@ def draw() -> str:
         ),
         _arrow(440, 146, 500, 146),
         # the work
-        _frame(500, 70, 530, 310, "for each chunk of 524,288 elements, on any thread"),
-        _box(520, 110, 140, 72, "worked", "read", ["base and models"]),
+        _frame(500, 70, 530, 310, "run: batches of chunks, on any thread, node or slice"),
+        _box(520, 110, 140, 72, "worked", "worker", ["reads base, models"]),
         _arrow(660, 146, 690, 146),
         _box(690, 110, 150, 72, "worked", "delta stages", ["dare, trim, …"]),
         _arrow(840, 146, 870, 146),
         _box(870, 110, 140, 72, "worked", "combine stage", ["linear, ties, …"]),
         _arrow(940, 182, 940, 278),
-        _box(870, 278, 140, 80, "worked", "add to base", ["× scale, float32,", "rounded once"]),
+        _box(870, 278, 140, 80, "worked", "backend", ["adds to base, rounds", "once, counts, hashes"]),
         _arrow(870, 318, 840, 318),
-        _box(690, 278, 150, 80, "worked", "write", ["at its final place,", "in any order"]),
+        _box(690, 278, 150, 80, "worked", "sink", ["bytes at their places,", "in any order"]),
         _arrow(690, 318, 660, 318),
         _box(520, 278, 140, 80, "worked", "journal", ["digests and figures", "of the chunk"]),
         _path("M 630 278 V 182", label="resume", label_at=(637, 240), dashed=True),
@@ -64,16 +64,16 @@ def draw() -> str:
         _arrow(345, 270, 345, 202, label="headers", label_at=(352, 240)),
         _path("M 440 304 H 480 V 230 H 560 V 182", label="weights", label_at=(508, 224)),
         _path("M 590 358 V 442 H 440", label="all chunks done", label_at=(600, 410)),
-        _box(250, 408, 190, 68, "planned", "finish", ["headers, sync, rename"]),
+        _box(250, 408, 190, 68, "planned", "publisher", ["headers, sync, name"]),
         _arrow(250, 442, 200, 442),
-        _box(30, 396, 170, 92, "file", "output", ["weights, manifest,", "report"]),
+        _box(30, 396, 170, 92, "file", "output", ["weights, manifest;", "receipt: the report"]),
         _path("M 115 396 V 202", label="repeat it", label_at=(122, 300)),
         _text(30, 524, PROMISE, 13, FAINT),
         _text(30, 544, AND_THEN, 13, FAINT),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'role="img" aria-label="From a recipe to an output" font-family="{FONT}">\n'
+        f'role="img" aria-label="From a request to an output" font-family="{FONT}">\n'
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" '
         f'markerHeight="7" orient="auto"><path d="M 0 1 L 9 5 L 0 9 z" fill="{LINE}"/></marker>'
         "</defs>\n"
