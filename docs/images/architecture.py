@@ -30,7 +30,9 @@ def draw() -> str:
     parts = [
         *_column_titles(),
         # what is asked for, and what will be done
-        _box(30, 90, 170, 112, "asked", "request", ["recipe: decides bytes", "options: how it runs"]),
+        _box(
+            30, 90, 170, 112, "asked", "request", ["recipe: decides bytes", "options: how it runs"]
+        ),
         _arrow(200, 146, 250, 146),
         _box(
             250,
@@ -50,7 +52,9 @@ def draw() -> str:
         _arrow(840, 146, 870, 146),
         _box(870, 110, 140, 72, "worked", "combine stage", ["linear, ties, …"]),
         _arrow(940, 182, 940, 278),
-        _box(870, 278, 140, 80, "worked", "backend", ["adds to base, rounds", "once, counts, hashes"]),
+        _box(
+            870, 278, 140, 80, "worked", "backend", ["adds to base, rounds", "once, counts, hashes"]
+        ),
         _arrow(870, 318, 840, 318),
         _box(690, 278, 150, 80, "worked", "sink", ["bytes at their places,", "in any order"]),
         _arrow(690, 318, 660, 318),

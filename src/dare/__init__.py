@@ -29,7 +29,7 @@ _NAMES = {
         "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
         "NotFiniteError OutputError RecipeError VerificationError"
     ),
-    "output.report": "Report",
+    "output.receipt": "Report",
     "output.slices": "SliceReport",
     "output.verification": "Verification verify",
     "planning.plan": "Estimate Plan estimate",

@@ -20,12 +20,13 @@ from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
 from dare.inputs.opening import open_inputs
-from dare.output.manifest import (
+from dare.output.receipt import (
+    Report,
     find_manifest,
     inputs_of_output,
+    make_report,
     repeating_document,
 )
-from dare.output.report import Report, make_report
 from dare.output.sidecars import with_sidecars
 from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
@@ -133,7 +134,8 @@ def plan(
     found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
     planned = make_plan(found, *opened, options=request.options)
-    return with_sidecars(planned, inputs)
+    is_file = planned.layout is None or not planned.layout.is_directory
+    return planned if is_file and not found.copy_from else with_sidecars(planned, inputs)
 
 
 def merge(

@@ -31,7 +31,7 @@ from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
 from dare.inputs.sources import decoded
-from dare.output.report import Report
+from dare.output.receipt import Report
 from dare.recipe.recipe import Request
 from dare.stages import STAGES
 from dare.stages.dare import Rescale

@@ -14,7 +14,7 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Suggestion, Verdict
 from dare.analysis.results import OUTSIDE, Origin, Outcome, Overlap, PairAnalysis
 from dare.documents.notices import Notice, Severity, notice
-from dare.output.report import Digests, ModelReport, Report, TensorReport
+from dare.output.receipt import Digests, ModelReport, Report, TensorReport
 from dare.planning.make import LeftOut, Misfit
 
 LAYERS = 6

@@ -21,7 +21,7 @@ from calling import TO, TWO, base_arrays, contents, dare, dare_succeeds, tuned_a
 
 from dare import RecipeError, load_recipe
 from dare.cli import FAILED, WRONG_USAGE
-from dare.output.manifest import FORMAT
+from dare.output.receipt import FORMAT
 from dare.output.targets import seal
 from dare.tensors.mask import MASK_VERSION
 from helpers import entry, file_bytes, save

@@ -5,7 +5,7 @@ import pytest
 from ranges import DeltaArrays
 
 from dare.inputs.arrays import array_source
-from dare.output.report import make_report
+from dare.output.receipt import make_report
 from dare.output.sink import ArraySink
 from dare.planning.data import Fate
 from dare.planning.make import make_plan

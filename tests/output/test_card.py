@@ -14,7 +14,7 @@ import yaml
 from dare import merge, plan
 from dare.documents.notices import LEFTOVERS, notice
 from dare.errors import InputError
-from dare.output.report import Report
+from dare.output.receipt import Report
 from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
 from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Request

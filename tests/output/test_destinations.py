@@ -18,11 +18,12 @@ import pytest
 import dare
 from dare.errors import MismatchError, OutputError, RecipeError
 from dare.output import store as destinations
-from dare.output.manifest import METADATA_KEY
 from dare.output.output import Identity, Output
-from dare.output.store import StoreSink, publisher_of
+from dare.output.receipt import METADATA_KEY
+from dare.output.store import StoreSink
 from dare.output.targets import UNKNOWN, default_scratch, has_fitting_check, work_folder
 from dare.planning.data import Layout
+from dare.run.engine import publisher_of
 from dare.stores import reading, uploading
 from dare.stores.locations import to_path
 from helpers import listing, save

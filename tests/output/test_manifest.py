@@ -10,7 +10,7 @@ from safetensors import safe_open
 import dare as package
 from dare.api import load_recipe, merge
 from dare.errors import DareError, InputError, VerificationError
-from dare.output.manifest import find_manifest, read_manifest
+from dare.output.receipt import find_manifest, read_manifest
 from dare.output.targets import manifest_path, seal
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from helpers import listing, save, save_shards, sha256, write_recipe

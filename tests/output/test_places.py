@@ -7,7 +7,7 @@ import pytest
 
 import dare
 from dare.lora import extract_adapter, merge_adapters
-from dare.output.manifest import portable_path, resolve_path, short_name
+from dare.output.receipt import portable_path, resolve_path, short_name
 from dare.output.targets import manifest_path
 from helpers import save, sha256
 

@@ -12,7 +12,7 @@ import pytest
 
 import dare
 from dare.documents.notices import LEFTOVERS
-from dare.output import publishing
+from dare.output import output as publishing
 from dare.output.targets import JOURNAL_NAME, MARK_NAME, manifest_path
 from helpers import listing, save, sha256
 
@@ -74,7 +74,7 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
 
 
 def test_without_an_exchange_a_death_between_two_renames_is_mended(tmp_path, monkeypatch):
-    monkeypatch.setattr("dare.output.publishing.sys.platform", "plan9")
+    monkeypatch.setattr("dare.output.output.sys.platform", "plan9")
     recipe = recipe_in(tmp_path, "out")
     dare.merge(recipe.changed(scale=0.5))
     real = os.rename

@@ -178,7 +178,7 @@ def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, mo
         raise OutputError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dare.output.publishing.give_name", fail)
+        patch.setattr("dare.output.output.give_name", fail)
         with pytest.raises(OutputError, match="injected"):
             dare.merge_slice(recipe, "2/2")
     report = dare.finish(recipe)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.errors import InputError, RecipeError
-from dare.output.manifest import read_manifest
+from dare.output.receipt import read_manifest
 from dare.output.targets import manifest_path
 from dare.stages import STAGES, registry
 from dare.studies.evaluators import open_scorer

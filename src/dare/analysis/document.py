@@ -42,7 +42,7 @@ from dare.documents.words import (
     times,
     weight_text,
 )
-from dare.output.manifest import short_name
+from dare.output.receipt import short_name
 from dare.recipe.entries import write_toml
 
 MOST_NAMES = 3

@@ -28,7 +28,7 @@ from dare.documents.notices import Notice
 from dare.documents.shown import json_ready
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
-from dare.output.report import ModelReport
+from dare.output.receipt import ModelReport
 from dare.planning.make import LeftOut
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited

@@ -34,7 +34,7 @@ from dare.cli.template import SEARCH, advised_toml, nothing_advised
 from dare.documents.page import render_page
 from dare.documents.terminal import make_console, print_document
 from dare.errors import InputError, printable
-from dare.output.manifest import find_manifest, read_manifest
+from dare.output.receipt import find_manifest, read_manifest
 from dare.output.targets import check_free, write_file
 from dare.recipe.options import RunOptions
 from dare.stores.locations import to_path

@@ -37,7 +37,7 @@ from dare.documents.notices import notice
 from dare.documents.shown import Shown
 from dare.documents.terminal import make_console, print_document, print_steps
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
-from dare.output.manifest import find_manifest
+from dare.output.receipt import find_manifest
 from dare.planning.plan import Estimate, Plan, estimate
 from dare.planning.slices import Slice
 from dare.recipe.recipe import Request

@@ -61,8 +61,8 @@ from dare.inputs.sources import (
     open_source,
 )
 from dare.output.journal import Record, group_by_tensor
-from dare.output.manifest import portable_path, without_folders
 from dare.output.output import Publisher
+from dare.output.receipt import portable_path, without_folders
 from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan

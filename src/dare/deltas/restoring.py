@@ -17,7 +17,7 @@ from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
 from dare.inputs.sources import open_source
 from dare.output.journal import Record, group_by_tensor
-from dare.output.manifest import portable_path
+from dare.output.receipt import portable_path
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME
 from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan

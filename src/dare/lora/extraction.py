@@ -45,7 +45,7 @@ from dare.lora.writing import (
     ModuleReport,
     peft_config,
 )
-from dare.output.manifest import portable_path, short_name
+from dare.output.receipt import portable_path, short_name
 from dare.run.engine import Run, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type

@@ -36,7 +36,7 @@ from dare.lora.writing import (
     ModuleReport,
     peft_config,
 )
-from dare.output.manifest import inputs_of_output, portable_path, short_name
+from dare.output.receipt import inputs_of_output, portable_path, short_name
 from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan

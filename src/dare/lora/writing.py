@@ -29,8 +29,8 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.output.journal import Record
-from dare.output.manifest import without_folders
 from dare.output.output import Identity, Publisher
+from dare.output.receipt import without_folders
 from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
 from dare.run.engine import Receipt, Run, Work

@@ -5,16 +5,25 @@ journal. When a merge is resumed, every chunk the journal speaks of is hashed ag
 only those that are there byte for byte count as done; so it does not matter what was and was not
 synced when the process or the machine died. The target's name appears when everything is in place.
 
+A directory gets its name in one step: by a rename, or by exchanging names with the one that it
+replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
+a process dies in between is known by the journal, and the next run removes it. Of a replaced
+directory only the files are deleted that its manifest names.
+
 `Alone` opens the journal for a process that makes the whole output; `dare.output.slices` has what
 several processes do instead.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import glob
 import itertools
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -22,19 +31,27 @@ from typing import Any, NamedTuple, Self
 
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
 from dare.inputs.sources import INDEX_NAME
-from dare.output import publishing
-from dare.output.journal import Journal, JournalContent, Record, is_held
-from dare.output.publishing import claim, remove, sync_folder, write_synced
+from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
 from dare.output.sink import FileSink, Metadata, check_free_space, explaining
 from dare.output.targets import (
     JOURNAL_NAME,
+    MANIFEST_NAME,
     MARK_NAME,
+    REPLACED,
+    check_replaceable,
     check_target,
+    claim,
+    has_mark,
     is_only_name,
     manifest_path,
+    partial_folder,
+    remove,
     seal,
     slice_journals,
+    sync_folder,
     work_folder,
+    write_synced,
+    written_files,
 )
 from dare.planning.data import Layout
 from dare.tensors.chunks import bytes_digest
@@ -104,11 +121,11 @@ class Publisher:
 
     def finished_before(self) -> JournalContent | None:
         """Return the journal of an output whose process died after giving the name, else None."""
-        return publishing.finished_before(self.layout)
+        return _finished_before(self.layout)
 
     def clear_leftovers(self, *, finished: bool) -> None:
         """Remove what such a process left, or one that died while removing it."""
-        publishing.clear_leftovers(self.layout, finished=finished)
+        _clear_leftovers(self.layout, finished=finished)
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink for an output whose layout is known."""
@@ -123,7 +140,7 @@ class Publisher:
             sync_folder(folder)
         output.journal.note_synced(finished=bytes_digest(manifest))
         output.sink.clear_up()
-        return publishing.give_name(layout, output.made, overwrite=output.overwrite)
+        return give_name(layout, output.made, overwrite=output.overwrite)
 
 
 class Output:
@@ -286,3 +303,163 @@ class Output:
             if (index := self.sink.layout.index()) is not None:
                 self.add_files({INDEX_NAME: index})
             return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))
+
+
+# ---------------------------------------------------------------- the name
+
+_NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+
+
+def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
+    """Give a complete output its name, and sync the folders `made` for it; return later faults."""
+    target, folder = layout.target, partial_folder(layout.target)
+    name = _name_directory if layout.is_directory else _name_file
+    name(folder, layout, overwrite=overwrite)
+    problems: list[str] = []
+    for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
+        _attempt(problems, sync_folder, parent)
+    _clear_away(layout, problems)
+    return problems
+
+
+def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
+    if _rename(folder, target, "new"):
+        return
+    if not overwrite:
+        raise _appeared(target)
+    check_replaceable(layout)  # it may have come since the merge began
+    if not _rename(folder, target, "exchange"):
+        target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
+        folder.rename(target)
+
+
+def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
+    manifest = manifest_path(target)
+    if os.path.lexists(target):
+        if not overwrite:
+            raise _appeared(target)
+        check_replaceable(layout)  # it may have come since the merge began
+    (folder / manifest.name).replace(manifest)
+    sync_folder(target.parent)
+    weights = folder / target.name
+    if overwrite:
+        weights.replace(target)
+    elif not _rename(weights, target, "new"):
+        raise _appeared(target)
+
+
+def _appeared(target: Path) -> OutputError:
+    return OutputError(
+        f"{target}: appeared during the merge; move it away and run the same merge again"
+    )
+
+
+def _rename(old: Path, new: Path, how: str) -> bool:
+    """Rename to a name that is `new`, or `exchange` two names; False if that cannot be done."""
+    system = {"linux": ("renameat2", 1, 2), "darwin": ("renamex_np", 4, 2)}.get(sys.platform)
+    call = getattr(ctypes.CDLL(None, use_errno=True), system[0], None) if system else None
+    if system is not None and call is not None:
+        paths = os.fsencode(old), os.fsencode(new)
+        flag = ctypes.c_uint(system[1] if how == "new" else system[2])
+        here = ctypes.c_int(-100)  # AT_FDCWD
+        given = (here, paths[0], here, paths[1]) if system[0] == "renameat2" else paths
+        if call(*given, flag) == 0:
+            return True
+        error = ctypes.get_errno()
+        if error == errno.EEXIST:
+            return False
+        if error not in _NO_SUCH_CALL:
+            raise OSError(error, os.strerror(error), str(new))
+    if how == "exchange" or os.path.lexists(new):
+        return False
+    old.rename(new)
+    return True
+
+
+# ---------------------------------------------------------------- clearing away
+
+
+def _finished_before(layout: Layout) -> JournalContent | None:
+    """Return the journal of an output whose process died after giving the name, else None."""
+    target = layout.target
+    home = target if layout.is_directory else partial_folder(target)
+    try:
+        if not has_mark(home) or (not layout.is_directory and (home / target.name).exists()):
+            return None
+        manifest = bytes_digest(manifest_path(target).read_bytes())
+        found = read_locked(home / JOURNAL_NAME)
+    except (OSError, OutputError):
+        return None
+    return found if found.finished == manifest and target.exists() else None
+
+
+def _clear_leftovers(layout: Layout, *, finished: bool) -> None:
+    """Remove what such a process left, or one that died while removing it."""
+    if finished or _has_mark_only(layout):
+        _clear_away(layout, [])
+
+
+def _has_mark_only(layout: Layout) -> bool:
+    """Tell whether only a mark or an empty folder is left of the making of an output."""
+    target = layout.target
+    if layout.is_directory:
+        return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
+    folder = partial_folder(target)
+    is_done = target.exists() and folder.is_dir() and not folder.is_symlink()
+    return is_done and not set(os.listdir(folder)) - {MARK_NAME}
+
+
+def _clear_away(layout: Layout, problems: list[str]) -> None:
+    """Remove the replaced output, and what only served the making of this one."""
+    home = layout.target
+    if layout.is_directory:
+        for replaced in _replaced(home):
+            _attempt(problems, _remove_output, replaced)
+        _attempt(problems, sync_folder, home.parent)
+        if problems:
+            return  # what tells the next run to clear away stays
+    else:
+        home = partial_folder(home)
+    for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
+        if not problems:
+            _attempt(problems, os.unlink, home / name)
+    if not problems and not layout.is_directory:
+        _attempt(problems, os.rmdir, home)
+
+
+def _replaced(target: Path) -> Iterator[Path]:
+    """Yield the folders of outputs that have been replaced."""
+    names = f"{glob.escape(target.name)}{REPLACED}*"
+    for path in (partial_folder(target), *target.parent.glob(names)):
+        is_under_way = os.path.lexists(path / JOURNAL_NAME)
+        if path.is_dir() and not path.is_symlink() and not is_under_way:
+            yield path
+
+
+def _remove_output(folder: Path) -> None:
+    """Remove of a directory what its manifest names, the manifest last, and no more."""
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        return
+    manifest = folder / MANIFEST_NAME
+    files = written_files(folder)
+    for file in sorted(files - {manifest}):
+        file.unlink(missing_ok=True)
+    subfolders = {parent for file in files for parent in file.parents if folder in parent.parents}
+    for subfolder in sorted(subfolders, reverse=True):
+        with suppress(FileNotFoundError):
+            subfolder.rmdir()
+    manifest.unlink()
+    folder.rmdir()
+
+
+def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
+    """Do something that the output no longer depends on."""
+    try:
+        action(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, OutputError) as error:
+        problems.append(str(error))

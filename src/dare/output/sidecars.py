@@ -29,8 +29,7 @@ from dare.inputs.directory import (
     stop_tokens_of,
 )
 from dare.inputs.opening import Inputs
-from dare.output.manifest import short_name, without_folders
-from dare.output.report import Report
+from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct
 from dare.recipe.recipe import Recipe
@@ -178,8 +177,7 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
 
 def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
     """Return the files that go beside the weights, the card among them."""
-    if planned.sidecars is None:
-        return {}
+    assert planned.sidecars is not None
     card = model_card(planned, report, planned.base_card)
     return {**planned.sidecars.files, CARD_NAME: card}
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dare.documents.words import show_size
 from dare.errors import OutputError
 from dare.output.journal import Journal, JournalContent, Record
-from dare.output.publishing import sync_folder
+from dare.output.targets import sync_folder
 from dare.planning.data import Layout
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
 from dare.tensors.files import OutputFile

@@ -41,10 +41,16 @@ from dare.output.journal import (
     read_journal,
 )
 from dare.output.output import Alone, Output
-from dare.output.publishing import sync_folder
-from dare.output.report import Report
+from dare.output.receipt import Report
 from dare.output.sink import FileSink
-from dare.output.targets import JOURNAL_NAME, MARK_NAME, has_mark, slice_journal, slice_journals
+from dare.output.targets import (
+    JOURNAL_NAME,
+    MARK_NAME,
+    has_mark,
+    slice_journal,
+    slice_journals,
+    sync_folder,
+)
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span

@@ -26,8 +26,8 @@ from pathlib import Path
 from dare.documents.words import show_size
 from dare.errors import ExistsError, OutputError
 from dare.output.journal import Journal, JournalContent, Key, Record, read_locked
-from dare.output.manifest import METADATA_KEY, checked_metadata
 from dare.output.output import Output, Publisher
+from dare.output.receipt import METADATA_KEY, checked_metadata
 from dare.output.sink import Bytes, FileSink, Metadata, explaining
 from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
 from dare.planning.data import Layout
@@ -40,11 +40,6 @@ from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
 SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
 UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
 EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
-
-
-def publisher_of(layout: Layout) -> Publisher:
-    """Return the way of an output to its name: on this machine, or in a store."""
-    return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 
 # ---------------------------------------------------------------- what is in the store

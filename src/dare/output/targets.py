@@ -15,15 +15,20 @@ it speaks of, and ends with the digest of its own text, taken while that digest 
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from dare.checks.inputs import file_identity
 from dare.errors import ExistsError, InputError, OutputError
@@ -31,7 +36,7 @@ from dare.planning.data import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
 from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
-from dare.tensors.files import open_input, read_beginning, read_limited
+from dare.tensors.files import NO_LINKS, as_stream, open_input, read_beginning, read_limited
 from dare.tensors.header import json_bytes, read_header
 
 MANIFEST_NAME = "dare-manifest.json"
@@ -39,6 +44,7 @@ MARK_NAME = "dare-partial.txt"
 MARK = b"dare makes an output here, and may delete everything in this folder.\n"
 JOURNAL_NAME = "journal.jsonl"
 REPLACED = ".replaced-"  # suffix of an output that is replaced, if names cannot be exchanged
+COPIED_BYTES = 1 << 20
 LONGEST_NAME = 255  # bytes, on every file system that people use
 
 KINDS = {
@@ -344,3 +350,72 @@ def read_sealed(path: Path) -> dict[str, Any]:
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
         raise InputError(f"{path}: the manifest has been changed since it was written")
     return document
+
+
+# ---------------------------------------------------------------- what is on the disk
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder of ours."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def claim(folder: Path) -> list[Path]:
+    """Make a folder of ours, or find our mark on it; return the parents that did not exist."""
+    made = [path for path in folder.parents if not os.path.lexists(path)]
+    if not made and not folder.parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if folder.is_symlink() or not folder.is_dir():
+            what = "the output is made in this folder, but this is not a folder; move it away"
+            raise OutputError(f"{folder}: {what}") from None
+        found = next(folder.iterdir(), None)
+        if found is not None and not has_mark(folder):
+            what = f"contains {found.name} and was not made by dare; move it away"
+            raise OutputError(f"{folder}: {what}") from None
+    if not has_mark(folder):
+        _mark(folder)
+    return made
+
+
+def _mark(folder: Path) -> None:
+    """Write our mark, as others may do at the same moment."""
+    file_descriptor = os.open(folder / MARK_NAME, os.O_WRONLY | os.O_CREAT | NO_LINKS, 0o666)
+    try:
+        os.write(file_descriptor, MARK)
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)
+
+
+def write_synced(path: Path, content: bytes | Path) -> str:
+    """Write or copy a file, sync it and return its digest; a link of that name is replaced."""
+    path.unlink(missing_ok=True)
+    digest = xxhash.xxh3_128()
+    with ExitStack() as stack:
+        stream = (
+            as_stream(open_input(content)) if isinstance(content, Path) else io.BytesIO(content)
+        )
+        source = stack.enter_context(stream)
+        file = stack.enter_context(path.open("xb"))
+        while piece := source.read(COPIED_BYTES):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file_descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)

@@ -23,7 +23,7 @@ from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
-from dare.output.manifest import METADATA_KEY, read_manifest
+from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed
 from dare.planning.plan import available_cores

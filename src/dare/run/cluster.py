@@ -36,7 +36,7 @@ from dare.errors import ClusterError, DareError, InputError, OutputError, Recipe
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
-from dare.output.manifest import metadata_of
+from dare.output.receipt import metadata_of
 from dare.output.sink import FileSink, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan

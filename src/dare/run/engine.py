@@ -30,7 +30,7 @@ from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Alone, Identity, Output, Publisher
 from dare.output.sink import ArraySink, FileSink, Metadata, Sink
-from dare.output.store import publisher_of
+from dare.output.store import StorePublisher
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
@@ -159,6 +159,11 @@ class Work(Generic[R]):
     def end(self, run: Run, report: R, problems: Sequence[str]) -> R:  # noqa: ARG002
         """Return the report of an output that is published, with what went wrong after that."""
         return report
+
+
+def publisher_of(layout: Layout) -> Publisher:
+    """Return the way of an output to its name: on this machine, or in a store."""
+    return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 
 def run(

@@ -13,9 +13,16 @@ from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.errors import InputError, OutputError, RecipeError, VerificationError
 from dare.output.journal import BusyError, JournalContent, Record
-from dare.output.manifest import checked_metadata, full_manifest, metadata_of, with_digests
 from dare.output.output import Publisher
-from dare.output.report import Digests, Report, make_report
+from dare.output.receipt import (
+    Digests,
+    Report,
+    checked_metadata,
+    full_manifest,
+    make_report,
+    metadata_of,
+    with_digests,
+)
 from dare.output.sidecars import sidecar_files
 from dare.output.sink import FileSink
 from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
@@ -85,7 +92,8 @@ class Merge(Work[Report]):
         manifest = full_manifest(self.plan, report, embedded)
         seal(manifest, {})
         report.to_json()
-        metadata, files = checked_metadata(self.layout, embedded), sidecar_files(self.plan, report)
+        files = {} if self.plan.sidecars is None else sidecar_files(self.plan, report)
+        metadata = checked_metadata(self.layout, embedded)
         return Receipt(report, metadata, manifest, files, whole=False)
 
     def end(self, run: Run, report: Report, problems: Sequence[str]) -> Report:

@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 from dare.documents.shown import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
-from dare.output.publishing import sync_folder, write_synced
 from dare.output.sink import explaining
-from dare.output.targets import slice_journal
+from dare.output.targets import slice_journal, sync_folder, write_synced
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.engine import do_census_steps

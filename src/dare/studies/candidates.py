@@ -36,8 +36,7 @@ from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Held, HeldSource, Source, hold
-from dare.output.manifest import inputs_of_output
-from dare.output.report import digests_of
+from dare.output.receipt import digests_of, inputs_of_output
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings

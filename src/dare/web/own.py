@@ -35,12 +35,12 @@ from dare.documents.words import show_size
 from dare.errors import DareError, ExistsError, InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
-from dare.output.store import publisher_of
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan, estimate
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, distinct
 from dare.recipe.recipe import Recipe, Request
+from dare.run.engine import publisher_of
 from dare.stores.locations import StorePath
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs

@@ -1,0 +1,538 @@
+"""The receipt of a merge: the report that `merge` returns, and the manifest, which can be checked.
+
+The header of every output file holds a short manifest: recipe, mask version, digests of inputs
+and output. It names no path, no time, no version of the program and no number of threads, because
+the bytes of an output depend on the recipe and the inputs alone. The JSON file beside the weights
+adds the recipe, versions, and the digest of every tensor and file.
+
+Nothing that is published speaks of the machine it was made on. In a manifest a path is relative to
+the output, so that both can be moved together, or only a name if they have nothing in common.
+Cards, pages and tables have the name alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dare import __version__
+from dare.checks.inputs import find_copies
+from dare.checks.sample import MergedTensor, SampledModels, find_large_deltas, find_largest
+from dare.documents.document import Columns, Document, Section, Tone, tabulate
+from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
+from dare.documents.shown import Shown
+from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
+from dare.errors import DareError, InputError, RecipeError, printable
+from dare.inputs.directory import CHAT_TEMPLATE
+from dare.inputs.sources import SINGLE_NAME
+from dare.kernels.native import numba_version
+from dare.output.journal import Record, group_by_tensor
+from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
+from dare.planning.data import FORMAT, Layout, TensorPlan
+from dare.planning.plan import Plan
+from dare.recipe.document import request_from_document
+from dare.recipe.entries import distinct
+from dare.recipe.layers import Gradient
+from dare.recipe.recipe import Request
+from dare.stores.locations import StorePath, home_folder, parse_name, to_path
+from dare.tensors.chunks import SEAL, bytes_digest, model_digest, tensor_digest
+from dare.tensors.header import TensorInfo
+from dare.tensors.mask import MASK_VERSION
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model's part in a merge."""
+
+    name: str
+    seed: int
+    weight: float | Gradient
+    elements: int
+    drop_rate_asked: float | None
+    """The rate of all dropping stages, 1 - Π(1 - p), with p the mean over the elements that reach
+    the stage; None without a dropping stage."""
+    drop_rate_realised: float | None
+    """The share that was dropped of the elements that reached the dropping stages."""
+    largest_delta: float
+    largest_delta_in: str
+    over_threshold: int
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One merged tensor: for each model that took part, in order."""
+
+    name: str
+    models: tuple[str, ...]
+    largest_delta: tuple[float, ...]
+    over_threshold: tuple[int, ...]
+    survivors: tuple[tuple[int, ...], ...]
+    """Elements left after each delta stage."""
+
+
+@dataclass(frozen=True, repr=False)
+class Digests:
+    """Digests of everything that was read and written."""
+
+    base: str
+    models: tuple[str, ...]
+    output: str
+    base_tensors: dict[str, str]
+    model_tensors: tuple[dict[str, str], ...]
+    output_tensors: dict[str, str]
+
+    def __repr__(self) -> str:
+        """The digests of whole models."""
+        return f"<Digests: base {self.base}, models {', '.join(self.models)}, output {self.output}>"
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """The figures and warnings of a merge."""
+
+    method: str
+    output: Path | None
+    models: tuple[ModelReport, ...]
+    tensors: tuple[TensorReport, ...]
+    delta_threshold: float
+    overflowed: int
+    """Results too large for the output type."""
+    nans: int
+    """Results that are not a number."""
+    warnings: tuple[Notice, ...]
+    bytes_read: int
+    bytes_written: int
+    resumed_chunks: int
+    seconds: float
+    digests: Digests
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {**asdict(self), "output": None if self.output is None else str(self.output)}
+
+    def __repr__(self) -> str:
+        """The report in a line."""
+        target = f" to {self.output}" if self.output is not None else ""
+        models = named([model.name for model in self.models])
+        warnings = [notice for notice in self.warnings if notice.severity is not Severity.NOTE]
+        warned = f", {times(len(warnings), 'warning')}" if warnings else ""
+        return printable(f"<Report: {self.method} of {models}{target}{warned}>")
+
+    def document(self) -> Document:
+        """Return what was done, and what to do next."""
+        columns: Columns = {
+            "model": lambda model: model.name,
+            "weight >": lambda model: weight_text(model.weight),
+            "dropped >": lambda model: rate_text(model.drop_rate_realised),
+            "asked >": lambda model: rate_text(model.drop_rate_asked),
+            "largest |δ| >": lambda model: f"{model.largest_delta:.3g}",
+            f"above {self.delta_threshold:g} >": _count_over,
+            "largest in": lambda model: model.largest_delta_in or NOTHING,
+        }
+        models = tabulate(self.models, columns, optional=("weight >", "largest in"))
+        output = shlex.quote(str(self.output))
+        steps = {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"}
+        return Document(
+            title=f"Merged {times(len(self.tensors), 'tensor')} in {self.seconds:.1f} s",
+            kind="merge",
+            tone=Tone.GOOD,
+            lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            sections=(Section("models", "Models", (models,), is_brief=True),),
+            notices=self.warnings,
+            steps={} if self.output is None else steps,
+            done=f"{self.output} is written ({show_size(self.bytes_written)})"
+            if self.output is not None
+            else "",
+            models=tuple(model.name for model in self.models),
+        )
+
+
+def _count_over(model: ModelReport) -> str:
+    share = model.over_threshold / model.elements if model.elements else 0.0
+    return f"{model.over_threshold:,} ({share:.2%})"
+
+
+def make_report(
+    plan: Plan,
+    records: Sequence[Record],
+    sample: SampledModels | None = None,
+    noticed: Sequence[Notice] = (),
+    seconds: float = 0.0,
+    bytes_read: int = 0,
+    resumed_chunks: int = 0,
+) -> Report:
+    """Add up the figures of all chunks; `noticed` are further notices since the plan."""
+    chunks = group_by_tensor(records)
+    tensors = tuple(_tensor_report(plan, t, chunks[t.name]) for t in plan.merged())
+    merged = [_merged_tensors(plan, model, tensors) for model in range(len(plan.models))]
+    models = tuple(_model_report(plan, model, each) for model, each in enumerate(merged))
+    overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
+    digests = digests_of(plan, records)
+    sample = sample or SampledModels()
+    contents = [  # empty for a model that is the base, None if there is nothing of it
+        digest if model.largest_delta else "" if model.elements else None
+        for model, digest in zip(models, digests.models, strict=True)
+    ]
+    warnings = [
+        *plan.warnings,
+        *sample.notices,
+        *noticed,
+        *find_copies(plan, contents),
+    ]
+    for code, count in (("overflow", overflowed), ("not_a_number", nans)):
+        if count:
+            values = times(count, "merged value is", "merged values are")
+            warnings.append(notice(code, values=values))
+    for each, exposures in zip(merged, sample.exposures, strict=False):
+        warnings += find_large_deltas(plan, each, exposures)
+    return Report(
+        method=plan.method,
+        output=plan.recipe.output,
+        models=models,
+        tensors=tensors,
+        delta_threshold=plan.recipe.delta_threshold,
+        overflowed=overflowed,
+        nans=nans,
+        warnings=tuple(dict.fromkeys(warnings)),
+        bytes_read=bytes_read,
+        bytes_written=plan.cost.bytes_written,
+        resumed_chunks=resumed_chunks,
+        seconds=seconds,
+        digests=digests,
+    )
+
+
+def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
+    figures = np.array([chunk.models for chunk in chunks], np.int64)  # chunk, model, figure
+    figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(plan.stages))
+    peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
+    return TensorReport(
+        tensor.name,
+        tuple(plan.model_names[model] for model in tensor.models),
+        tuple(peaks.tolist()),
+        tuple(figures[:, :, 1].sum(axis=0).tolist()),
+        tuple(map(tuple, figures[:, :, 2:].sum(axis=0).tolist())),
+    )
+
+
+def _merged_tensors(plan: Plan, model: int, reports: Sequence[TensorReport]) -> list[MergedTensor]:
+    """Return the merged tensors that a model takes part in."""
+    found = []
+    for tensor, report in zip(plan.merged(), reports, strict=True):
+        if model in tensor.models:
+            place = tensor.models.index(model)
+            peak, over = report.largest_delta[place], report.over_threshold[place]
+            found.append(MergedTensor(plan, model, tensor, peak, over, report.survivors[place]))
+    return found
+
+
+def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> ModelReport:
+    largest, largest_in = find_largest(merged)
+    asked, realised = _drop_rates(plan, merged)
+    return ModelReport(
+        name=plan.model_names[index],
+        seed=plan.recipe.seeds()[index],
+        weight=plan.recipe.weights()[index],
+        elements=sum(each.tensor.elements for each in merged),
+        drop_rate_asked=asked,
+        drop_rate_realised=realised,
+        largest_delta=largest,
+        largest_delta_in=largest_in,
+        over_threshold=sum(each.over_threshold for each in merged),
+    )
+
+
+def _drop_rates(plan: Plan, merged: Sequence[MergedTensor]) -> tuple[float | None, float | None]:
+    """Return what all dropping stages were asked to drop of one model, and what they dropped."""
+    asked_kept, realised_kept = Fraction(1), 1.0
+    dropped = False
+    for position, stage in enumerate(plan.stages):
+        if "drop_rate" not in stage.parameters:
+            continue
+        reached = kept = 0
+        expected = Fraction(0)
+        for each in merged:
+            survivors = (each.tensor.elements, *each.survivors)
+            rate = Fraction(each.tensor.settings_of(each.model)[position]["drop_rate"])
+            reached += survivors[position]
+            kept += survivors[position + 1]
+            expected += survivors[position] * (1 - rate)
+        if reached:
+            dropped = True
+            asked_kept *= expected / reached
+            realised_kept *= kept / reached
+    return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
+
+
+def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
+    """Return the digests of all inputs and of the output."""
+    chunks_of = group_by_tensor(records)
+    base: dict[str, str] = {}
+    models: list[dict[str, str]] = [{} for _ in plan.models]
+    output: dict[str, str] = {}
+    for tensor in plan.tensors:
+        name, chunks = tensor.name, chunks_of[tensor.name]
+        base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
+        output[name] = tensor_digest(chunk.output for chunk in chunks)
+        for place, model in enumerate(tensor.models, start=1):
+            if name in plan.models[model].tensors:
+                found = plan.original_digest(tensor, model)
+                models[model][name] = found or tensor_digest(c.inputs[place] for c in chunks)
+
+    def of_model(tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
+        return model_digest((tensors[name], digest) for name, digest in digests.items())
+
+    written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
+    return Digests(
+        base=of_model(plan.base.tensors, base),
+        models=tuple(of_model(m.tensors, d) for m, d in zip(plan.models, models, strict=True)),
+        output=of_model(written, output),
+        base_tensors=base,
+        model_tensors=tuple(models),
+        output_tensors=output,
+    )
+
+
+# ----------------------------------------------------------------
+
+
+MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
+
+_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+_PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
+
+
+def portable_path(path: Path, output: Path) -> str:
+    """Return an input's path as a manifest names it; hub names and addresses stay as they are.
+
+    >>> portable_path(Path("/data/me/models/base"), Path("/data/me/merged"))
+    '../models/base'
+    >>> portable_path(Path("/data/me/models/base"), Path("/scratch/merged"))
+    'base'
+    """
+    if is_hub_name(path) or isinstance(path, StorePath):
+        return path.as_posix()
+    real = Path(os.path.realpath(path.parent), path.name)
+    if isinstance(output, StorePath):  # from where no way leads here
+        return real.name
+    start = Path(os.path.realpath(output.parent), output.name)
+    common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
+    if len(Path(common).parts) <= MIN_SHARED_FOLDERS:  # the root is a part too
+        return real.name
+    return Path(os.path.relpath(real, start)).as_posix()
+
+
+def resolve_path(text: str, output: Path) -> Path:
+    """Return the path of an input that a manifest names."""
+    path = to_path(text)
+    if is_hub_name(path) or isinstance(path, StorePath):
+        return path
+    if isinstance(output, StorePath):
+        return to_path(re.sub(r"(?<=:/)(?=[^/])", "/", os.path.normpath(str(output / text))))
+    return Path(os.path.normpath(output / text))
+
+
+def is_hub_name(path: Path) -> bool:
+    """Tell whether a path is the name of a model on the hub, with its commit."""
+    name = parse_name(path.as_posix())
+    return name is not None and name.revision is not None
+
+
+def short_name(path: str | os.PathLike[str]) -> str:
+    """The last part of a path; the name on the hub for a folder of its cache.
+
+    A directory stands for the `model.safetensors` in it.
+
+    >>> short_name("/home/me/models/math"), short_name("~/base.safetensors")
+    ('math', 'base.safetensors')
+    >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/"), short_name("org/name@main")
+    ('org/name', 'org/name@main')
+    """
+    text = to_path(path).as_posix()
+    if isinstance(to_path(path), StorePath):
+        return text.removesuffix(f"/{SINGLE_NAME}")
+    if Path(text).parent != home_folder():  # which is called like its owner
+        text = text.removesuffix(f"/{SINGLE_NAME}")
+    if is_hub_name(Path(text)):
+        return text
+    cached = _HUB_CACHE.search(text + "/")
+    return f"{cached[1]}/{cached[2]}" if cached else Path(text).name
+
+
+def without_folders(text: str, known: Iterable[Path] = ()) -> str:
+    """Text, with the paths in it shortened; those that are `known` may have spaces.
+
+    >>> without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
+    'b.jinja: is not in z, but 1/2'
+    >>> without_folders("/home/Ann B/base/config.json: is odd", [Path("/home/Ann B/base")])
+    'base/config.json: is odd'
+    """
+    here = {str(path.absolute().parent) for path in known if not isinstance(path, StorePath)}
+    for folder in sorted(here, key=len, reverse=True):
+        text = text.replace(folder + os.sep, "")
+    return _PATH.sub(lambda path: short_name(path[0]), text)
+
+
+# ----------------------------------------------------------------
+
+
+METADATA_KEY = "dare"
+
+
+def with_digests(identity: Mapping[str, Any], digests: Digests) -> dict[str, Any]:
+    """Return the manifest for the output's own header, before its check is filled in."""
+    pairs = zip(identity["models"], digests.models, strict=True)
+    models = [{**model, "digest": digest} for model, digest in pairs]
+    return {**identity, "base": digests.base, "models": models, "output": digests.output}
+
+
+def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The safetensors metadata that carries a manifest."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {"format": "pt", METADATA_KEY: text}
+
+
+def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return each file's metadata with the check: the digest of the header while that is zeros."""
+    unchecked = layout.build(metadata_of(manifest))
+    return {
+        file: metadata_of({**manifest, SEAL: bytes_digest(header)})
+        for file, (header, _) in unchecked.items()
+    }
+
+
+def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest that lies beside the weights, but for the digests of files."""
+    figures = report.to_dict()
+    del figures["digests"], figures["output"]
+    figures["warnings"] = [
+        asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
+        for notice in report.warnings
+        if notice.code != LEFTOVERS  # it speaks of this machine
+    ]
+    return {
+        **{key: value for key, value in embedded.items() if key != SEAL},
+        "recipe": _portable_request(plan).to_document(),
+        "versions": {
+            "dare": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "numba": numba_version(),
+        },
+        "machine": platform.machine(),
+        "digests": {
+            "base": report.digests.base_tensors,
+            "models": report.digests.model_tensors,
+            "output": report.digests.output_tensors,
+        },
+        "report": figures,
+    }
+
+
+def _portable_request(plan: Plan) -> Request:
+    """Return the request as others may read it, with paths relative to the output."""
+    recipe = plan.recipe
+    output = plan.layout.target if plan.layout else Path()
+    portable = recipe.with_files(
+        to_path(portable_path(recipe.base, output)),
+        [
+            to_path(name)
+            for name in distinct([portable_path(e.file, output) for e in recipe.models])
+        ],
+        None,
+    )
+    template = recipe.chat_template
+    if template not in ("auto", *plan.model_names) and plan.sidecars is not None:
+        content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
+        assert isinstance(content, bytes)
+        template = content.decode()
+    left_out = dict.fromkeys(("input_digests", "output_digest", "search"))
+    return Request(
+        portable.model_copy(update={"chat_template": template, **left_out}),
+        plan.options.model_copy(update={"cluster": None, "scratch": None, "backend": "cpu"}),
+    )
+
+
+def find_manifest(path: Path) -> Path | None:
+    """The manifest that a path stands for: itself, or the one of the output it names."""
+    if path.name.endswith(".json"):
+        return path
+    if path.suffix == ".safetensors" or path.is_dir():
+        return manifest_path(path)
+    return None
+
+
+def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
+    """Return a manifest's recipe, which demands the same inputs and output."""
+    if path != manifest_file and not manifest_file.exists():
+        if not path.exists():
+            raise InputError(f"{path}: no such file")
+        raise InputError(
+            f"{path}: is not a recipe, and there is no manifest to repeat it from "
+            f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"
+        )
+    manifest = read_manifest(manifest_file)
+    versions = manifest.get("versions")
+    writer = f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
+    for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
+        if manifest.get(key) != ours:
+            raise InputError(
+                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
+                f"can repeat only {ours!r}; use the version that wrote it ({writer})"
+            )
+    try:
+        digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
+        given = request_from_document(manifest["recipe"], str(manifest_file))
+        recipe = given.recipe
+        output = output_of(manifest_file)
+        repeated = recipe.with_files(
+            resolve_path(str(recipe.base), output),
+            [resolve_path(str(entry.file), output) for entry in recipe.models],
+            output,
+        )
+        demanded = {"input_digests": digests, "output_digest": manifest["output"]}
+        return {**Request(repeated, given.options).to_document(), **demanded}
+    except KeyError as error:
+        raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
+    """Yield an output's inputs, base first: as a manifest names them, and where that leads."""
+    if isinstance(path, StorePath):
+        return
+    for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
+        try:
+            recipe = request_from_document(read_manifest(manifest)["recipe"], str(manifest)).recipe
+        except (DareError, TypeError, ValueError, AttributeError, RecursionError):
+            continue  # it is no manifest
+        files = (recipe.base, *(entry.file for entry in recipe.models))
+        yield [(file, resolve_path(str(file), output_of(manifest))) for file in files]
+
+
+def output_of(manifest_file: Path) -> Path:
+    """Return the output that a manifest lies in or beside."""
+    if manifest_file.name == MANIFEST_NAME:
+        return manifest_file.parent
+    return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest beside an output."""
+    manifest = read_sealed(path)
+    if "recipe" not in manifest:
+        raise InputError(f"{path}: is not the manifest of a merge")
+    return manifest
