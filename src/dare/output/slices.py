@@ -259,8 +259,8 @@ class FinishingOutput(PartialOutput):
         self._found = journal.read()
         if self._found.fingerprint != self._fingerprint:
             raise OutputError(
-                f"{self.folder}: was left by another merge or another version of dare; finish it "
-                "with the recipe and the version that started it, or delete the folder"
+                f"{self.folder}: {self._found.stranger}; finish it with the recipe and the version "
+                "that started it, or delete the folder"
             )
         for file in slice_journals(self.folder).values():
             self._found.add(read_journal(file.read_bytes()))
