@@ -361,8 +361,15 @@ class AnalysisData:
             document = pydantic_core.from_json(text)  # refuses halves of characters
         except ValueError as error:
             raise InputError(f"{where}: is not an analysis: {error}") from None
-        if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
-            raise InputError(f"{where}: is not an analysis ({SCHEMA}); run `dare analyze`")
+        schema = document.pop("schema", None) if isinstance(document, dict) else None
+        if schema != SCHEMA:
+            is_other = str(schema).startswith("dare-analysis/")
+            problem = (
+                f"has format {schema:.40}, and this version of dare reads {SCHEMA}"
+                if is_other
+                else f"is not an analysis ({SCHEMA})"
+            )
+            raise InputError(f"{where}: {problem}; run `dare analyze`")
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:

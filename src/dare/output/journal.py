@@ -19,9 +19,9 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -29,10 +29,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from dare import __version__
 from dare.errors import OutputError
 from dare.planning.data import JOURNAL_VERSION
 from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest
 from dare.tensors.files import NO_LINKS
+
+WRITER = {"journal": JOURNAL_VERSION, "dare": __version__}  # first in every journal
 
 LOCK_POLL_SECONDS = 0.05
 LONGEST_LAST_LINE = 1024
@@ -94,6 +97,7 @@ class JournalContent:
     """The content of a journal."""
 
     fingerprint: str | None = None  # the merge it is of; None if its first line cannot be believed
+    writer: str = ""  # the versions of journal and program that it is of
     records: dict[Key, tuple[str, Record]] = field(default_factory=dict)
     """The last record of each chunk, and the stamps of the inputs that it was made from."""
     finished: str | None = None  # the digest of the manifest, if only the name was missing
@@ -102,6 +106,12 @@ class JournalContent:
     makers: dict[Key, str] = field(default_factory=dict)  # the slice that made a chunk
     sent: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and version by file
     ours: list[str] = field(default_factory=list)  # names in a store that this merge may change
+
+    @property
+    def stranger(self) -> str:
+        """Say whose it is, if it is of another fingerprint."""
+        theirs, ours = self.writer or "unknown", _describe_writer(WRITER)
+        return f"was left by another merge or version of dare ({theirs}; this is {ours})"
 
     def is_synced(self, key: Key) -> bool:
         """Tell whether a chunk was made by a slice that has synced all its chunks."""
@@ -121,7 +131,10 @@ class JournalContent:
 def read_journal(text: bytes) -> JournalContent:
     """Believe what can be believed of a journal."""
     lines = checked_lines(text)
-    found = JournalContent(next(lines, {}).get("fingerprint"))
+    first = next(lines, {})
+    found = JournalContent(first.get("fingerprint"), _describe_writer(first))
+    if first.get("journal", WRITER["journal"]) != WRITER["journal"]:
+        return replace(found, fingerprint="")
     maker = ""
     for line in lines:
         try:
@@ -175,11 +188,14 @@ def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
             expected = _check(body, fingerprint)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             expected = ""
-        is_ours = check == f'{expected}"}}'.encode()
-        if is_ours and document.pop("journal", JOURNAL_VERSION) in (None, JOURNAL_VERSION):
+        if check == f'{expected}"}}'.encode():
             yield document
         elif number == 0:
             return
+
+
+def _describe_writer(line: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {line[name]}" for name in WRITER if name in line)
 
 
 def _check(body: bytes, fingerprint: str) -> str:
@@ -233,7 +249,7 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self.note_synced(journal=JOURNAL_VERSION, fingerprint=self.fingerprint)
+        self.note_synced(**WRITER, fingerprint=self.fingerprint)
 
     def note_stamps(self, stamps: str) -> None:
         """Write the stamps of the inputs from here on."""

@@ -236,7 +236,7 @@ class Output:
         if self.clear({MARK_NAME, JOURNAL_NAME}) and self.resume:
             self.started_over = "its journal cannot be read, so it starts over"
             if found.fingerprint is not None:
-                self.started_over = "was left by another merge or version of dare, and is not used"
+                self.started_over = f"{found.stranger}, and is not used"
 
     def clear(self, kept: Collection[str]) -> bool:
         """Remove all but these files, also sidecars of an earlier try; tell if there were any."""

@@ -268,8 +268,8 @@ class Finisher(Alone):
         found = self._found = output.journal.read()
         if found.fingerprint != fingerprint:
             raise OutputError(
-                f"{folder}: was left by another merge or another version of dare; finish it "
-                "with the recipe and the version that started it, or delete the folder"
+                f"{folder}: {found.stranger}; finish it with the recipe and the version "
+                "that started it, or delete the folder"
             )
         for file in slice_journals(folder).values():
             found.add(read_journal(file.read_bytes()))

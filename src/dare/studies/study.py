@@ -134,7 +134,9 @@ class Study:
             self.keep("charter", asdict(charter))
         if self.note("format") != FORMAT:
             raise InputError(
-                f"{self.path}: has format {self.note('format')}, not {FORMAT}; give another --study"
+                f"{self.path}: was written by another version of dare (format "
+                f"{self.note('format')}, and this one reads {FORMAT}); give another --study, or "
+                "use the version that wrote it"
             )
         kept = self.note("charter")
         self.charter = Charter(**{**kept, "guards": tuple(kept["guards"])})
