@@ -41,6 +41,7 @@ from dare.inputs.sources import open_source
 MODELS = Path(__file__).parent / "models"
 BASE = MODELS / "base"
 CONFIG = BASE / "config.json"
+WEIGHTS = "model.safetensors"
 TUNED = {task.name: MODELS / task.name for task in TASKS}
 
 SCALES: dict[str, dict[float, float]] = {
@@ -79,10 +80,16 @@ class Merge:
 
     def carry_out(self, output: Path) -> Path:
         """Write the merged model."""
-        given = {"drop_rate": self.drop_rate, "rescale": self.rescale} if self.drop_rate else {}
-        given |= {"scale": self.scale, "seed": self.seed, "verbose": False, "overwrite": True}
-        merge(base=BASE, models=self.models, output=output, method=self.method, **given)
+        given: dict[str, Any] = {"method": self.method, "scale": self.scale, "seed": self.seed}
+        if self.drop_rate:
+            given |= {"drop_rate": self.drop_rate, "rescale": self.rescale}
+        merge(base=BASE, models=self.models, output=output, overwrite=True, verbose=False, **given)
         return output
+
+    def load(self) -> Llama:
+        """Return the merged model."""
+        with tempfile.TemporaryDirectory() as folder:
+            return Llama(self.carry_out(Path(folder) / WEIGHTS), CONFIG)
 
 
 def scale_for(combine: str, drop_rate: float) -> float:
@@ -233,11 +240,8 @@ class Measurement:
 
 def measure(measurement: Measurement) -> Score:
     """Score weights, after making them by a merge if need be."""
-    with tempfile.TemporaryDirectory() as folder:
-        weights = measurement.weights
-        if isinstance(weights, Merge):
-            weights = weights.carry_out(Path(folder) / "merged.safetensors")
-        model = Llama(weights, CONFIG)
+    weights = measurement.weights
+    model = weights.load() if isinstance(weights, Merge) else Llama(weights, CONFIG)
     correct = {
         task.name: 100 * model.share_right(task.examples("test", measurement.prompts))
         for task in TASKS
@@ -275,7 +279,6 @@ def _begin() -> None:
 
 # ---------------------------------------------------------------- models that spoil a merge
 
-WEIGHTS = "model.safetensors"
 TIMES_TOO_FAR = 30
 PERMUTATION_SEED = 1
 NAN_AT = ("model.layers.2.mlp.up_proj.weight", 5000)
