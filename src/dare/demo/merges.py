@@ -37,6 +37,7 @@ from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.tasks import TASKS, Split, held_out_english
 from dare.errors import OutputError
 from dare.inputs.sources import open_source
+from dare.output.targets import write_file
 
 MODELS = Path(__file__).parent / "models"
 BASE = MODELS / "base"
@@ -348,13 +349,8 @@ def write_models(folder: Path) -> list[str]:
 
 def write_once(path: Path, content: bytes) -> None:
     """Write a file that is not there yet, or is the same."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_bytes(content)
-        elif path.read_bytes() != content:
-            raise OutputError(
-                f"{path}: exists already with other contents; write the models into an empty folder"
-            )
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    if not path.exists():
+        write_file(path, content, kind=None)
+    elif not path.is_file() or path.read_bytes() != content:
+        remedy = "write the models into an empty folder"
+        raise OutputError(f"{path}: exists already with other contents; {remedy}")
