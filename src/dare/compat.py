@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_overloads, overload
@@ -136,8 +136,9 @@ def dare_drop(
     """
     stages = _checked({"dare": {"drop_rate": drop_rate, "rescale": rescale}})
     deltas = named_arrays(task_vector, "task_vector")
-    how = {"method": "dare+sum", "stages": stages, "seed": _seed(seed), "verbose": False}
-    dropped, report = merge_arrays(_zeros(deltas), [deltas], **how)
+    dropped, report = merge_arrays(
+        _zeros(deltas), [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
+    )
     for notice in report.warnings:
         if notice.code not in BESIDE_A_BASE:
             warn_caller(str(notice))
@@ -384,7 +385,7 @@ def _merge(
     return merge_arrays(base, models, method=method, stages=_checked(stages), seed=seed)[0]
 
 
-def _zeros(arrays: Arrays) -> dict[str, Any]:
+def _zeros(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _as_original(array, name, None) for name, array in arrays.items()}
 
 

@@ -181,7 +181,7 @@ def report(
     console = make_console(quiet=quiet)
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
-    outcome = merged and _outcome(merged, analysis, options, verbose=not quiet)
+    outcome = None if merged is None else _outcome(merged, analysis, options, verbose=not quiet)
     page = render_page(make_document(analysis, readiness, advice, outcome))
     write_file(output, page.encode(), "page")
     console.print(f"The page is {output}; open it in a browser, no network is needed")

@@ -37,10 +37,12 @@ from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.tasks import TASKS, Split, held_out_english
 from dare.errors import OutputError
 from dare.inputs.sources import open_source
+from dare.output.targets import write_file
 
 MODELS = Path(__file__).parent / "models"
 BASE = MODELS / "base"
 CONFIG = BASE / "config.json"
+WEIGHTS = "model.safetensors"
 TUNED = {task.name: MODELS / task.name for task in TASKS}
 
 SCALES: dict[str, dict[float, float]] = {
@@ -79,10 +81,16 @@ class Merge:
 
     def carry_out(self, output: Path) -> Path:
         """Write the merged model."""
-        given = {"drop_rate": self.drop_rate, "rescale": self.rescale} if self.drop_rate else {}
-        given |= {"scale": self.scale, "seed": self.seed, "verbose": False, "overwrite": True}
-        merge(base=BASE, models=self.models, output=output, method=self.method, **given)
+        given: dict[str, Any] = {"method": self.method, "scale": self.scale, "seed": self.seed}
+        if self.drop_rate:
+            given |= {"drop_rate": self.drop_rate, "rescale": self.rescale}
+        merge(base=BASE, models=self.models, output=output, overwrite=True, verbose=False, **given)
         return output
+
+    def load(self) -> Llama:
+        """Return the merged model."""
+        with tempfile.TemporaryDirectory() as folder:
+            return Llama(self.carry_out(Path(folder) / WEIGHTS), CONFIG)
 
 
 def scale_for(combine: str, drop_rate: float) -> float:
@@ -233,11 +241,8 @@ class Measurement:
 
 def measure(measurement: Measurement) -> Score:
     """Score weights, after making them by a merge if need be."""
-    with tempfile.TemporaryDirectory() as folder:
-        weights = measurement.weights
-        if isinstance(weights, Merge):
-            weights = weights.carry_out(Path(folder) / "merged.safetensors")
-        model = Llama(weights, CONFIG)
+    weights = measurement.weights
+    model = weights.load() if isinstance(weights, Merge) else Llama(weights, CONFIG)
     correct = {
         task.name: 100 * model.share_right(task.examples("test", measurement.prompts))
         for task in TASKS
@@ -275,7 +280,6 @@ def _begin() -> None:
 
 # ---------------------------------------------------------------- models that spoil a merge
 
-WEIGHTS = "model.safetensors"
 TIMES_TOO_FAR = 30
 PERMUTATION_SEED = 1
 NAN_AT = ("model.layers.2.mlp.up_proj.weight", 5000)
@@ -345,13 +349,8 @@ def write_models(folder: Path) -> list[str]:
 
 def write_once(path: Path, content: bytes) -> None:
     """Write a file that is not there yet, or is the same."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_bytes(content)
-        elif path.read_bytes() != content:
-            raise OutputError(
-                f"{path}: exists already with other contents; write the models into an empty folder"
-            )
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    if not path.exists():
+        write_file(path, content, kind=None)
+    elif not path.is_file() or path.read_bytes() != content:
+        remedy = "write the models into an empty folder"
+        raise OutputError(f"{path}: exists already with other contents; {remedy}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,12 +176,10 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
 def _writings(console: Console) -> tuple[Writing, ...]:
     """Let the models, and a merge of all three, go on after the same prompts."""
     prompts = [example.prompt for example in SHOWN]
-    files = {name: MODELS / name for name in ("base", *TUNED)}
-    with tempfile.TemporaryDirectory() as folder, console.status("merging"), one_blas_thread():
-        files[FAVOURITE.label] = FAVOURITE.carry_out(Path(folder) / "merged.safetensors")
-        return tuple(
-            Writing(name, tuple(Llama(file, CONFIG).write(prompts))) for name, file in files.items()
-        )
+    with console.status("merging"), one_blas_thread():
+        models = {name: Llama(MODELS / name, CONFIG) for name in ("base", *TUNED)}
+        models[FAVOURITE.label] = FAVOURITE.load()
+        return tuple(Writing(name, tuple(llama.write(prompts))) for name, llama in models.items())
 
 
 def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> float:
@@ -274,7 +271,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     columns: Columns = {
         "": lambda row: row.name,
         "scale >": lambda row: "" if row.scale is None else f"{row.scale:g}",
-        **{f"{name} >": lambda row, name=name: _percentage(row.correct(name)) for name in TUNED},
+        **{f"{task.name} >": partial(_correct, task.name) for task in TASKS},
         "mean >": lambda row: _percentage(row.mean),
         "English >": lambda row: f"{row.bits_per_byte.mean:.3f}",
     }
@@ -317,6 +314,10 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     )
 
 
+def _correct(task: str, row: Row) -> str:
+    return _percentage(row.correct(task))
+
+
 def _percentage(figure: Figure) -> str:
     """Return a mean with its spread.
 
@@ -336,9 +337,10 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for curve, colour, mark in zip(curves, COLOURS, MARKS, strict=False):
-        points = [(rate, at.mean, at.spread or 0.0) for rate, at in curve.points]
-        looks = {"color": colour, "marker": mark, "capsize": 3, "label": curve.name}
-        axes.errorbar(*zip(*points, strict=True), **looks)
+        rates = [rate for rate, _ in curve.points]
+        means = [point.mean for _, point in curve.points]
+        spreads = [point.spread or 0.0 for _, point in curve.points]
+        axes.errorbar(rates, means, spreads, color=colour, marker=mark, capsize=3, label=curve.name)
     axes.set(xlabel="drop rate p", ylabel="right answers to held-out prompts (%)")
     axes.set(xlim=(-0.02, 1), ylim=(0, 103))
     axes.grid(color="#dddddd", linewidth=0.8)

@@ -214,9 +214,8 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
 # ---------------------------------------------------------------- notices and steps
 
 
-def print_notices(console: Console, notices: Iterable[Notice], names: Names | None = None) -> None:
+def print_notices(console: Console, notices: Iterable[Notice], names: Names) -> None:
     """Print notices with their remedies, the gravest first; of many notes only the kinds."""
-    names = names or Names()
     kinds: dict[tuple[Severity, str], list[Notice]] = {}
     for notice in notices:
         kinds.setdefault((notice.severity, notice.code), []).append(notice)
