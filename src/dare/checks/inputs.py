@@ -91,7 +91,7 @@ def _count_not_finite(
         source = plan.source_of(tensor, model)
         values = raw.view(source.tensors[tensor.name].dtype.numpy_type).astype(np.float64)
         is_bad = ~np.isfinite(values)
-        if not source.holds_delta(tensor.name):
+        if not source.delta_of(tensor.name).is_change:
             is_bad &= np.isfinite(origin)
             of_base |= np.isinf(origin) & (values != origin)
         counts[model] = int(np.count_nonzero(is_bad))

@@ -48,7 +48,7 @@ from dare.inputs.delta_files import (
     part_type,
     sample,
 )
-from dare.inputs.directory import collect, read_config
+from dare.inputs.directory import collect
 from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
@@ -61,6 +61,7 @@ from dare.inputs.sources import (
     Source,
     SourceView,
     open_source,
+    read_config,
 )
 from dare.output.journal import JOURNAL_VERSION, Record, group_by_tensor
 from dare.output.manifest import portable_path, without_folders

@@ -22,13 +22,13 @@ from typing import Any, TypeGuard
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
+from dare.inputs.sources import CONFIG
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.files import is_there, list_names, read_limited
-from dare.tensors.header import MAX_CONFIG_BYTES, Described, dump_json, parse_json
+from dare.tensors.header import Described, dump_json, parse_json
 from dare.tensors.names import some_of
 
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -337,18 +337,6 @@ def read_json(directory: Path, name: str) -> Any:
     """Read the JSON in a directory's file, or None if there is no such file."""
     text = read_text(directory, name)
     return None if text is None else parse_json(text, directory / name)
-
-
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the `config.json` of a model directory; empty where there is none."""
-    try:
-        file = (path if path.is_dir() else path.parent) / CONFIG
-        if not is_there(file):
-            return {}
-    except (OSError, ValueError):  # no possible name of a file
-        return {}
-    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
-    return config if isinstance(config, dict) else {}
 
 
 # ---------------------------------------------------------------- what must change

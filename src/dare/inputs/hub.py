@@ -36,6 +36,7 @@ from dare.stores.locations import (
     WEIGHT_SUFFIXES,
     Name,
     StorePath,
+    is_here,
     parse_address,
     parse_name,
     to_path,
@@ -103,10 +104,10 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     name is an address. Raises InputError if it is a name and cannot be had, or if it is more likely
     a path with a slip of the pen. The progress of a download is shown if `verbose`.
     """
-    is_address = isinstance(path, StorePath) and path.scheme == "hf"
-    name = parse_address(str(path)) if is_address else None
-    if name is None and not _exists(path):
-        name = parse_name(path.as_posix())
+    if is_here(path):
+        return Resolved(path)
+    is_address = isinstance(path, StorePath)
+    name = parse_address(str(path)) if is_address else parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
     folder = name.repo.partition("/")[0]
@@ -130,15 +131,6 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         text = without_credentials(f"{name}: {_explained(name, error)}")
         has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
         raise InputError(text) from (None if has_secrets else error)
-
-
-def _exists(path: Path) -> bool:
-    if isinstance(path, StorePath):
-        return True
-    try:
-        return path.exists()
-    except OSError:  # opening it will say what is wrong
-        return True
 
 
 def _find(name: Name, *, verbose: bool) -> Resolved:

@@ -24,10 +24,9 @@ from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
-from dare.inputs.directory import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.sources import RenamedSource, Source
+from dare.inputs.sources import RenamedSource, Source, read_config
 from dare.stores.locations import StorePath
 from dare.tensors.files import read_limited
 from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo

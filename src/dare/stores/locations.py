@@ -96,8 +96,17 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     return path
 
 
-# ----------------------------------------------------------------
+def is_here(path: Path) -> bool:
+    """Return whether a path leads to something without asking the hub, as far as can be told."""
+    if isinstance(path, StorePath):
+        return path.scheme != "hf"
+    try:
+        return path.exists()
+    except OSError:  # opening it will say what is wrong
+        return True
 
+
+# ---------------------------------------------------------------- names on the hub
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 """Endings of files of weights; `org/model.safetensors` is a path, not a name."""

@@ -35,7 +35,7 @@ from dare.deltas.memory import (
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
-from dare.inputs.sources import Held, HeldSource, Source, hold
+from dare.inputs.sources import Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.manifest import inputs_of_output
 from dare.output.report import digests_of
 from dare.planning.make import make_plan
@@ -80,7 +80,7 @@ class Candidates:
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
-        self.memory_bytes = sum(of_source.nbytes for of_source in held)
+        self.memory_bytes = sum(map(held_bytes, held))
         """The memory that the weights take."""
         self._kept: dict[Path, tuple[Source, Held]] = {}
         """By file: as the recipe has it, and as the hub's commit has it."""
@@ -167,7 +167,7 @@ class Candidates:
 
 def _times(source: Source) -> list[Any]:
     """Return sizes, times and places of its files, which a new name does not change."""
-    return [stamp[:-1] for stamp in source.stamps()]
+    return [stamp[:-1] for stamp in stamps_of(source)]
 
 
 def _arrangement(recipe: Recipe) -> tuple[Any, ...]:

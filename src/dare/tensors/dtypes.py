@@ -8,15 +8,15 @@ int16, and so on; the carrier says nothing about the values).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from dare.errors import RecipeError, did_you_mean
+
+CODE_TYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,16 @@ class StorageType:
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
     packed_bits: int = 0
     """Bits of an element that shares bytes; such tensors are handled byte by byte."""
+    itemsize: int = field(init=False)  # bytes of an element, or 1 if elements share bytes
+    torch_name: str = field(init=False)  # the name in torch and NumPy
+    may_hold_codes: bool = field(init=False)
+    """True if quantised weights are stored so. Positions and indices of other models are I64."""
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element, as `stored_elements` counts them."""
-        return self.carrier.itemsize
-
-    def stored_elements(self, shape: Iterable[int]) -> int:
-        """Return the number of a tensor's elements, or of its bytes if elements share them.
-
-        >>> STORAGE_TYPES["F4"].stored_elements((3, 4)), STORAGE_TYPES["BF16"].stored_elements(())
-        (6, 1)
-        """
-        count = math.prod(shape)
-        return -(-count * self.packed_bits // 8) if self.packed_bits else count
-
-    @property
-    def torch_name(self) -> str:
-        """The name in torch and NumPy."""
-        return self.numpy_type.name
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest."""
+        object.__setattr__(self, "itemsize", self.carrier.itemsize)
+        object.__setattr__(self, "torch_name", self.numpy_type.name)
+        object.__setattr__(self, "may_hold_codes", self.name in CODE_TYPES)
 
 
 def _weight(name: str, numpy_type: DTypeLike, carrier: str, *bits: int) -> StorageType:
