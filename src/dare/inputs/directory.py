@@ -23,7 +23,7 @@ from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
 from dare.inputs.sources import CONFIG
-from dare.stores.locations import StorePath, to_path
+from dare.stores.locations import is_stored, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.files import is_there, list_names, read_limited
 from dare.tensors.header import Described, dump_json, parse_json
@@ -303,7 +303,7 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
 
 def _inside(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
-    if isinstance(directory, StorePath):  # which has no links
+    if is_stored(directory):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))
     path = Path(os.path.realpath(directory / name))

@@ -37,9 +37,9 @@ from dare.stores.locations import (
     Name,
     StorePath,
     is_here,
+    is_stored,
     parse_address,
     parse_name,
-    to_path,
     without_credentials,
 )
 from dare.stores.reading import can_read
@@ -93,7 +93,7 @@ class Resolved:
         if self.repo is None:
             return self.path
         if self.is_address:
-            return to_path(f"hf://{self.repo}@{self.commit}") / self.inside
+            return StorePath(f"hf://{self.repo}@{self.commit}") / self.inside
         return Path(str(Name(self.repo, self.inside, self.commit)))
 
 
@@ -106,7 +106,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     """
     if is_here(path):
         return Resolved(path)
-    is_address = isinstance(path, StorePath)
+    is_address = is_stored(path)
     name = parse_address(str(path)) if is_address else parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
@@ -148,8 +148,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
     weights = _named_weights(name, folder) if folder.is_dir() else ()
     if weights and all((folder / file).exists() for file in weights):
         return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
-    home = to_path(f"hf://{name.repo}@{commit}")
-    assert isinstance(home, StorePath)
+    home = StorePath(f"hf://{name.repo}@{commit}")
     endpoint = urlsplit(constants.ENDPOINT)
     password, _, host = endpoint.netloc.rpartition("@")
     url = f"{endpoint.scheme}://{host}{endpoint.path}/{name.repo}/resolve/{commit}"

@@ -22,7 +22,7 @@ from dare.inputs.sources import Aligned, Opening, Source, read_config
 from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.recipe import DEFAULT_MEMORY, Recipe
-from dare.stores.locations import StorePath, is_here, parse_name, to_path
+from dare.stores.locations import is_here, is_stored, parse_name, to_path
 from dare.tensors.names import quantised_kind, row_rank
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def open_inputs(
         recipe = recipe.with_files(pinned_base, pinned, recipe.output)
     paths = [path for path, _ in found]
     # no more than a quarter of the memory is for what is read ahead of stores
-    in_stores = sum(isinstance(path, StorePath) for path in paths)
+    in_stores = sum(is_stored(path) for path in paths)
     most_ahead = (recipe.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
     first, *others = (
         Opening(path, recipe.allow_pickle, rescales=rescales, most_ahead_bytes=most_ahead)

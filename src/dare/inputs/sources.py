@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.documents.notices import Notice
 from dare.errors import HeaderError, InputError
-from dare.stores.locations import StorePath, to_path
+from dare.stores.locations import is_stored, to_path
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_count, chunk_span, chunk_spans
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import (
@@ -193,11 +193,8 @@ class InputFiles(Source):
         try:
             yield opened
             self.files[file] = opened.stamp
-            if isinstance(file, StorePath):
-                from dare.stores.ahead import AHEAD_BYTES, LONE_BYTES
-
-                most = AHEAD_BYTES if self._most_ahead is None else self._most_ahead
-                self.cost = Cost(LONE_BYTES, min(AHEAD_BYTES, most))
+            most = opened.ahead_bytes if self._most_ahead is None else self._most_ahead
+            self.cost = Cost(opened.lone_bytes, min(opened.ahead_bytes, most))
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
@@ -426,9 +423,7 @@ class Opening:
     def begins_with(self, mark: bytes) -> bool:
         """Return whether it is a file of this machine with such first bytes."""
         try:
-            return not isinstance(self.path, StorePath) and mark == read_beginning(
-                self.path, len(mark)
-            )
+            return not is_stored(self.path) and mark == read_beginning(self.path, len(mark))
         except (InputError, OSError):  # which is said better where it is opened
             return False
 

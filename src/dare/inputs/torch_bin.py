@@ -36,7 +36,7 @@ from dare.inputs.sources import (
     check_against_index,
     find_files,
 )
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
@@ -71,7 +71,7 @@ class TorchSource(InputFiles):
 
     def _read_pickle(self, file: Path) -> set[str]:
         """Read a file's list of tensors, and no weights; return their names."""
-        if isinstance(file, StorePath):
+        if is_stored(file):
             raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
         with self.open_header(file) as opened:
             assert isinstance(opened, LocalFile)

@@ -22,7 +22,7 @@ from dare.inputs.directory import Sidecars
 from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.chunks import bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
@@ -60,7 +60,7 @@ class Layout:
     @property
     def is_sent(self) -> bool:
         """True if it goes to a store, file by file in their order."""
-        return isinstance(self.target, StorePath)
+        return is_stored(self.target)
 
     @property
     def scratch_bytes(self) -> int:

@@ -1,13 +1,12 @@
-"""Paths of files on this machine, or in a store that has an address.
+"""Places of files: a path on this machine, an address in a store, a name on the hub.
 
-A `StorePath` asks the store (`dare.stores.reading`) whether it exists and what is in it. So
-whatever takes a path takes an address.
+`to_path` makes a path of a text where one is read; from there on a path is one, and `is_stored`
+tells whether it is an address. A `StorePath` asks the store (`dare.stores.reading`) whether it
+exists and what is in it. So whatever takes a path takes an address.
 
-
-Names on the hub, told from paths without asking the hub.
-
-A name is `org/name`, or `org/name/inside@revision`, where `inside` is a folder or a file of the
-repository. A path that exists here is never a name. Otherwise
+Names on the hub are told from paths without asking the hub. A name is `org/name`, or
+`org/name/inside@revision`, where `inside` is a folder or a file of the repository. A path that
+exists here is never a name. Otherwise
 
 - with `@revision` a text is a name;
 - without it, only if it has exactly two parts, the second does not end like a file of weights,
@@ -23,7 +22,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Self, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from dare.errors import InputError
@@ -96,9 +95,14 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     return path
 
 
+def is_stored(path: object) -> TypeGuard[StorePath]:
+    """Return whether a place is in a store, not on this machine."""
+    return isinstance(path, StorePath)
+
+
 def is_here(path: Path) -> bool:
     """Return whether a path leads to something without asking the hub, as far as can be told."""
-    if isinstance(path, StorePath):
+    if is_stored(path):
         return path.scheme != "hf"
     try:
         return path.exists()

@@ -45,6 +45,9 @@ Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with 
 class InputFile(Protocol):
     """A file that is open for reading at any position, from any thread."""
 
+    lone_bytes: int  # memory for each thread that reads it
+    ahead_bytes: int  # the most that may be read ahead of what is needed
+
     @property
     def size(self) -> int:
         """The number of its bytes."""
@@ -68,7 +71,9 @@ MAX_UNCHECKED_READS = 15  # reads of a file that was in memory, taken to be ther
 
 
 class LocalFile:
-    """An open file of this machine."""
+    """An open file of this machine, which the system reads ahead."""
+
+    lone_bytes = ahead_bytes = 0
 
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor

@@ -42,7 +42,7 @@ from dare.planning.plan import Plan, estimate
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import as_path, distinct
 from dare.recipe.recipe import Recipe
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
@@ -304,7 +304,7 @@ class Roots:
     def _inside(self, given: AnyPath) -> Path:
         try:
             path = as_path(given)
-            if isinstance(path, StorePath):
+            if is_stored(path):
                 raise OutsideError(f"{path}: is not on this machine; use the command line")
             if ".." in path.parts:
                 raise OutsideError(f"{path}: write the path without `..`")
