@@ -223,6 +223,11 @@ class InputFiles(Source):
                 opened.close()
             self._open = {}
 
+    def add(self, info: TensorInfo, file: Path) -> None:
+        """Take in a tensor that lies in a file from its `start` on."""
+        self.tensors[info.name] = info
+        self._home[info.name] = file
+
     def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
         self.read_bytes(self._home[name], self.tensors[name].position(start), into, name)
 
@@ -259,8 +264,8 @@ class FileSource(InputFiles):
                 header = self.headers[file] = read_header(opened, str(file))
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
-            self.tensors |= header.tensors
-            self._home |= dict.fromkeys(header.tensors, file)
+            for info in header.tensors.values():
+                self.add(info, file)
 
     def has_note(self, key: str) -> bool:
         """Return whether a header has a note of this name."""

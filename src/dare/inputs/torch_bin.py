@@ -83,8 +83,7 @@ class TorchSource(InputFiles):
                 continue
             info = _describe(value, file, name, edges)
             admit(info, (), str(file))
-            self.tensors[name] = info
-            self._home[name] = file
+            self.add(info, file)
             if not value.is_contiguous():
                 self._strides[name] = tuple(value.stride())
             held.add(name)

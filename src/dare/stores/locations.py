@@ -27,11 +27,11 @@ from urllib.parse import unquote, urlsplit
 
 from dare.errors import InputError
 from dare.stores import reading
-from dare.stores.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
+from dare.stores.addresses import STORES, Access, Address, grant_access, without_credentials
 
 __all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
-_ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?!/)", re.IGNORECASE)
+_ADDRESS = re.compile(rf"({'|'.join(STORES)}):/{{1,2}}(?!/)", re.IGNORECASE)
 
 
 class StorePath(Address):
@@ -81,7 +81,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     if found is None:
         return Path(text)
     scheme, rest = found[1].lower(), text[found.end() :]
-    if scheme not in WEB:
+    if not STORES[scheme].is_web:
         if "@" in rest.partition("/")[0]:
             raise ValueError(
                 "an address must not hold a password; set it in the environment or in a profile"
