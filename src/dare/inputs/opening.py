@@ -23,6 +23,7 @@ from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.recipe import DEFAULT_MEMORY, Recipe
 from dare.stores.locations import is_here, is_stored, parse_name, to_path
+from dare.tensors.dtypes import CODE_TYPES
 from dare.tensors.names import quantised_kind, row_rank
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _may_be_quantised(opening: Opening) -> bool:
     config, tensors = str(opening.config), opening.stored.tensors
     return (
         any(word in config for word in ("quantization", "compression_config"))
-        or any(info.dtype.may_hold_codes for info in tensors.values())
+        or any(info.dtype.name in CODE_TYPES for info in tensors.values())
         or any(map(quantised_kind, tensors))
     )
 

@@ -34,7 +34,7 @@ from dare.documents.notices import notice
 from dare.documents.words import times
 from dare.errors import InputError
 from dare.inputs.sources import Bytes, Floats, Opening, Raw, Source, SourceView, decoded
-from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import quantised_kind, some_of
 
@@ -119,7 +119,7 @@ def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
         if any(word in last.lower() for word in SCALES):
             scales.setdefault(module, []).append(name)
     for name, info in source.tensors.items():
-        if not info.dtype.may_hold_codes or not info.shape:
+        if info.dtype.name not in CODE_TYPES or not info.shape:
             continue
         module = name.rpartition(".")[0]
         beside = (t for t in scales.get(module, ()) if module or t.startswith(name))

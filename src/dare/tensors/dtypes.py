@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 from dare.errors import RecipeError, did_you_mean
 
 CODE_TYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "F8_E4M3", "F8_E5M2")
+"""Types that quantised weights are stored in. Positions and indices of other models are I64."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class StorageType:
     packed_bits: int = 0
     """Bits of an element that shares bytes; such tensors are handled byte by byte."""
     itemsize: int = field(init=False)  # bytes of an element, or 1 if elements share bytes
-    torch_name: str = field(init=False)  # the name in torch and NumPy
-    may_hold_codes: bool = field(init=False)
-    """True if quantised weights are stored so. Positions and indices of other models are I64."""
 
     def __post_init__(self) -> None:
         """Fill in what follows from the rest."""
         object.__setattr__(self, "itemsize", self.carrier.itemsize)
-        object.__setattr__(self, "torch_name", self.numpy_type.name)
-        object.__setattr__(self, "may_hold_codes", self.name in CODE_TYPES)
+
+    @property
+    def torch_name(self) -> str:
+        """The name in torch and NumPy."""
+        return self.numpy_type.name
 
 
 def _weight(name: str, numpy_type: DTypeLike, carrier: str, *bits: int) -> StorageType:
