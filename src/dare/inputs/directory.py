@@ -57,15 +57,6 @@ _LEFT_WITHOUT_A_WORD = re.compile(
 )
 
 
-@dataclass
-class Sidecars:
-    """The files that go beside the weights of an output."""
-
-    directory: Path
-    files: dict[str, bytes | Path] = field(default_factory=dict)  # by relative name
-    notes: list[Notice] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class StopTokens:
     """Tokens that end a text or fill one up, as the files of one model have them."""
@@ -127,7 +118,7 @@ def collect(
     whose content is already decided.
     """
     changes = changes or Changes()
-    gathered = _Gathered(directory)
+    gathered = Sidecars(directory)
     modules = list(gathered.module_files())
     top = list_names(directory)
     gathered.take(directory, _named(directory, (*CONFIGURATION, *SENTENCE_TRANSFORMERS)))
@@ -151,10 +142,16 @@ def collect(
     return gathered
 
 
-class _Gathered(Sidecars):
-    """Sidecars, being collected."""
+@dataclass
+class Sidecars:
+    """The files that go beside the weights of an output."""
+
+    directory: Path
+    files: dict[str, bytes | Path] = field(default_factory=dict)  # by relative name
+    notes: list[Notice] = field(default_factory=list)
 
     def take(self, directory: Path, names: Iterable[str]) -> None:
+        """Take files of a directory in."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def module_files(self) -> Iterator[str]:

@@ -157,7 +157,7 @@ class LoraSource(SourceView):
         self._whole: dict[str, str] = {}
         self._products: dict[str, tuple[Product, ...]] = {}
         """The change of each tensor: a sum, where the base has one tensor under several names."""
-        super().__init__(stored, {}, self._whole)
+        super().__init__(stored, {}, self._whole, computed=self._products)
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
         self._sort()
@@ -272,14 +272,7 @@ class LoraSource(SourceView):
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        if name not in self._products:
-            super().prefetch(name, start, count)
-
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        if name not in self._products:
-            super().read(name, start, into)
-            return
+    def compute(self, name: str, start: int, into: Raw) -> None:
         first, *others = self._products[name]
         first.fill(self._stored, start, into)
         for product in others:

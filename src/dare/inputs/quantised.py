@@ -183,17 +183,17 @@ class DequantizedSource(SourceView):
             for name, info in inner.tensors.items()
             if name not in applied | activations
         }
-        super().__init__(inner, tensors)
+        super().__init__(inner, tensors, computed=scales)
         self.cost = inner.cost.with_reading(PIECE_BYTES)
         count = times(len(applied), "FP8 tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
         if activations:
             self.remarks += (notice("not_weights", names=some_of(sorted(activations))),)
 
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        if name not in self._scales:
-            self.inner.read(name, start, into)
-            return
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(name, start, count)
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
             self._fill(piece, self.inner.tensors[name], start + done, self._scales[name])
@@ -297,17 +297,14 @@ class UnpackedSource(SourceView):
         self._packed = packed
         stored = {name + end for name in packed for end in ("_blocks", "_scales")}
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
-        super().__init__(inner, {**tensors, **packed})
+        super().__init__(inner, {**tensors, **packed}, computed=packed)
         count = times(len(packed), "MXFP4 tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="bfloat16, which is exact"),)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.cost = inner.cost.with_reading(largest // 2 + largest // GROUP + TILE_BYTES)
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}  # each thread's last expert
 
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        if name not in self._packed:
-            super().read(name, start, into)
-            return
+    def compute(self, name: str, start: int, into: Raw) -> None:
         _, inputs, outputs = self._packed[name].shape
         done = 0
         for place, rows, column, columns in _rectangles(start, into.size, outputs, inputs):
@@ -320,10 +317,6 @@ class UnpackedSource(SourceView):
                 part = slice(column + left, column + right)
                 matrix[:, left:right] = _unpack(blocks[part], scales[part], row, rows)
             done += rows * columns
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        if name not in self._packed:
-            super().prefetch(name, start, count)
 
     def __exit__(self, *error: object) -> None:
         self._kept.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -300,7 +300,7 @@ class ArraySource(Source):
 
 
 class SourceView(Source):
-    """Another source as it is; subclasses present some of it differently."""
+    """Another source as it is; subclasses compute some of its tensors, by `compute`."""
 
     def __init__(
         self,
@@ -308,11 +308,13 @@ class SourceView(Source):
         tensors: Mapping[str, TensorInfo],
         names: Mapping[str, str] = _NONE,
         *,
+        computed: Container[str] = (),
         opened: Sequence[Source] | None = None,
     ) -> None:
         self.inner = inner
         self.tensors = tensors
         self.names = names  # the names of tensors in the source, where they differ
+        self.computed = computed  # the names of tensors that are not read as they are
         self._opened = (inner,) if opened is None else opened  # together with this one
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
@@ -328,14 +330,22 @@ class SourceView(Source):
         names = sorted(self.names.items())
         return [*super().fingerprint(), names, self.inner.fingerprint()]
 
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        """Fill `into` with elements of a tensor that is computed."""
+        raise NotImplementedError
+
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
-        self.inner.read(self.names.get(name, name), start, into, base)
+        if name in self.computed:
+            self.compute(name, start, into)
+        else:
+            self.inner.read(self.names.get(name, name), start, into, base)
 
     def place(self, name: str) -> Hashable:
         return self.inner.place(self.names.get(name, name))
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        self.inner.prefetch(self.names.get(name, name), start, count)
+        if name not in self.computed:
+            self.inner.prefetch(self.names.get(name, name), start, count)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

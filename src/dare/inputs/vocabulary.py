@@ -497,24 +497,20 @@ class AlignedSource(SourceView):
         self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
-        super().__init__(inner, {**inner.tensors, **presented}, opened=inputs)
+        super().__init__(inner, {**inner.tensors, **presented}, computed=rows, opened=inputs)
         self._rows = rows
         self._decided = decided  # a digest of all that decides which row comes from where
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self._decided]
 
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        if name in self._rows:
-            self._rows[name].read(start, into)
-        else:
-            self.inner.read(name, start, into)
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        self._rows[name].read(start, into)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
+        super().prefetch(name, start, count)
         if name in self._rows:
             self._rows[name].prefetch(start, count)
-        else:
-            self.inner.prefetch(name, start, count)
 
 
 class RowTensor:
