@@ -72,13 +72,11 @@ def test_the_stage_in_contributing(tmp_path: Path) -> None:
 FORM_IN_THE_PACKAGE = """
 from pathlib import Path
 
-import dare.inputs
-from dare.inputs.opening import FORMS
+import dare
+from dare.inputs import opening
 
 dare.inputs.__path__.append(str(Path(__file__).parent / "inputs"))
-others = dict(FORMS)
-FORMS.clear()
-FORMS.update({LINE **others})
+opening.FORMS = {LINE **opening.FORMS}
 """
 
 

@@ -285,3 +285,16 @@ def test_a_walk_asks_for_what_comes_next(tmp_path, monkeypatch):
             done = sum(count for _, count in asked)
             assert done == min(place + (1 + CHUNKS_AHEAD) * CHUNK, chunks * CHUNK)
     assert [start for start, _ in asked] == [0, *range(5 * CHUNK, chunks * CHUNK, CHUNK)]
+
+
+OPEN = """
+import sys, pathlib, dare.inputs.opening
+dare.inputs.opening.open_model(pathlib.Path(sys.argv[1]))
+print(*sorted(name for name in sys.modules if name.startswith("dare.inputs.")))
+"""
+
+
+def test_plain_safetensors_import_no_other_form(tmp_path):
+    command = [sys.executable, "-c", OPEN, save(tmp_path / "m.safetensors", {"w": W})]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert [name.rpartition(".")[2] for name in found] == ["names", "opening", "sources"]

@@ -192,21 +192,18 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
         TorchSource(tmp_path)
 
 
-def is_pickle(path):
-    return FORMS["torch_bin"](Opening(path))
-
-
 def test_what_looks_like_a_file_of_torch(tmp_path):
+    is_pickle = FORMS["torch_bin"]
     for name in ("m.bin", "m.pt", "m.pth", "m.ckpt"):
-        assert is_pickle(tmp_path / name)
-    assert not is_pickle(tmp_path / "m.safetensors")
-    assert not is_pickle(tmp_path)
+        assert is_pickle(Opening(tmp_path / name))
+    assert not is_pickle(Opening(tmp_path / "m.safetensors"))
+    assert not is_pickle(Opening(tmp_path))
     (tmp_path / SINGLE_NAME).touch()
-    assert is_pickle(tmp_path)
+    assert is_pickle(Opening(tmp_path))
     (tmp_path / SINGLE_NAME).rename(tmp_path / INDEX_NAME)
-    assert is_pickle(tmp_path)
+    assert is_pickle(Opening(tmp_path))
     (tmp_path / "model.safetensors").touch()
-    assert not is_pickle(tmp_path)
+    assert not is_pickle(Opening(tmp_path))
 
 
 # ---------------------------------------------------------------- files

@@ -24,6 +24,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.recipe import DEFAULT_MEMORY, Recipe
 from dare.stores.locations import is_here, is_stored, parse_name, to_path
 from dare.tensors.dtypes import CODE_TYPES
+from dare.tensors.files import begins_with
 from dare.tensors.names import quantised_kind, row_rank
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def _may_be_quantised(opening: Opening) -> bool:
 
 
 FORMS: dict[str, Callable[[Opening], bool]] = {
-    "lora": lambda opening: opening.has_file("adapter_config.json"),
-    "gguf": lambda opening: opening.path.suffix == ".gguf" or opening.begins_with(b"GGUF"),
+    "lora": lambda opening: (opening.path / "adapter_config.json").is_file(),
+    "gguf": lambda opening: opening.path.suffix == ".gguf" or begins_with(opening.path, b"GGUF"),
     "torch_bin": lambda opening: (
         opening.path.suffix in (".bin", ".pt", ".pth", ".ckpt") or _has_pickles_only(opening)
     ),

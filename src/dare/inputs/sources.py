@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.documents.notices import Notice
 from dare.errors import HeaderError, InputError
-from dare.stores.locations import is_stored, to_path
+from dare.stores.locations import to_path
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_count, chunk_span, chunk_spans
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import (
@@ -33,7 +33,6 @@ from dare.tensors.files import (
     list_names,
     open_input,
     prefetch_beginnings,
-    read_beginning,
     read_limited,
     share_ahead,
 )
@@ -430,17 +429,6 @@ class Opening:
             return {entry.name for entry in self.path.iterdir()}
         except (OSError, ValueError):  # no directory
             return set()
-
-    def has_file(self, name: str) -> bool:
-        """Return whether it is a folder with a file of this name."""
-        return (self.path / name).is_file()
-
-    def begins_with(self, mark: bytes) -> bool:
-        """Return whether it is a file of this machine with such first bytes."""
-        try:
-            return not is_stored(self.path) and mark == read_beginning(self.path, len(mark))
-        except (InputError, OSError):  # which is said better where it is opened
-            return False
 
 
 def open_form(opening: Opening) -> Source:

@@ -212,6 +212,13 @@ def read_beginning(file: Path, nbytes: int) -> bytes:
         return bytes(found[: opened.read_at(memoryview(found), 0)])
 
 
+def begins_with(file: Path, mark: bytes) -> bool:
+    """Return whether a file of this machine can be read, and has these first bytes."""
+    with suppress(InputError, OSError):  # which is said better where it is opened
+        return not isinstance(file, StorePath) and read_beginning(file, len(mark)) == mark
+    return False
+
+
 def is_directory(path: Path) -> bool:
     """Return whether a path is a directory; raise InputError if nobody can say."""
     try:
