@@ -351,7 +351,7 @@ class Deltas(OneFile):
         verify(self.file)
         source = DeltaSource(file, open_source(self.base), rescales=True)
         read_some(source)
-        source.folder(self.base)
+        assert source.folder != self.base
         given = {"base": self.base, "models": [self.file], "verbose": False}
         dare.plan(dare.Request.of(**given, output=self.folder / "out"))
 

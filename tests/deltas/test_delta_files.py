@@ -158,7 +158,7 @@ def test_the_measured_error_is_that_of_the_file(models, tmp_path):
         off = change = 0.0
         for name, w in base.items():
             delta = (tuned[name] - w).astype(np.float64)
-            found = read[name] if source.holds_delta(name) else np.zeros(delta.size)
+            found = read[name] if source.delta_of(name).is_change else np.zeros(delta.size)
             off += np.square(found - delta).sum()
             change += np.square(delta).sum()
         assert report.relative_error == pytest.approx(np.sqrt(off / change), rel=1e-5)
@@ -362,7 +362,7 @@ def test_delta_files_stand_beside_models_and_others_of_their_kind(three, tmp_pat
         with source:
             for name in expected:
                 raw = read_elements(source, name)
-                if not source.holds_delta(name):
+                if not source.delta_of(name).is_change:
                     raw = raw.view(ml_dtypes.bfloat16).astype(np.float32) - weights_of_base[name]
                 expected[name] += raw / 3
     for name, found in floats_of(tmp_path / "a.safetensors").items():

@@ -1,6 +1,6 @@
-"""The stage that CONTRIBUTING.md shows, as if it lay in the package.
+"""The stage and the input format that CONTRIBUTING.md shows, as if they lay in the package.
 
-It runs in a process of its own, because registering a stage changes the one table of them.
+They run in a process of their own, because registering one changes the one table of them.
 """
 
 from __future__ import annotations
@@ -66,6 +66,31 @@ def test_the_stage_in_contributing(tmp_path: Path) -> None:
     (tmp_path / "test_clip.py").write_text(shown["tests/stages/test_clip.py"])
     more = WITH_NO_OTHER_EDIT.replace("GENERATE", repr(str(ROOT / "docs" / "generate.py")))
     (tmp_path / "test_no_other_edit.py").write_text(more)
+    run_tests(tmp_path)
+
+
+FORM_IN_THE_PACKAGE = """
+from pathlib import Path
+
+import dare
+from dare.inputs import opening
+
+dare.inputs.__path__.append(str(Path(__file__).parent / "inputs"))
+opening.FORMS = {LINE **opening.FORMS}
+"""
+
+
+def test_the_input_format_in_contributing(tmp_path: Path) -> None:
+    shown = {block.file_name: block.text for block in find_blocks(ROOT / "CONTRIBUTING.md")}
+    line = shown["src/dare/inputs/opening.py"].splitlines()[-1]
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "conftest.py").write_text(FORM_IN_THE_PACKAGE.replace("LINE", line))
+    (tmp_path / "inputs" / "bare.py").write_text(shown["src/dare/inputs/bare.py"])
+    (tmp_path / "test_bare.py").write_text(shown["tests/inputs/test_bare.py"])
+    run_tests(tmp_path)
+
+
+def run_tests(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", tmp_path],
         cwd=tmp_path,

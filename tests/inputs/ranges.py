@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from dare.inputs.sources import ArraySource, Source
+from dare.inputs.sources import ArraySource, DeltaInfo, Source
 from helpers import read_elements
 
 PLACES = st.integers(0, 1 << 20)
@@ -30,5 +30,5 @@ class DeltaArrays(ArraySource):
 
     is_partial = True
 
-    def holds_delta(self, name: str) -> bool:
-        return True
+    def delta_of(self, name: str) -> DeltaInfo:
+        return DeltaInfo(is_change=True)

@@ -9,7 +9,7 @@ from ranges import PLACES, Ranged
 
 from dare.errors import InputError
 from dare.inputs.quantised import PIECE_BYTES, DequantizedSource, dequantized
-from dare.inputs.sources import ArraySource, FileSource, open_source
+from dare.inputs.sources import ArraySource, FileSource, check_unchanged, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import entry, file_bytes, read_tensor
 
@@ -187,7 +187,7 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "table": "I32",
     }
     assert [remark.code for remark in source.remarks] == ["dequantised", "not_weights"]
-    assert source.reading_bytes == PIECE_BYTES
+    assert source.cost.reading_bytes == PIECE_BYTES
     assert read_tensor(source, "norm.weight") == norm.tobytes()
     assert read_tensor(source, "plain") == plain.tobytes()
     assert read_tensor(source, "table") == table.tobytes()
@@ -212,16 +212,16 @@ def test_what_is_said_of_the_source_is_what_the_files_say(tmp_path):
     source = dequantized(open_source(path))
     inner = source.inner
     assert isinstance(inner, FileSource)
-    assert (source.files, source.stamps()) == ((path,), inner.stamps())
+    assert source.files == inner.files
     assert not source.is_partial
-    assert not source.holds_delta("w")
+    assert not source.delta_of("w").is_change
     with source:
-        source.check_unchanged()
+        check_unchanged([source])
         found = np.frombuffer(read_tensor(source, "w"), np.float32).reshape(2, 3)
         assert_same_bits(found, codes((2, 3)).astype(np.float32) * factors(2)[:, None])
         path.write_bytes(b"")
         with pytest.raises(InputError, match=r"changed since the merge was planned"):
-            source.check_unchanged()
+            check_unchanged([source])
 
 
 def write(path, weight, scale):

@@ -51,7 +51,7 @@ PAIR = {"m.q_proj.lora_A.weight": A, "m.q_proj.lora_B.weight": B}
 def test_a_delta_is_scaling_times_b_times_a(tmp_path):
     source = open_adapter(write_adapter(tmp_path, PAIR))
     assert set(source.tensors) == {"m.q_proj.weight"}
-    assert source.holds_delta("m.q_proj.weight")
+    assert source.delta_of("m.q_proj.weight").is_change
     assert source.is_partial
     assert read_all(source, "m.q_proj.weight").tolist() == (2.0 * (B @ A)).tolist()
 
@@ -87,9 +87,9 @@ def test_biases_and_saved_modules(tmp_path):
     whole = {"lm_head.weight": floats(3, 3), "m.k_proj.base_layer.bias": floats(4)}
     bias = {"m.q_proj.lora_B.bias": floats(4, seed=5)}
     source = open_adapter(write_adapter(tmp_path, PAIR | whole | bias, lora_bias=True))
-    assert not source.holds_delta("lm_head.weight")
+    assert not source.delta_of("lm_head.weight").is_change
     assert read_all(source, "lm_head.weight").tolist() == whole["lm_head.weight"].tolist()
-    assert source.holds_delta("m.q_proj.bias")
+    assert source.delta_of("m.q_proj.bias").is_change
     expected = 2.0 * bias["m.q_proj.lora_B.bias"]
     assert read_all(source, "m.q_proj.bias").tolist() == expected.tolist()
 
@@ -97,7 +97,7 @@ def test_biases_and_saved_modules(tmp_path):
 def test_what_is_stored_in_full_and_as_a_lora_is_the_sum(tmp_path):
     whole = {"m.q_proj.base_layer.weight": floats(4, 3, seed=7)}
     source = open_adapter(write_adapter(tmp_path, PAIR | whole))
-    assert not source.holds_delta("m.q_proj.weight")
+    assert not source.delta_of("m.q_proj.weight").is_change
     expected = 2.0 * (B @ A) + whole["m.q_proj.base_layer.weight"]
     assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
 
@@ -243,7 +243,7 @@ def test_the_deltas_are_those_that_peft_merges(tmp_path, build, config):
     assert set(source.tensors) >= changed
     for name in source.tensors:
         found = read_all(source, name)
-        if source.holds_delta(name):
+        if source.delta_of(name).is_change:
             expected = (merged[name] - plain[name]).numpy()
             np.testing.assert_allclose(found, expected, atol=2e-6)
         else:

@@ -87,7 +87,7 @@ def test_what_is_presented_and_what_it_takes():
     }
     (remark,) = source.remarks
     assert (remark.code, "1 MXFP4 tensor" in remark.text) == ("dequantised", True)
-    assert source.reading_bytes == 10 * 4 * 17 + TILE_BYTES
+    assert source.cost.reading_bytes == 10 * 4 * 17 + TILE_BYTES
     assert read_tensor(source, "norm") == norm.tobytes()
     with source:
         read_tensor(source, DOWN)

@@ -10,8 +10,9 @@ import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.opening import open_model
-from dare.inputs.quantised import NAMES, read_quantised
+from dare.inputs.quantised import read_quantised
 from dare.recipe.recipe import Recipe, Request
+from dare.tensors.names import QUANTISED
 from helpers import save
 
 FLOATS, BYTES = np.ones((4, 4), np.float32), np.ones((4, 4), np.uint8)
@@ -75,7 +76,7 @@ def test_packed_weights_are_refused_by_what_they_are_beside(scheme):
 
 
 def test_every_name_of_a_scheme_is_refused_and_the_folder_is_said(tmp_path):
-    for part in NAMES:
+    for part in QUANTISED:
         path = save(tmp_path / "model.safetensors", {f"l.{part}": INTS})
         with pytest.raises(InputError, match=rf"^{tmp_path}: l.{part}: quantised"):
             open_model(path)

@@ -10,7 +10,7 @@ import pytest
 
 from dare.api import merge
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks
+from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks, stamps_of
 from dare.output.output import Output
 from dare.tensors import files
 from dare.tensors.chunks import CHUNK
@@ -40,7 +40,7 @@ def contents(path) -> dict[str, bytes]:
 def test_a_file_is_a_source(tmp_path):
     path = save(tmp_path / "m.safetensors", {"w": W, "n": N})
     source = open_source(path)
-    assert source.files == (path,)
+    assert source.files.keys() == {path}
     assert source.tensors["w"].shape == (2, 3)
     assert contents(str(path)) == {"w": W.tobytes(), "n": N.tobytes()}
 
@@ -48,7 +48,7 @@ def test_a_file_is_a_source(tmp_path):
 def test_a_directory_with_model_safetensors_is_a_source(tmp_path):
     path = save(tmp_path / "model.safetensors", {"w": W})
     save(tmp_path / "training_args.safetensors", {"other": N})
-    assert open_source(tmp_path).files == (path,)
+    assert open_source(tmp_path).files.keys() == {path}
     assert contents(tmp_path) == {"w": W.tobytes()}
 
 
@@ -201,7 +201,7 @@ def test_a_file_written_again_since_it_was_planned_is_refused(tmp_path):
 def test_a_refused_source_leaves_no_file_open(tmp_path):
     save_shards(tmp_path, {"w": W, "n": N}, 2)
     source = open_source(tmp_path)
-    source.files[1].unlink()
+    list(source.files)[1].unlink()
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(InputError):
         source.__enter__()
@@ -235,8 +235,8 @@ def test_the_fingerprint_knows_what_and_the_stamps_which_file(tmp_path):
     first, second = (save(tmp_path / name / "m.safetensors", {"w": W}) for name in "ab")
     one, two = open_source(first), open_source(second)
     assert one.fingerprint() == two.fingerprint()
-    assert one.stamps() != two.stamps()
-    assert json.loads(json.dumps([one.fingerprint(), one.stamps()]))
+    assert stamps_of(one) != stamps_of(two)
+    assert json.loads(json.dumps([one.fingerprint(), stamps_of(one)]))
     other = open_source(save(first, {"w": W.reshape(1, -1)}))
     assert other.fingerprint() != one.fingerprint()
 
@@ -285,3 +285,16 @@ def test_a_walk_asks_for_what_comes_next(tmp_path, monkeypatch):
             done = sum(count for _, count in asked)
             assert done == min(place + (1 + CHUNKS_AHEAD) * CHUNK, chunks * CHUNK)
     assert [start for start, _ in asked] == [0, *range(5 * CHUNK, chunks * CHUNK, CHUNK)]
+
+
+OPEN = """
+import sys, pathlib, dare.inputs.opening
+dare.inputs.opening.open_model(pathlib.Path(sys.argv[1]))
+print(*sorted(name for name in sys.modules if name.startswith("dare.inputs.")))
+"""
+
+
+def test_plain_safetensors_import_no_other_form(tmp_path):
+    command = [sys.executable, "-c", OPEN, save(tmp_path / "m.safetensors", {"w": W})]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert [name.rpartition(".")[2] for name in found] == ["names", "opening", "sources"]

@@ -148,10 +148,10 @@ def test_memory_is_kept_to(web, models, tmp_path):
     places = served(web, models)
     for size in (1 << 30, 80 << 20):
         planned = plan(recipe(models, tmp_path / "out", places, max_memory=size))
-        assert 0 < sum(source.ahead_bytes for source in planned.sources) <= size // 4
+        assert 0 < sum(source.cost.ahead_bytes for source in planned.sources) <= size // 4
         assert planned.cost.least_memory <= planned.cost.buffer_bytes <= size
     here = plan(recipe(models, tmp_path / "out"))
-    assert sum(source.ahead_bytes for source in here.sources) == 0
+    assert sum(source.cost.ahead_bytes for source in here.sources) == 0
 
 
 # ---------------------------------------------------------------- every form of model
@@ -298,7 +298,7 @@ def test_a_plan_fetches_nothing(on_hub, models, tmp_path):
     planned = plan(Request.of(base="org/base", models=["org/code"], output="out", verbose=False))
     commit = on_hub.refs["org/base", "main"]
     assert planned.recipe.base == Path(f"org/base@{commit}")
-    assert isinstance(planned.base.files[0], StorePath)
+    assert isinstance(next(iter(planned.base.files)), StorePath)
     assert not (tmp_path / "cache").exists() or not list(
         (tmp_path / "cache").rglob("*.safetensors")
     )
@@ -312,7 +312,7 @@ def test_what_is_in_the_cache_is_taken_from_there(on_hub, models, tmp_path):
     planned = plan(asked)
     assert not [line for line in on_hub.asked if "resolve" in line]
     assert str(planned.recipe.base).startswith("hf://org/base@")
-    assert not isinstance(planned.base.files[0], StorePath)
+    assert not isinstance(next(iter(planned.base.files)), StorePath)
 
 
 def test_what_the_hub_does_not_have_is_told(on_hub, models):

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, TorchSource, looks_like
+from dare.inputs.opening import FORMS
+from dare.inputs.sources import Opening, check_unchanged
+from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, TorchSource
 from helpers import read_tensor
 
 torch = pytest.importorskip("torch")
@@ -169,10 +171,10 @@ def write_index(folder, weight_map):
 
 def test_a_directory_is_a_source(tmp_path):
     path = save(tmp_path / SINGLE_NAME, {"w": W})
-    assert TorchSource(tmp_path).files == (path,)
+    assert TorchSource(tmp_path).files.keys() == {path}
     assert contents(tmp_path) == {"w": raw_bytes(W)}
     save_shards(tmp_path)
-    assert TorchSource(tmp_path).files == (tmp_path / "a.bin", tmp_path / "b.bin")
+    assert list(TorchSource(tmp_path).files) == [tmp_path / "a.bin", tmp_path / "b.bin"]
     expected = {"v": raw_bytes(W), "w": raw_bytes(W + 1), "x": raw_bytes(W + 2)}
     assert contents(tmp_path) == expected
 
@@ -191,16 +193,17 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
 
 
 def test_what_looks_like_a_file_of_torch(tmp_path):
+    is_pickle = FORMS["torch_bin"]
     for name in ("m.bin", "m.pt", "m.pth", "m.ckpt"):
-        assert looks_like(tmp_path / name)
-    assert not looks_like(tmp_path / "m.safetensors")
-    assert not looks_like(tmp_path)
+        assert is_pickle(Opening(tmp_path / name))
+    assert not is_pickle(Opening(tmp_path / "m.safetensors"))
+    assert not is_pickle(Opening(tmp_path))
     (tmp_path / SINGLE_NAME).touch()
-    assert looks_like(tmp_path)
+    assert is_pickle(Opening(tmp_path))
     (tmp_path / SINGLE_NAME).rename(tmp_path / INDEX_NAME)
-    assert looks_like(tmp_path)
+    assert is_pickle(Opening(tmp_path))
     (tmp_path / "model.safetensors").touch()
-    assert not looks_like(tmp_path)
+    assert not is_pickle(Opening(tmp_path))
 
 
 # ---------------------------------------------------------------- files
@@ -228,14 +231,14 @@ def test_a_source_knows_its_file_and_notices_changes(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
     source = TorchSource(path)
     assert not source.is_partial
-    assert not source.holds_delta("w")
+    assert not source.delta_of("w").is_change
     with source:
-        source.check_unchanged()
+        check_unchanged([source])
         os.truncate(path, source.tensors["w"].start + 47)
         with pytest.raises(InputError, match=r"m.pt: ends inside w; the file was cut"):
             read_tensor(source, "w")
         with pytest.raises(InputError, match=r"m.pt: changed since the merge was planned"):
-            source.check_unchanged()
+            check_unchanged([source])
 
 
 def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):

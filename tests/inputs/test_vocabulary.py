@@ -18,7 +18,7 @@ from ranges import DeltaArrays
 
 from dare.errors import InputError, MismatchError
 from dare.inputs.arrays import array_source, stored
-from dare.inputs.sources import ArraySource, Source, open_source
+from dare.inputs.sources import ArraySource, Source, check_unchanged, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
@@ -300,7 +300,7 @@ def test_rows_are_padded_with_zeros(policy: Any, abc: Path) -> None:
 def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None:
     delta = DeltaArrays({EMBEDDING: stored(rows(0.5, 0.25), "")})
     found = aligned("union", (source(rows(1, 2, 3)), abc), (delta, None))
-    assert found.models[0].holds_delta(EMBEDDING)
+    assert found.models[0].delta_of(EMBEDDING).is_change
     assert found.rows == (3, 3, 2)
     assert found.models[0].is_partial
     np.testing.assert_array_equal(read(found.models[0]), rows(0.5, 0.25, 0))
@@ -490,11 +490,11 @@ def test_sources_are_opened_together_and_watched(tmp_path: Path) -> None:
     model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
     opened = (open_source(base), base), (open_source(model), model)
     found = aligned("union", *opened)
-    assert found.base.files == (base / "model.safetensors",)
+    assert found.base.files.keys() == {base / "model.safetensors"}
     np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 7))  # only it is entered
     np.testing.assert_array_equal(read(found.models[0]), rows(4, 5, 6, 7))
     with found.base, found.models[0]:
-        found.base.check_unchanged()
+        check_unchanged([found.base])
         assert read(found.models[0], "w").tolist() == [1, 1]
         assert read(found.base).shape == (4, 2)  # still open after the inner exit
     save(model / "model.safetensors", {EMBEDDING: rows(4, 5, 6, 7), "w": np.ones(3, np.float32)})

@@ -309,8 +309,8 @@ def test_no_method_changes_what_is_held(tmp_path):
     for method in methods:
         candidates.make({"method": method})
     for _, held in candidates._kept.values():
-        for name, raw in held.elements.items():
-            assert held.digests[name] == ([bytes_digest(raw.data)] if raw.size else [])
+        for raw, digests in held.values():
+            assert digests == ([bytes_digest(raw.data)] if raw.size else [])
 
 
 def test_files_are_needed_no_more(tmp_path):

@@ -51,7 +51,7 @@ from dare.documents.shown import json_ready
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
-from dare.inputs.sources import ArraySource, Source, SourceView, open_source
+from dare.inputs.sources import ArraySource, DeltaInfo, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 
 Given = Arrays | str | PathLike[str]
@@ -339,8 +339,8 @@ def _essential_fraction(statistics: Statistics) -> float:
 class _Delta(SourceView):
     """A source of deltas."""
 
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        return True
+    def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
+        return DeltaInfo(is_change=True)
 
 
 def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:

@@ -31,7 +31,7 @@ from dare.planning.plan import Plan
 from dare.recipe.entries import write_value, written_models
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.stages.blocks import INFINITY
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.chunks import chunk_span
 
 BASE = -1  # the base's number where models are counted by their places in the recipe
@@ -91,7 +91,7 @@ def _count_not_finite(
         source = plan.source_of(tensor, model)
         values = raw.view(source.tensors[tensor.name].dtype.numpy_type).astype(np.float64)
         is_bad = ~np.isfinite(values)
-        if not source.holds_delta(tensor.name):
+        if not source.delta_of(tensor.name).is_change:
             is_bad &= np.isfinite(origin)
             of_base |= np.isinf(origin) & (values != origin)
         counts[model] = int(np.count_nonzero(is_bad))
@@ -216,7 +216,7 @@ def file_identity(path: Path, *, follow: bool = True) -> tuple[int, int] | None:
 
 
 def _identity(path: Path) -> tuple[int, int] | str:
-    return (None if isinstance(path, StorePath) else file_identity(path)) or str(path)
+    return (None if is_stored(path) else file_identity(path)) or str(path)
 
 
 def _merged_before(
@@ -236,7 +236,7 @@ def _merged_before(
 def _is_same(earlier: EarlierInput, given: Path) -> bool:
     """Tell if an input of an earlier merge is a file of the recipe; its name alone may do."""
     name, place = earlier
-    if isinstance(given, StorePath) or isinstance(name, StorePath):
+    if is_stored(given) or is_stored(name):
         return str(name) == str(given)
     if len(name.parts) == 1 and name.name == given.name:
         return True

@@ -576,7 +576,7 @@ def _read_samples(plan: Plan) -> list[list[SampledMatrix]]:
         for tensor, base in zip(chosen, bases, strict=True):
             if model in tensor.models and tensor.name in source.tensors:
                 values = _read_rows(source, tensor)
-                delta = values if source.holds_delta(tensor.name) else values - base
+                delta = values if source.delta_of(tensor.name).is_change else values - base
                 samples[-1].append(SampledMatrix(tensor, base, delta))
     return samples
 
@@ -627,7 +627,7 @@ def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
             if not (np.isfinite(each.delta).all() and np.isfinite(each.base).all()):
                 return None
             info = source.tensors[each.tensor.name]
-            is_exact = source.holds_delta(info.name)
+            is_exact = source.delta_of(info.name).is_change
             rounding = 0.0 if is_exact else rounding_energy(each.base, info.dtype.name)
             rank = find_low_rank(each.delta, rounding)
             if rank is None:  # one is enough: no need to try the others

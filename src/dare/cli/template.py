@@ -16,7 +16,7 @@ from dare.recipe.entries import in_our_form, write_toml, write_value
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
 def check_runs(recipe: Recipe, where: str) -> None:
     """Refuse a recipe, before it is written, that could not be run; if its models are here."""
     files = [recipe.base, *(entry.file for entry in recipe.models)]
-    if any(isinstance(file, StorePath) or not is_there(file) for file in files):
+    if any(is_stored(file) or not is_there(file) for file in files):
         return  # where they are it will be planned
     try:
         api.plan(recipe)

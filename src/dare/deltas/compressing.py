@@ -46,7 +46,7 @@ from dare.inputs.delta_files import (
     part_type,
     sample,
 )
-from dare.inputs.directory import collect, read_config
+from dare.inputs.directory import collect
 from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
@@ -59,6 +59,7 @@ from dare.inputs.sources import (
     Source,
     SourceView,
     open_source,
+    read_config,
 )
 from dare.output.journal import Record, group_by_tensor
 from dare.output.output import Publisher

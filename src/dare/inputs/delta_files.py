@@ -1,11 +1,10 @@
-"""The notes of a delta file: the JSON in its header. docs/delta-files.md specifies it.
-
-Delta files: a fine-tune stored as its change to a base, presented as the model it stands for.
+"""Delta files: a fine-tune stored as its change to a base, presented as the model it stands for.
 
 A tensor reads as the model's own value where it was kept, and as the base's elsewhere; quantised
-values read as the change, and as zero elsewhere. Kept values are as the model has them: `drop_of`
+values read as the change, and as zero elsewhere. Kept values are as the model has them: `delta_of`
 says that a random choice has to be divided by 1 - p, or it is done here if `rescales` is set. Every
-chunk is checked against its digest whenever it is read. docs/delta-files.md has the format.
+chunk is checked against its digest whenever it is read. docs/delta-files.md has the format, and
+that of the notes, which are the JSON in the header.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from shutil import rmtree
@@ -29,13 +29,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dare import kernels
 from dare.documents.notices import notice
 from dare.errors import InputError
-from dare.inputs.sources import Bytes, Drop, FileSource, Raw, Source, SourceView
+from dare.inputs.sources import (
+    Bytes,
+    DeltaInfo,
+    Drop,
+    FileSource,
+    Opening,
+    Raw,
+    Source,
+    SourceView,
+)
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
 from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, bytes_digest, chunk_count, chunk_span
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.files import read_limited
-from dare.tensors.header import TensorInfo, admit
+from dare.tensors.header import TensorInfo, admit, stored_elements
 from dare.tensors.mask import MASK_VERSION, keep_threshold, mask_key
 from dare.tensors.planes import unpack
 
@@ -78,7 +87,7 @@ class StoredTensor(_Notes):
     @property
     def elements(self) -> int:
         """The number of its elements; of bytes, if elements share them."""
-        return self.kind.stored_elements(self.shape)
+        return stored_elements(self.kind, self.shape)
 
 
 class StoredFile(_Notes):
@@ -177,8 +186,7 @@ def read_notes(text: str, where: str) -> DeltaNotes:
     )
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- chunks
 
 F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
@@ -381,21 +389,19 @@ class DeltaSource(SourceView):
         self.file, self.notes, self.base = file, file.notes, base
         self._rescales = rescales
         self._is_lossless = self.notes.scheme == "lossless"
-        self._folder: Path | None = None
         self._local = threading.local()
         self._check_base()
         tensors = {name: self._presented(name) for name in self.notes.tensors}
         super().__init__(file.stored, tensors, opened=(base, file.stored))
-        self.reading_bytes += CHUNK * (1 + 5 * 4)
-        self.was_dropped = self.notes.seed is not None and rescales
-        if self.was_dropped:
+        self.cost = self.cost.with_reading(CHUNK * (1 + 5 * 4))
+        if self.notes.seed is not None and rescales:
             self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
 
     def _presented(self, name: str) -> TensorInfo:
         tensor = self.notes.tensors[name]
         info = TensorInfo(name, tensor.kind, tensor.shape, 0)
         admit(info, (), str(self.file.path))
-        return replace(info, dtype=F32) if self.holds_delta(name) else info
+        return replace(info, dtype=F32) if self._is_change(name) else info
 
     def _check_base(self) -> None:
         """Refuse another base than the one that the change is to."""
@@ -428,31 +434,28 @@ class DeltaSource(SourceView):
     def _is_rescaled(self, tensor: StoredTensor) -> bool:
         return self._rescales and self.notes.seed is not None and bool(tensor.drop_rate)
 
-    def holds_delta(self, name: str) -> bool:
+    def _is_change(self, name: str) -> bool:
         name, tensor = self._tensor(name)
         if self._is_lossless or not tensor.kind.is_weight:
             return False
         differs = self._base_info(name, tensor).dtype != tensor.kind
         return differs or self._is_rescaled(tensor) or self.notes.bits != "native"
 
-    def drop_of(self, name: str) -> Drop | None:
+    def delta_of(self, name: str) -> DeltaInfo:
+        is_change = self._is_change(name)
         name, tensor = self._tensor(name)
         rate, seed = tensor.drop_rate, self.notes.seed
-        if not rate or seed is None or self._rescales or not tensor.kind.is_weight:
-            return None
-        return Drop(rate, seed, name)
-
-    def original_digest(self, name: str) -> str | None:
-        return None if self.holds_delta(name) else self._tensor(name)[1].model
-
-    def base_digest(self, name: str) -> str | None:
-        return self._tensor(name)[1].base
-
-    def bytes_for(self, name: str, count: int) -> int:
-        name, tensor = self._tensor(name)
+        is_dropped = rate and seed is not None and tensor.kind.is_weight
+        drop = Drop(rate or 0.0, seed or 0, name) if is_dropped and not self._rescales else None
         infos = (self.inner.tensors.get(part) for part in part_names(self.notes, name))
-        stored = sum(info.nbytes for info in infos if info is not None)
-        return stored * count // max(1, tensor.elements)
+        return DeltaInfo(
+            is_change,
+            drop,
+            is_rescaled=self._rescales and seed is not None,
+            original_digest=None if is_change else tensor.model,
+            base_digest=tensor.base,
+            stored_bytes=sum(info.nbytes for info in infos if info is not None),
+        )
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self.notes.to_json(), self._rescales]
@@ -460,16 +463,15 @@ class DeltaSource(SourceView):
     def place(self, name: str) -> Hashable:
         return str(self.file.path), self._tensor(name)[0]
 
-    def folder(self, base: Path | None) -> Path | None:
-        """Make a folder with the files that lay beside the model's weights, while this exists."""
+    @cached_property
+    def folder(self) -> Path | None:
+        """A folder with the files that lay beside the model's weights, while this exists."""
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
-        if self._folder is None:
-            folder = Path(mkdtemp(prefix="dare-delta-"))
-            finalize(self, rmtree, folder, ignore_errors=True)
-            self.file.fill_folder(folder, base)
-            self._folder = folder
-        return self._folder
+        folder = Path(mkdtemp(prefix="dare-delta-"))
+        finalize(self, rmtree, folder, ignore_errors=True)
+        self.file.fill_folder(folder, self.base.folder)
+        return folder
 
     # ------------------------------------------------------------ reading
 
@@ -479,8 +481,10 @@ class DeltaSource(SourceView):
                 if size:
                     self.inner.prefetch(part, first, size)
 
-    def read(self, name: str, start: int, into: Raw) -> None:
+    def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         name, tensor = self._tensor(name)
+        whole = chunk_span(start // CHUNK, tensor.elements)
+        beside = base if (start, into.size) == whole else None
         place, end = start, start + into.size
         while place < end:
             chunk = place // CHUNK
@@ -488,7 +492,7 @@ class DeltaSource(SourceView):
             stop = min(end, first + count)
             part = into[place - start : stop - start]
             if part.size == count:
-                self._decode(name, chunk, None, part)
+                self._decode(name, chunk, beside, part)
             else:
                 part[:] = self._decoded(name, chunk, count)[place - first : stop - first]
             place = stop
@@ -502,25 +506,18 @@ class DeltaSource(SourceView):
         found: Raw = self._local.whole
         return found
 
-    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
-        name, tensor = self._tensor(name)
-        if (start, into.size) == chunk_span(start // CHUNK, tensor.elements):
-            self._decode(name, start // CHUNK, base, into)
-        else:
-            self.read(name, start, into)
-
     def _decode(self, name: str, chunk: int, base: Raw | None, into: Raw) -> None:
         """Fill a whole chunk; the base's elements of it are read here if they are not given."""
         tensor, piece = self.notes.tensors[name], self.file.pieces[name][chunk]
-        holds_delta = self.holds_delta(name)
-        if tensor.base is None or (holds_delta and self.notes.bits != "native"):
+        is_change = self._is_change(name)
+        if tensor.base is None or (is_change and self.notes.bits != "native"):
             base = None
         elif base is None:
             info = self._base_info(name, tensor)
             base = np.empty(into.size, info.dtype.carrier)
             self.base.read(info.name, chunk * CHUNK, base)
         if piece.kept == AS_IN_BASE:
-            into[:] = 0 if holds_delta else base
+            into[:] = 0 if is_change else base
             return
         parts = self.file.read_parts(name, chunk)
         if self._is_lossless:
@@ -528,7 +525,7 @@ class DeltaSource(SourceView):
             return
         lanes = self.file.lanes(name, chunk, parts)
         expand = kernels.load("cpu").expand
-        if not holds_delta:
+        if not is_change:
             into[:] = base
             expand(parts[0], lanes, into)
             return
@@ -596,4 +593,12 @@ def sample(base: Source) -> str:
 
 def is_delta_file(source: FileSource) -> bool:
     """Return whether safetensors files are a delta file."""
-    return any(KEY in header.metadata for header in source.headers.values())
+    return source.has_note(KEY)
+
+
+def open_form(opening: Opening) -> DeltaSource:
+    """Open a delta file, which needs its base."""
+    if opening.base is None:
+        text = "is a delta file; first run `dare apply BASE DELTA -o OUT`"
+        raise InputError(f"{opening.path}: {text}")
+    return DeltaSource(DeltaFile(opening.stored), opening.base, rescales=opening.rescales)

@@ -22,13 +22,13 @@ from typing import Any, TypeGuard
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
-from dare.stores.locations import StorePath, to_path
+from dare.inputs.sources import CONFIG
+from dare.stores.locations import is_stored, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.files import is_there, list_names, read_limited
-from dare.tensors.header import MAX_CONFIG_BYTES, Described, dump_json, parse_json
+from dare.tensors.header import Described, dump_json, parse_json
 from dare.tensors.names import some_of
 
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -55,15 +55,6 @@ _LEFT_WITHOUT_A_WORD = re.compile(
     r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json",
     re.IGNORECASE,
 )
-
-
-@dataclass
-class Sidecars:
-    """The files that go beside the weights of an output."""
-
-    directory: Path
-    files: dict[str, bytes | Path] = field(default_factory=dict)  # by relative name
-    notes: list[Notice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def collect(
     whose content is already decided.
     """
     changes = changes or Changes()
-    gathered = _Gathered(directory)
+    gathered = Sidecars(directory)
     modules = list(gathered.module_files())
     top = list_names(directory)
     gathered.take(directory, _named(directory, (*CONFIGURATION, *SENTENCE_TRANSFORMERS)))
@@ -151,10 +142,16 @@ def collect(
     return gathered
 
 
-class _Gathered(Sidecars):
-    """Sidecars, being collected."""
+@dataclass
+class Sidecars:
+    """The files that go beside the weights of an output."""
+
+    directory: Path
+    files: dict[str, bytes | Path] = field(default_factory=dict)  # by relative name
+    notes: list[Notice] = field(default_factory=list)
 
     def take(self, directory: Path, names: Iterable[str]) -> None:
+        """Take files of a directory in."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def module_files(self) -> Iterator[str]:
@@ -303,7 +300,7 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
 
 def _inside(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
-    if isinstance(directory, StorePath):  # which has no links
+    if is_stored(directory):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))
     path = Path(os.path.realpath(directory / name))
@@ -337,18 +334,6 @@ def read_json(directory: Path, name: str) -> Any:
     """Read the JSON in a directory's file, or None if there is no such file."""
     text = read_text(directory, name)
     return None if text is None else parse_json(text, directory / name)
-
-
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the `config.json` of a model directory; empty where there is none."""
-    try:
-        file = (path if path.is_dir() else path.parent) / CONFIG
-        if not is_there(file):
-            return {}
-    except (OSError, ValueError):  # no possible name of a file
-        return {}
-    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
-    return config if isinstance(config, dict) else {}
 
 
 # ---------------------------------------------------------------- what must change

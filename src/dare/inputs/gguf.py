@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from dare.documents.notices import notice
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, Raw
-from dare.stores.locations import StorePath
+from dare.inputs.sources import InputFiles, Opening, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.files import as_stream, read_beginning
+from dare.tensors.files import as_stream
 from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
 from dare.tensors.names import some_of
 
@@ -139,9 +138,8 @@ class GgufSource(InputFiles):
     The path is that of the file, or of one of its parts.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+    def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
+        super().__init__(path, most_ahead_bytes)
         self.metadata: Metadata = {}
         self._stored: dict[str, Stored] = {}
         tensors = self._read_parts()
@@ -223,7 +221,7 @@ class GgufSource(InputFiles):
             raise HeaderError(f"{self.path}: {what}")
         return replace(tensor, head_rows=rows // heads)
 
-    def read(self, name: str, start: int, into: Raw) -> None:
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
         tensor, block = self._stored[name], self._stored[name].block_elements
         if not tensor.is_computed:
             self._read_stored(tensor, start * tensor.block_bytes, into.view(np.uint8))
@@ -271,14 +269,9 @@ class GgufSource(InputFiles):
         self.prefetch_bytes(tensor.file, tensor.start + first, nbytes)
 
 
-def looks_like(path: Path) -> bool:
-    """Say whether a path is a GGUF file, by its name or its first bytes."""
-    if path.suffix == ".gguf" or isinstance(path, StorePath):  # whose name must do
-        return path.suffix == ".gguf"
-    try:
-        return read_beginning(path, len(MAGIC)) == MAGIC
-    except (InputError, OSError):  # which is said better where it is opened
-        return False
+def open_form(opening: Opening) -> GgufSource:
+    """Open a GGUF file, or all parts of one."""
+    return GgufSource(opening.path, opening.most_ahead_bytes)
 
 
 def part_names(file: str) -> list[str]:

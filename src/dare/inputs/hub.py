@@ -36,9 +36,10 @@ from dare.stores.locations import (
     WEIGHT_SUFFIXES,
     Name,
     StorePath,
+    is_here,
+    is_stored,
     parse_address,
     parse_name,
-    to_path,
     without_credentials,
 )
 from dare.stores.reading import can_read
@@ -92,7 +93,7 @@ class Resolved:
         if self.repo is None:
             return self.path
         if self.is_address:
-            return to_path(f"hf://{self.repo}@{self.commit}") / self.inside
+            return StorePath(f"hf://{self.repo}@{self.commit}") / self.inside
         return Path(str(Name(self.repo, self.inside, self.commit)))
 
 
@@ -103,10 +104,10 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     name is an address. Raises InputError if it is a name and cannot be had, or if it is more likely
     a path with a slip of the pen. The progress of a download is shown if `verbose`.
     """
-    is_address = isinstance(path, StorePath) and path.scheme == "hf"
-    name = parse_address(str(path)) if is_address else None
-    if name is None and not _exists(path):
-        name = parse_name(path.as_posix())
+    if is_here(path):
+        return Resolved(path)
+    is_address = is_stored(path)
+    name = parse_address(str(path)) if is_address else parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
     folder = name.repo.partition("/")[0]
@@ -132,15 +133,6 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         raise InputError(text) from (None if has_secrets else error)
 
 
-def _exists(path: Path) -> bool:
-    if isinstance(path, StorePath):
-        return True
-    try:
-        return path.exists()
-    except OSError:  # opening it will say what is wrong
-        return True
-
-
 def _find(name: Name, *, verbose: bool) -> Resolved:
     """Find a model of one commit in the cache, or as a place in a store on the hub."""
     from huggingface_hub import HfApi, constants
@@ -156,8 +148,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
     weights = _named_weights(name, folder) if folder.is_dir() else ()
     if weights and all((folder / file).exists() for file in weights):
         return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
-    home = to_path(f"hf://{name.repo}@{commit}")
-    assert isinstance(home, StorePath)
+    home = StorePath(f"hf://{name.repo}@{commit}")
     endpoint = urlsplit(constants.ENDPOINT)
     password, _, host = endpoint.netloc.rpartition("@")
     url = f"{endpoint.scheme}://{host}{endpoint.path}/{name.repo}/resolve/{commit}"

@@ -24,11 +24,10 @@ from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
-from dare.inputs.directory import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.sources import RenamedSource, Source
-from dare.stores.locations import StorePath
+from dare.inputs.sources import RenamedSource, Source, read_config
+from dare.stores.locations import is_stored
 from dare.tensors.files import read_limited
 from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
@@ -254,7 +253,7 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
 @contextlib.contextmanager
 def _on_disk(config: Path) -> Iterator[Path]:
     """Provide a folder of this machine that has a model's config.json."""
-    if not isinstance(config, StorePath):
+    if not is_stored(config):
         yield config.parent
         return
     with TemporaryDirectory() as folder:

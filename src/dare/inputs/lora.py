@@ -21,14 +21,15 @@ import numpy as np
 from dare import kernels
 from dare.errors import InputError
 from dare.inputs.sources import (
+    DeltaInfo,
     FileSource,
     Floats,
+    Opening,
     Raw,
     Source,
     SourceView,
     decoded,
     hold_same,
-    open_source,
     read_floats,
 )
 from dare.tensors.chunks import CHUNK
@@ -156,11 +157,11 @@ class LoraSource(SourceView):
         self._whole: dict[str, str] = {}
         self._products: dict[str, tuple[Product, ...]] = {}
         """The change of each tensor: a sum, where the base has one tensor under several names."""
-        super().__init__(stored, {}, self._whole)
-        self.files = (*stored.files, path / CONFIG_NAME)
+        super().__init__(stored, {}, self._whole, computed=self._products)
+        self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
         self._sort()
-        self.reading_bytes = self._count_reading_bytes()
+        self._count_cost()
 
     def _sort(self) -> None:
         factors: dict[tuple[str, str], dict[str, str]] = {}
@@ -258,23 +259,20 @@ class LoraSource(SourceView):
             self._products.pop(name, None)
         if parts:
             self._products[first] = tuple(parts[:1] if is_one else parts)
-        self.reading_bytes = self._count_reading_bytes()
+        self._count_cost()
         return not is_one and len(parts) > 1
 
-    def holds_delta(self, name: str) -> bool:
-        return name in self._products and name not in self._whole
+    @property
+    def folder(self) -> Path | None:
+        return self.path
+
+    def delta_of(self, name: str) -> DeltaInfo:
+        return DeltaInfo(is_change=name in self._products and name not in self._whole)
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        if name not in self._products:
-            super().prefetch(name, start, count)
-
-    def read(self, name: str, start: int, into: Raw) -> None:
-        if name not in self._products:
-            super().read(name, start, into)
-            return
+    def compute(self, name: str, start: int, into: Raw) -> None:
         first, *others = self._products[name]
         first.fill(self._stored, start, into)
         for product in others:
@@ -284,7 +282,7 @@ class LoraSource(SourceView):
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
 
-    def _count_reading_bytes(self) -> int:
+    def _count_cost(self) -> None:
         """Count the pieces of a product's factors, and the tensor that is added to it."""
         stored = self._stored.tensors
         both = [stored[key] for name, key in self._whole.items() if name in self._products]
@@ -292,7 +290,7 @@ class LoraSource(SourceView):
         products = (product for several in self._products.values() for product in several)
         most = max((product.reading_bytes(self._stored) for product in products), default=0)
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
-        return CHUNK * added + most + self._stored.reading_bytes
+        self.cost = self._stored.cost.with_reading(CHUNK * added + most)
 
 
 def looks_like(path: Path) -> bool:
@@ -300,7 +298,16 @@ def looks_like(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> LoraSource:
+def open_form(opening: Opening) -> LoraSource:
+    """Open an adapter; the configuration of its base tells how its layers are stored."""
+    return open_adapter(opening.path, opening.base_config, opening.most_ahead_bytes)
+
+
+def open_adapter(
+    path: Path,
+    base_config: Mapping[str, Any] | None = None,
+    most_ahead_bytes: int | None = None,
+) -> LoraSource:
     """Read an adapter's configuration and header; `base_config` is its base's config.json."""
     adapter = read_config(path)
     weights = path / WEIGHTS_NAME
@@ -308,7 +315,8 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
     is_conv1d = None if kind is None else kind in CONV1D_MODELS
-    return LoraSource(path, adapter, open_source(weights), is_conv1d=is_conv1d)
+    stored = FileSource(weights, most_ahead_bytes)
+    return LoraSource(path, adapter, stored, is_conv1d=is_conv1d)
 
 
 def read_config(path: Path) -> Adapter:

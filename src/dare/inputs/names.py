@@ -22,7 +22,6 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.lora import LoraSource
 from dare.inputs.sources import RenamedSource, Source, hold_same
 from dare.tensors.names import (
     is_tied_embedding,
@@ -248,6 +247,10 @@ def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
 def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> Source:
     """Turn an adapter's changes under all names of one tensor into changes of that tensor."""
     source = adapter = given.source
+    if not source.is_partial:
+        return source
+    from dare.inputs.lora import LoraSource
+
     names = {name: name for name in source.tensors}
     if isinstance(source, RenamedSource):
         adapter, names = source.inner, dict(source.names)

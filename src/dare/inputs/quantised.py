@@ -33,34 +33,14 @@ from numpy.typing import NDArray
 from dare.documents.notices import notice
 from dare.documents.words import times
 from dare.errors import InputError
-from dare.inputs.sources import Bytes, Floats, Raw, Source, SourceView, decoded
-from dare.tensors.dtypes import STORAGE_TYPES
+from dare.inputs.sources import Bytes, Floats, Opening, Raw, Source, SourceView, decoded
+from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import some_of
+from dare.tensors.names import quantised_kind, some_of
 
 SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
 MLX_SETTINGS = "quantization"
-# Parts of names that only quantised models of a kind have.
-NAMES = {
-    **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
-    "g_idx": "GPTQ",
-    "weight_packed": "packed compressed-tensors",
-    "weight_zero_point": "asymmetric compressed-tensors",
-    **dict.fromkeys(("bitmask", "row_offsets"), "sparse compressed-tensors"),
-    "weight_scale_2": "NVFP4",
-    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB", "quant_state"), "bitsandbytes"),
-    "W_q": "HQQ",
-    "centroids": "VPTQ",
-    "dense_weights": "SpQR",
-    "dqweight": "FP-Quant",
-    "q_weight": "EXL2",
-    "trellis": "EXL3",
-    "Qidxs": "QuIP#",
-    **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
-}
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-# Types that codes are stored in. Positions and indices, which other models have, are I64.
-CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *FP8_TYPES)
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
 # Schemes that change what plain weights do, and what they would do without the configuration.
@@ -79,7 +59,7 @@ def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
     """Present quantised weights as what they stand for, by a model's configuration; or refuse."""
     plain = dequantized(unpacked(source, config))
     method = quantisation_method(config)
-    where = f"{source.files[0].parent}: " if source.files else ""
+    where = f"{next(iter(source.files)).parent}: " if source.files else ""
     if reason := IN_USE.get(method or ""):
         raise InputError(f"{where}config.json: quant_method is {method!r}; {reason}")
     if found := _find_codes(plain, method):
@@ -93,6 +73,11 @@ def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
             f"model that it was made from{dequantise}"
         )
     return plain
+
+
+def open_form(opening: Opening) -> Source:
+    """Open safetensors that may be quantised."""
+    return read_quantised(opening.stored, opening.config)
 
 
 def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -129,12 +114,12 @@ def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
     scales: dict[str, list[str]] = {}
     for name in source.tensors:
         module, _, last = name.rpartition(".")
-        if kind := next((NAMES[part] for part in name.split(".") if part in NAMES), None):
+        if kind := quantised_kind(name):
             return name, kind
         if any(word in last.lower() for word in SCALES):
             scales.setdefault(module, []).append(name)
     for name, info in source.tensors.items():
-        if info.dtype.name not in CODES or not info.shape:
+        if info.dtype.name not in CODE_TYPES or not info.shape:
             continue
         module = name.rpartition(".")[0]
         beside = (t for t in scales.get(module, ()) if module or t.startswith(name))
@@ -198,17 +183,17 @@ class DequantizedSource(SourceView):
             for name, info in inner.tensors.items()
             if name not in applied | activations
         }
-        super().__init__(inner, tensors)
-        self.reading_bytes += PIECE_BYTES
+        super().__init__(inner, tensors, computed=scales)
+        self.cost = inner.cost.with_reading(PIECE_BYTES)
         count = times(len(applied), "FP8 tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
         if activations:
             self.remarks += (notice("not_weights", names=some_of(sorted(activations))),)
 
-    def read(self, name: str, start: int, into: Raw) -> None:
-        if name not in self._scales:
-            self.inner.read(name, start, into)
-            return
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(name, start, count)
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
             self._fill(piece, self.inner.tensors[name], start + done, self._scales[name])
@@ -252,7 +237,7 @@ def dequantized(source: Source) -> Source:
 
 
 def _where(source: Source) -> str:
-    return str(source.files[0].parent) if source.files else "the model"
+    return str(next(iter(source.files)).parent) if source.files else "the model"
 
 
 def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
@@ -312,17 +297,14 @@ class UnpackedSource(SourceView):
         self._packed = packed
         stored = {name + end for name in packed for end in ("_blocks", "_scales")}
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
-        super().__init__(inner, {**tensors, **packed})
+        super().__init__(inner, {**tensors, **packed}, computed=packed)
         count = times(len(packed), "MXFP4 tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="bfloat16, which is exact"),)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
-        self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
+        self.cost = inner.cost.with_reading(largest // 2 + largest // GROUP + TILE_BYTES)
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}  # each thread's last expert
 
-    def read(self, name: str, start: int, into: Raw) -> None:
-        if name not in self._packed:
-            super().read(name, start, into)
-            return
+    def compute(self, name: str, start: int, into: Raw) -> None:
         _, inputs, outputs = self._packed[name].shape
         done = 0
         for place, rows, column, columns in _rectangles(start, into.size, outputs, inputs):
@@ -335,10 +317,6 @@ class UnpackedSource(SourceView):
                 part = slice(column + left, column + right)
                 matrix[:, left:right] = _unpack(blocks[part], scales[part], row, rows)
             done += rows * columns
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        if name not in self._packed:
-            super().prefetch(name, start, count)
 
     def __exit__(self, *error: object) -> None:
         self._kept.clear()

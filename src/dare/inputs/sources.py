@@ -1,20 +1,18 @@
-"""Sources of weights: tensors by name, whatever holds them.
+"""Sources of weights: tensors by name, whatever holds them, and the one walk over their chunks.
 
 A source is opened twice: once to read headers, for the plan, and once to read weights. In between
 no file is held open, and the second time each file must still be the one that was planned for.
-
-
-Stored weights as numbers, the one walk over the chunks of a tensor, and sources in memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,20 +22,28 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.documents.notices import Notice
 from dare.errors import HeaderError, InputError
-from dare.stores.locations import StorePath, to_path
+from dare.stores.locations import to_path
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_count, chunk_span, chunk_spans
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import (
     InputFile,
     Stamp,
     is_directory,
+    is_there,
     list_names,
     open_input,
     prefetch_beginnings,
     read_limited,
     share_ahead,
 )
-from dare.tensors.header import Header, TensorInfo, admit, read_header
+from dare.tensors.header import (
+    MAX_CONFIG_BYTES,
+    Header,
+    TensorInfo,
+    admit,
+    parse_json,
+    read_header,
+)
 from dare.tensors.names import some_of
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,7 +52,7 @@ MAX_INDEX_BYTES = 100_000_000
 
 Raw = NDArray[Any]  # elements as they are stored, flat
 
-_NONE: dict[str, Any] = {}
+_NONE: dict[Any, Any] = {}
 
 
 class Drop(NamedTuple):
@@ -57,6 +63,38 @@ class Drop(NamedTuple):
     name: str
 
 
+class DeltaInfo(NamedTuple):
+    """A tensor that may be stored as a change to the base; the defaults are those of weights."""
+
+    is_change: bool = False  # True if it reads as the change, in float32, instead of the weights
+    drop: Drop | None = None  # the mask that dropped some of the change, which is not rescaled
+    is_rescaled: bool = False  # True if dropped elements are made up for as it is read
+    original_digest: str | None = None  # of the whole tensor, if all that is left is unchanged
+    base_digest: str | None = None  # of the base's tensor that it belongs to
+    stored_bytes: int | None = None  # bytes of its files, if they are not those of its elements
+
+
+WEIGHTS = DeltaInfo()
+
+
+class Cost(NamedTuple):
+    """The memory that reading takes, beside the buffers that are filled."""
+
+    reading_bytes: int = 0  # for each thread
+    ahead_bytes: int = 0  # for reading ahead of a store, of all threads together
+
+    def with_reading(self, nbytes: int) -> Cost:
+        """Return the cost with more memory for each thread."""
+        return self._replace(reading_bytes=self.reading_bytes + nbytes)
+
+
+class HeldTensor(NamedTuple):
+    """A tensor in memory: its elements, not to be changed, and the digests of its chunks."""
+
+    elements: Raw
+    digests: list[str]
+
+
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
@@ -64,57 +102,35 @@ class Source:
     """
 
     tensors: Mapping[str, TensorInfo]
-    files: tuple[Path, ...] = ()  # the files behind the source; none for arrays
+    files: Mapping[Path, Stamp] = _NONE  # the files behind it, with the stamps they had
     remarks: tuple[Notice, ...] = ()
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
-    was_dropped: bool = False  # True if randomly dropped changes are made up for as it is read
-    reading_bytes: int = 0  # memory for each thread that reads, beside the buffer that is filled
-    ahead_bytes: int = 0  # memory for reading ahead of a store, of all threads together
+    cost: Cost = Cost()
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
 
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        """Return whether a tensor is the change to the base, in float32, instead of the weights."""
-        return False
-
-    def drop_of(self, name: str) -> Drop | None:  # noqa: ARG002
-        """Return the mask by which a tensor's change was dropped; the rest is not rescaled."""
+    @property
+    def folder(self) -> Path | None:
+        """The folder with its configuration and tokenizer, if there is one."""
         return None
 
-    def original_digest(self, name: str) -> str | None:  # noqa: ARG002
-        """Return the digest of the whole tensor, if all that is left of it is unchanged."""
-        return None
-
-    def base_digest(self, name: str) -> str | None:  # noqa: ARG002
-        """Return the digest that the base's tensor must have for this one to mean anything."""
-        return None
-
-    def bytes_for(self, name: str, count: int) -> int:
-        """Return about how many bytes of its files so many elements of a tensor take."""
-        return count * self.tensors[name].dtype.itemsize
+    def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
+        """Return what is known of a tensor that is stored as a change to the base."""
+        return WEIGHTS
 
     def fingerprint(self) -> list[Any]:
         """Return what identifies it in headers and configurations, to resume a merge."""
         lines = (f"{i.name}\t{i.dtype.name}\t{i.shape}\t{i.start}" for i in self.tensors.values())
         return [bytes_digest("\n".join(lines).encode())]
 
-    def stamps(self) -> list[Any]:
-        """Return the facts by which its files are known to be the same, without reading them."""
-        return []
+    def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
+        """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on.
 
-    def read(self, name: str, start: int, into: Raw) -> None:
-        """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
+        `base` are the base's elements there, if they are at hand.
+        """
         raise NotImplementedError
 
-    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:  # noqa: ARG002
-        """Fill `into` likewise, with the base's elements at hand."""
-        self.read(name, start, into)
-
-    def view(self, name: str, start: int, count: int) -> Raw | None:  # noqa: ARG002
-        """Return elements where they lie in memory, not to be changed; None: they must be read."""
-        return None
-
-    def chunk_digest(self, name: str, chunk: int) -> str | None:  # noqa: ARG002
-        """Return the digest of a chunk, if it is known without reading."""
+    def held(self, name: str) -> HeldTensor | None:  # noqa: ARG002
+        """Return a tensor that is in memory; None: it must be read."""
         return None
 
     def place(self, name: str) -> Hashable:  # noqa: ARG002
@@ -124,30 +140,50 @@ class Source:
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Say that these elements will be read soon."""
 
-    def limit_ahead(self, nbytes: int) -> None:
-        """Read no more than this ahead of a store."""
-        self.ahead_bytes = min(self.ahead_bytes, nbytes)
-
     def __enter__(self) -> Self:
-        """Open for reading weights."""
+        """Open for reading weights; raise InputError if they may not be those planned for."""
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Close."""
 
-    def check_unchanged(self) -> None:
-        """Raise InputError if what was read may no longer be what was planned for."""
+
+def bytes_for(source: Source, name: str, count: int) -> int:
+    """Return about how many bytes of a source's files so many elements of a tensor take."""
+    info, stored = source.tensors[name], source.delta_of(name).stored_bytes
+    if stored is None:
+        return count * info.dtype.itemsize
+    return stored * count // max(1, info.elements)
+
+
+def stamps_of(source: Source) -> list[Any]:
+    """Return the facts by which a source's files are known to be the same, without reading them."""
+    # without the device, to which machines that share the files give other numbers
+    return [(*stamp[:2], *stamp[3:]) for stamp in source.files.values() if stamp]
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Raise InputError if what was read may no longer be what was planned for."""
+    for source in sources:
+        with source:
+            pass
 
 
 class InputFiles(Source):
     """A source in files: as they were for the plan, and open while weights are read."""
 
-    def __init__(self) -> None:
-        self._stamps: dict[Path, Stamp] = {}
+    def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
+        self.path = path
+        self.files: dict[Path, Stamp] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._most_ahead = most_ahead_bytes
         self._open: dict[Path, InputFile] = {}
         self._users = 0  # the number of those who have entered: others may read rows through theirs
-        self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        return self.path if self.path.is_dir() else None
 
     @contextmanager
     def open_header(self, file: Path) -> Iterator[InputFile]:
@@ -155,29 +191,25 @@ class InputFiles(Source):
         opened = open_input(file)
         try:
             yield opened
-            self._stamps[file] = opened.stamp
-            self.files = tuple(self._stamps)
-            if isinstance(file, StorePath):
-                from dare.stores.ahead import AHEAD_BYTES, LONE_BYTES
-
-                self.ahead_bytes, self.reading_bytes = AHEAD_BYTES, LONE_BYTES
+            self.files[file] = opened.stamp
+            most = opened.ahead_bytes if self._most_ahead is None else self._most_ahead
+            self.cost = Cost(opened.lone_bytes, min(opened.ahead_bytes, most))
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
             opened.close()
 
-    def stamps(self) -> list[Any]:
-        # without the device, to which machines that share the files give other numbers
-        return [(*stamp[:2], *stamp[3:]) for stamp in self._stamps.values()]
-
     def __enter__(self) -> Self:
         self._users += 1
         try:
             if self._users == 1:
-                ahead = share_ahead(self.ahead_bytes) if self.ahead_bytes else None
-                for file, stamp in self._stamps.items():
+                ahead = share_ahead(self.cost.ahead_bytes) if self.cost.ahead_bytes else None
+                for file, stamp in self.files.items():
                     self._open[file] = open_input(file, stamp, ahead)
-            self.check_unchanged()
+            for file, stamp in self.files.items():
+                if self._open[file].stamp[:-1] != stamp[:-1]:
+                    text = f"{file}: changed since the merge was planned; run the merge again"
+                    raise InputError(text)
         except InputError:
             self.__exit__()
             raise
@@ -190,13 +222,12 @@ class InputFiles(Source):
                 opened.close()
             self._open = {}
 
-    def check_unchanged(self) -> None:
-        for file, stamp in self._stamps.items():
-            if self._open[file].stamp[:-1] != stamp[:-1]:
-                text = f"{file}: changed since the merge was planned; run the merge again"
-                raise InputError(text)
+    def add(self, info: TensorInfo, file: Path) -> None:
+        """Take in a tensor that lies in a file from its `start` on."""
+        self.tensors[info.name] = info
+        self._home[info.name] = file
 
-    def read(self, name: str, start: int, into: Raw) -> None:
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
         self.read_bytes(self._home[name], self.tensors[name].position(start), into, name)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
@@ -222,9 +253,8 @@ class InputFiles(Source):
 class FileSource(InputFiles):
     """One safetensors file, or the shards of one model."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+    def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
+        super().__init__(path, most_ahead_bytes)
         self.headers: dict[Path, Header] = {}
         files = find_files(path, INDEX_NAME, SINGLE_NAME)
         prefetch_beginnings(files)
@@ -233,8 +263,12 @@ class FileSource(InputFiles):
                 header = self.headers[file] = read_header(opened, str(file))
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
-            self.tensors |= header.tensors
-            self._home |= dict.fromkeys(header.tensors, file)
+            for info in header.tensors.values():
+                self.add(info, file)
+
+    def has_note(self, key: str) -> bool:
+        """Return whether a header has a note of this name."""
+        return any(key in header.metadata for header in self.headers.values())
 
 
 class ArraySource(Source):
@@ -257,7 +291,7 @@ class ArraySource(Source):
     def place(self, name: str) -> Hashable:
         return self._places.get(name)
 
-    def read(self, name: str, start: int, into: Raw) -> None:
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
         into[:] = self._elements[name][start : start + into.size]
 
 
@@ -265,7 +299,7 @@ class ArraySource(Source):
 
 
 class SourceView(Source):
-    """Another source as it is; subclasses present some of it differently."""
+    """Another source as it is; subclasses compute some of its tensors, by `compute`."""
 
     def __init__(
         self,
@@ -273,48 +307,44 @@ class SourceView(Source):
         tensors: Mapping[str, TensorInfo],
         names: Mapping[str, str] = _NONE,
         *,
+        computed: Container[str] = (),
         opened: Sequence[Source] | None = None,
     ) -> None:
         self.inner = inner
         self.tensors = tensors
         self.names = names  # the names of tensors in the source, where they differ
+        self.computed = computed  # the names of tensors that are not read as they are
         self._opened = (inner,) if opened is None else opened  # together with this one
-        self.files, self.remarks = inner.files, inner.remarks
-        self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
-        self.ties, self.was_dropped = inner.ties, inner.was_dropped
-        self.ahead_bytes = inner.ahead_bytes
+        self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
+        self.is_partial, self.cost = inner.is_partial, inner.cost
 
-    def holds_delta(self, name: str) -> bool:
-        return self.inner.holds_delta(self.names.get(name, name))
+    @property
+    def folder(self) -> Path | None:
+        return self.inner.folder
 
-    def drop_of(self, name: str) -> Drop | None:
-        return self.inner.drop_of(self.names.get(name, name))
-
-    def original_digest(self, name: str) -> str | None:
-        return self.inner.original_digest(self.names.get(name, name))
-
-    def base_digest(self, name: str) -> str | None:
-        return self.inner.base_digest(self.names.get(name, name))
+    def delta_of(self, name: str) -> DeltaInfo:
+        return self.inner.delta_of(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
         names = sorted(self.names.items())
         return [*super().fingerprint(), names, self.inner.fingerprint()]
 
-    def stamps(self) -> list[Any]:
-        return self.inner.stamps()
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        """Fill `into` with elements of a tensor that is computed."""
+        raise NotImplementedError
 
-    def read(self, name: str, start: int, into: Raw) -> None:
-        self.inner.read(self.names.get(name, name), start, into)
+    def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
+        if name in self.computed:
+            self.compute(name, start, into)
+        else:
+            self.inner.read(self.names.get(name, name), start, into, base)
 
     def place(self, name: str) -> Hashable:
         return self.inner.place(self.names.get(name, name))
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        self.inner.prefetch(self.names.get(name, name), start, count)
-
-    def limit_ahead(self, nbytes: int) -> None:
-        self.inner.limit_ahead(nbytes)
-        self.ahead_bytes = self.inner.ahead_bytes
+        if name not in self.computed:
+            self.inner.prefetch(self.names.get(name, name), start, count)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -326,10 +356,6 @@ class SourceView(Source):
     def __exit__(self, *error: object) -> None:
         for source in self._opened:
             source.__exit__(*error)
-
-    def check_unchanged(self) -> None:
-        for source in self._opened:
-            source.check_unchanged()
 
 
 class RenamedSource(SourceView):
@@ -345,14 +371,81 @@ class RenamedSource(SourceView):
         super().__init__(inner, tensors, names)
         self.ties = ties or inner.ties
 
-    def bytes_for(self, name: str, count: int) -> int:
-        return self.inner.bytes_for(self.names[name], count)
 
-    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
-        self.inner.read_beside(self.names[name], start, into, base)
+@dataclass(frozen=True)
+class Aligned:
+    """Sources with rows in one order, and what else an output with that order needs."""
+
+    base: Source
+    models: tuple[Source, ...]
+    rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
+    keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
+    token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
+    """The output's id of each id of each model; none at all where nothing differs."""
+    tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
+    """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
+    differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
+    notes: tuple[Notice, ...] = ()
+
+    def resized(self, chosen: int = 0) -> tuple[int, int] | None:
+        """Return the rows of an input (0 is the base) and of the output, if they differ."""
+        if not self.rows:
+            return None
+        output, before = self.rows[0], self.rows[1 + chosen]
+        return None if output is None or before in (None, output) else (before, output)
 
 
-# ---------------------------------------------------------------- files of safetensors
+# ---------------------------------------------------------------- opening a model
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model that is to be opened: what is given for it, and what is known of it cheaply."""
+
+    path: Path
+    allow_pickle: bool = False
+    base: Source | None = None
+    base_config: Mapping[str, Any] | None = None  # the base's config.json, if it is known
+    rescales: bool = True  # dropped elements of a delta file are made up for
+    most_ahead_bytes: int | None = None  # memory for reading ahead of a store
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The `config.json` beside the weights; empty where there is none."""
+        return read_config(self.path)
+
+    @cached_property
+    def stored(self) -> FileSource:
+        """The tensors in its safetensors files."""
+        return FileSource(self.path, self.most_ahead_bytes)
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The names in its folder; none of a file."""
+        try:
+            return {entry.name for entry in self.path.iterdir()}
+        except (OSError, ValueError):  # no directory
+            return set()
+
+
+def open_form(opening: Opening) -> Source:
+    """Open plain safetensors."""
+    return opening.stored
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Read the `config.json` of a model directory, or beside a file; empty where there is none."""
+    try:
+        file = (path if path.is_dir() else path.parent) / CONFIG
+        if not is_there(file):
+            return {}
+    except (OSError, ValueError):  # no possible name of a file
+        return {}
+    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    return config if isinstance(config, dict) else {}
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
@@ -404,8 +497,7 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
             raise HeaderError(f"{index}: {file.name} {complaint} {names}; they do not fit")
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- reading
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -422,8 +514,7 @@ def hold_open(sources: Sequence[Source], *, checks: bool = False) -> Iterator[No
         for source in sources:
             stack.enter_context(source)
         yield
-        for source in sources if checks else ():
-            source.check_unchanged()
+        check_unchanged(sources if checks else ())
 
 
 def read_chunks(
@@ -477,14 +568,11 @@ def read_stored(
     Those of a source in memory are returned where they are: nobody may change them. `base` are
     those of the base, if they are there already.
     """
-    if (held := source.view(name, start, count)) is not None:
-        return held
+    if (held := source.held(name)) is not None:
+        return held.elements[start : start + count]
     dtype = source.tensors[name].dtype
     raw: Raw = buffer[: count * dtype.itemsize].view(dtype.carrier)
-    if base is None:
-        source.read(name, start, raw)
-    else:
-        source.read_beside(name, start, raw, base)
+    source.read(name, start, raw, base)
     return raw
 
 
@@ -525,16 +613,12 @@ def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> b
     return True
 
 
-class Held(NamedTuple):
-    """The tensors of a source: their elements and the digests of their chunks, by name."""
+Held = dict[str, HeldTensor]  # tensors of a source; names of one tensor have the same array
 
-    elements: dict[str, Raw]
-    digests: dict[str, list[str]]
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in memory."""
-        return sum({id(raw): raw.nbytes for raw in self.elements.values()}.values())
+def held_bytes(held: Held) -> int:
+    """Return the memory that tensors take."""
+    return sum({id(each.elements): each.elements.nbytes for each in held.values()}.values())
 
 
 class HeldSource(SourceView):
@@ -543,16 +627,13 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, opened=())
         self._held = held
-        self.reading_bytes = self.ahead_bytes = 0
+        self.cost = Cost()
 
-    def view(self, name: str, start: int, count: int) -> Raw | None:
-        return self._held.elements[name][start : start + count]
+    def held(self, name: str) -> HeldTensor | None:
+        return self._held[name]
 
-    def chunk_digest(self, name: str, chunk: int) -> str | None:
-        return self._held.digests[name][chunk]
-
-    def read(self, name: str, start: int, into: Raw) -> None:
-        into[:] = self._held.elements[name][start : start + into.size]
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
+        into[:] = self._held[name].elements[start : start + into.size]
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Do nothing: it is there already."""
@@ -574,14 +655,11 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
         start, count = chunk_span(number, base.tensors[name].elements)
         first: Raw | None = None
         for source, held in zip(sources, every, strict=True):
-            if name in held.elements:
-                into = held.elements[name][start : start + count]
-                if first is None:
-                    source.read(name, start, into)
-                    first = into
-                else:
-                    source.read_beside(name, start, into, first)
-                held.digests[name][number] = bytes_digest(into.data)
+            if name in held:
+                into = held[name].elements[start : start + count]
+                source.read(name, start, into, first)
+                first = into if first is None else first
+                held[name].digests[number] = bytes_digest(into.data)
 
     with hold_open(sources, checks=True), ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, chunks))
@@ -590,13 +668,12 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
 
 def _room(base: Source, source: Source) -> Held:
     """Make arrays for the tensors that fit the base; names of one tensor have one array."""
-    held = Held({}, {})
+    held: Held = {}
     for name, info in source.tensors.items():
         if name in base.tensors and info.shape == base.tensors[name].shape:
             first = base.ties.get(name, name)
-            if first not in held.elements:
-                held.elements[first] = np.empty(info.elements, info.dtype.carrier)
-                held.digests[first] = [""] * chunk_count(info.elements)
-            held.elements[name] = held.elements[first]
-            held.digests[name] = held.digests[first]
+            if first not in held:
+                elements = np.empty(info.elements, info.dtype.carrier)
+                held[first] = HeldTensor(elements, [""] * chunk_count(info.elements))
+            held[name] = held[first]
     return held

@@ -27,15 +27,22 @@ from numpy.typing import NDArray
 
 from dare.documents.notices import notice
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, Raw, check_against_index, find_files
-from dare.stores.locations import StorePath
+from dare.inputs.quantised import read_quantised
+from dare.inputs.sources import (
+    InputFiles,
+    Opening,
+    Raw,
+    Source,
+    check_against_index,
+    find_files,
+)
+from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
@@ -50,8 +57,7 @@ class TorchSource(InputFiles):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+        super().__init__(path)
         self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
         self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
         for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
@@ -65,7 +71,7 @@ class TorchSource(InputFiles):
 
     def _read_pickle(self, file: Path) -> set[str]:
         """Read a file's list of tensors, and no weights; return their names."""
-        if isinstance(file, StorePath):
+        if is_stored(file):
             raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
         with self.open_header(file) as opened:
             assert isinstance(opened, LocalFile)
@@ -77,8 +83,7 @@ class TorchSource(InputFiles):
                 continue
             info = _describe(value, file, name, edges)
             admit(info, (), str(file))
-            self.tensors[name] = info
-            self._home[name] = file
+            self.add(info, file)
             if not value.is_contiguous():
                 self._strides[name] = tuple(value.stride())
             held.add(name)
@@ -102,7 +107,7 @@ class TorchSource(InputFiles):
         if name not in self._strides:
             super().prefetch(name, start, count)
 
-    def read(self, name: str, start: int, into: Raw) -> None:
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
         if name not in self._strides:
             super().read(name, start, into)
             return
@@ -122,16 +127,14 @@ class TorchSource(InputFiles):
         into[:] = stored[inverse]
 
 
-def looks_like(path: Path) -> bool:
-    """Say whether a path is a file of torch's, or a directory with nothing better, by names."""
-    if path.suffix in SUFFIXES:
-        return True
-    try:
-        names = {entry.name for entry in path.iterdir()}
-    except (OSError, ValueError):  # no directory
-        return False
-    has_safetensors = any(name.endswith(".safetensors") for name in names)
-    return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
+def open_form(opening: Opening) -> Source:
+    """Open a pickle, if the user allows it."""
+    if not opening.allow_pickle:
+        raise InputError(
+            f"{opening.path}: stores its weights as a pickle, which can contain programs; save it "
+            "as safetensors, or set allow_pickle = true (--allow-pickle)"
+        )
+    return read_quantised(TorchSource(opening.path), opening.config)
 
 
 def _read_edges(file_descriptor: int, file: Path) -> list[int]:
@@ -144,15 +147,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
             small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
             pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
-    except (
-        zipfile.BadZipFile,
-        struct.error,
-        zlib.error,
-        ValueError,
-        RuntimeError,
-        OSError,
-        EOFError,
-    ):
+    except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, OSError, EOFError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")

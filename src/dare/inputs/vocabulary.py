@@ -1,10 +1,7 @@
-"""The meaning of the rows of a model's embedding and head, by its tokenizer.
+"""Models whose vocabulary is not the base's: added tokens, renamed ones, padded embeddings.
 
 Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `vocab.txt`) and
 `added_tokens.json`; without those, rows are compared by their number.
-
-
-Models whose vocabulary is not the base's: added tokens, renamed ones, padded embeddings.
 
 Merging takes place row by row, and a row means a token. Where the tokenizers differ, the rows of
 embedding and head are put in one order, that of the output, before anything is merged: each model
@@ -13,7 +10,7 @@ for all others, where its change is therefore zero. The base is presented with a
 token, the mean of the rows of the models that have it. Readers of the sources notice nothing.
 
 Nothing is copied beforehand: elements are read from the sources that their rows come from, or
-computed, at the moment they are asked for. `tokens` has the meaning of a model's rows.
+computed, at the moment they are asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import count
 from pathlib import Path
@@ -35,7 +32,7 @@ from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError
 from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json, read_text
-from dare.inputs.sources import Floats, Raw, Source, SourceView, read_floats
+from dare.inputs.sources import Aligned, Floats, Raw, Source, SourceView, read_floats
 from dare.kernels import reference
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -199,34 +196,9 @@ def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
     return ids
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- aligning
 
 Policy = Literal["error", "base", "union"]
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """Sources with rows in one order, and what else an output with that order needs."""
-
-    base: Source
-    models: tuple[Source, ...]
-    rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
-    keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
-    token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    """The output's id of each id of each model; none at all where nothing differs."""
-    tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
-    """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
-    differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
-    notes: tuple[Notice, ...] = ()
-
-    def resized(self, chosen: int = 0) -> tuple[int, int] | None:
-        """Return the rows of an input (0 is the base) and of the output, if they differ."""
-        if not self.rows:
-            return None
-        output, before = self.rows[0], self.rows[1 + chosen]
-        return None if output is None or before in (None, output) else (before, output)
 
 
 def align(
@@ -452,7 +424,7 @@ class RowOrigins:
         fitting = {
             index: other.ids
             for index, (model, other) in enumerate(zip(self.models, self.others, strict=True))
-            if other is not None and not model.holds_delta(base.name)
+            if other is not None and not model.delta_of(base.name).is_change
             if (info := row_tensors(model, other.rows).get(base.name)) is not None
             if info.shape[1:] == base.shape[1:]
         }
@@ -507,9 +479,9 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
 
     The base's rows are the base's to the bit: if the types differ, both are presented in float32.
     """
-    if model.drop_of(info.name) is not None:
+    if model.delta_of(info.name).drop is not None:
         raise MismatchError(f"{info.name}: its rows cannot move; first run `dare apply`")
-    if model.holds_delta(info.name):
+    if model.delta_of(info.name).is_change:
         return RowTensor(model, info, info.dtype, rows, _fill_zeros)
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
@@ -525,24 +497,20 @@ class AlignedSource(SourceView):
         self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
-        super().__init__(inner, {**inner.tensors, **presented}, opened=inputs)
+        super().__init__(inner, {**inner.tensors, **presented}, computed=rows, opened=inputs)
         self._rows = rows
         self._decided = decided  # a digest of all that decides which row comes from where
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self._decided]
 
-    def read(self, name: str, start: int, into: Raw) -> None:
-        if name in self._rows:
-            self._rows[name].read(start, into)
-        else:
-            self.inner.read(name, start, into)
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        self._rows[name].read(start, into)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
+        super().prefetch(name, start, count)
         if name in self._rows:
             self._rows[name].prefetch(start, count)
-        else:
-            self.inner.prefetch(name, start, count)
 
 
 class RowTensor:

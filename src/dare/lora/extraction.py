@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
-from dare.inputs.directory import read_config
 from dare.inputs.loaded import (
     LoadedTensor,
     architecture_of,
@@ -33,7 +32,7 @@ from dare.inputs.loaded import (
 )
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
-from dare.inputs.sources import Source, hold_open, read_float_chunks
+from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import (
@@ -85,14 +84,14 @@ class Change:
 
     def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
         """Read a tensor's change, chunk by chunk, each with the place of its first element."""
-        sources = [self.model, *([] if self.model.holds_delta(tensor) else [self.base])]
+        sources = [self.model, *([] if self.model.delta_of(tensor).is_change else [self.base])]
         for start, values in read_float_chunks(sources, tensor):
             yield start, reduce(np.subtract, values)
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
         """Read a tensor of the model, chunk by chunk; the base's where the model has none."""
         has_it = tensor in self.model.tensors
-        needs_base = not has_it or self.model.holds_delta(tensor)
+        needs_base = not has_it or self.model.delta_of(tensor).is_change
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
         return (reduce(np.add, values) for _, values in read_float_chunks(sources, tensor))
 

@@ -17,7 +17,6 @@ from typing import Any
 from dare.documents.notices import CATALOGUE, LEFTOVERS, Notice, Severity, notice
 from dare.errors import RecipeError, did_you_mean
 from dare.inputs.directory import (
-    CONFIG,
     Changes,
     StopTokens,
     chat_template_of,
@@ -29,6 +28,7 @@ from dare.inputs.directory import (
     stop_tokens_of,
 )
 from dare.inputs.opening import Inputs
+from dare.inputs.sources import CONFIG
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct

@@ -56,7 +56,7 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
     """Refuse an address that cannot be written to, and one that an input has."""
     target = layout.target
     assert isinstance(target, StorePath)
-    if target.scheme not in uploading.SCHEMES:
+    if not target.store.is_writable:
         what = f"outputs cannot be written to {target.scheme}:// addresses"
         raise OutputError(f"{target}: {what}; choose s3://, gs://, az:// or a path")
     if not target.key or target.key.endswith(".."):

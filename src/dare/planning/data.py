@@ -20,14 +20,14 @@ from dare import __version__
 from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
 from dare.inputs.directory import Sidecars
-from dare.inputs.sources import SINGLE_NAME, Drop, Source
+from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.chunks import SEAL, UNKNOWN, bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
-from dare.tensors.header import Described, TensorInfo, build_header
+from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
 OTHER_FORMATS = re.compile(
@@ -63,7 +63,7 @@ class Layout:
     @property
     def is_sent(self) -> bool:
         """True if it goes to a store, file by file in their order."""
-        return isinstance(self.target, StorePath)
+        return is_stored(self.target)
 
     @property
     def scratch_bytes(self) -> int:
@@ -125,7 +125,7 @@ def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) 
 
 
 def _nbytes(tensor: Described) -> int:
-    return tensor[1].stored_elements(tensor[2]) * tensor[1].itemsize
+    return stored_elements(*tensor[1:]) * tensor[1].itemsize
 
 
 # ----------------------------------------------------------------
@@ -289,7 +289,7 @@ class PlanData:
     @property
     def stamps(self) -> str:
         """A digest of the inputs' inodes and times, by which they are known here and now."""
-        return bytes_digest(json.dumps([source.stamps() for source in self.sources]).encode())
+        return bytes_digest(json.dumps(list(map(stamps_of, self.sources))).encode())
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class PlanData:
         return (
             not tensor.drops
             and all(stage.is_identity(own) for stage, own in chain)
-            and not source.holds_delta(tensor.name)
+            and not source.delta_of(tensor.name).is_change
             and source.tensors[tensor.name].dtype == tensor.base.dtype
         )
 
@@ -366,10 +366,9 @@ class PlanData:
 
     def original_digest(self, tensor: TensorPlan, model: int) -> str | None:
         """Return a whole tensor's digest, where a delta file lacks only what the chain drops."""
-        source = self.source_of(tensor, model)
-        if source.drop_of(tensor.name) is None or tensor.drop_of(model) is not None:
-            return None
-        return source.original_digest(tensor.name)
+        stored = self.source_of(tensor, model).delta_of(tensor.name)
+        is_made_up_for = stored.drop is None or tensor.drop_of(model) is not None
+        return None if is_made_up_for else stored.original_digest
 
     @cached_property
     def dropped_before(self) -> list[list[tuple[float, int]]]:
@@ -395,7 +394,9 @@ class PlanData:
     @cached_property
     def has_deltas(self) -> bool:
         """True if a model is given by deltas, not only by weights."""
-        return any(model.holds_delta(name) for model in self.models for name in model.tensors)
+        return any(
+            model.delta_of(name).is_change for model in self.models for name in model.tensors
+        )
 
     @cached_property
     def censuses(self) -> tuple[CensusPlan, ...]:

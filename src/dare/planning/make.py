@@ -233,7 +233,8 @@ def _plan_tensor(
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
     for index, own in zip(takes_part, settings, strict=True):
-        drop = models[index].drop_of(base.name) if base.name in models[index].tensors else None
+        has_it = base.name in models[index].tensors
+        drop = models[index].delta_of(base.name).drop if has_it else None
         left = drop and _left_to_make_up(recipe, drop, name, index, own)
         if isinstance(left, str):
             line = f"{names[index]}: {left}"
@@ -271,7 +272,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     for index, (entry, seed, model) in enumerate(
         zip(recipe.models, recipe.seeds(), models, strict=True)
     ):
-        drops = {name: drop for name in model.tensors if (drop := model.drop_of(name))}
+        drops = {name: drop for name in model.tensors if (drop := model.delta_of(name).drop)}
         seeds = {drop.seed for drop in drops.values()}
         if seeds - {seed} and entry.seed is None and recipe.has_default_seed:
             entries[index] = entries[index].model_copy(update={"seed": seeds.pop()})

@@ -29,6 +29,7 @@ from dare.documents.document import Document, Section, tabulate
 from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import RecipeError, printable
+from dare.inputs.sources import bytes_for
 from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import IMPLIED, Settings, Stage
@@ -72,7 +73,7 @@ class Cost:
         """The same for one tensor."""
         base = tensor.base.nbytes
         models = [
-            (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
+            (m, bytes_for(self.plan.source_of(tensor, m), tensor.name, tensor.elements))
             for m in tensor.models
         ]
         once = base + sum(size for _, size in models)
@@ -129,7 +130,7 @@ class Cost:
         stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
         together = chunks_at_once if self.is_fused else 1
         buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
-        return buffers + sum(source.reading_bytes for source in plan.sources)
+        return buffers + sum(source.cost.reading_bytes for source in plan.sources)
 
     @cached_property
     def is_fused(self) -> bool:
@@ -208,7 +209,7 @@ class Cost:
         observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
         is_sent = layout is not None and layout.is_sent
         sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
-        ahead = sum(source.ahead_bytes for source in self.plan.sources)
+        ahead = sum(source.cost.ahead_bytes for source in self.plan.sources)
         return max(observed, default=0) + ahead + sent
 
     @property

@@ -47,8 +47,8 @@ from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
 from dare.stores.locations import (
-    StorePath,
     home_folder,
+    is_stored,
     looks_like_name,
     parse_address,
     to_path,
@@ -373,7 +373,7 @@ class ModelEntry(Strict, init=False):
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
-        elif isinstance(path, StorePath) and path.scheme == "hf":
+        elif is_stored(path) and path.scheme == "hf":
             name = parse_address(str(path))
             path = Path(name.repo, name.inside)
         if path.suffix != ".safetensors":

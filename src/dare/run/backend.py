@@ -139,7 +139,7 @@ class Backend:
         if model not in chains:
             stages = self._plan.stages
             settings, draws = tensor.settings_of(model), tensor.draws_of(stages, model)
-            is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
+            is_delta = self._plan.source_of(tensor, model).delta_of(tensor.name).is_change
             applied = (stage.apply for stage in stages)
             chains[model] = is_delta, list(zip(applied, settings, draws, strict=False))
         return chains[model]

@@ -121,7 +121,7 @@ def check_digests(plan: Plan, digests: Digests) -> None:
     files = (recipe.base, *(entry.file for entry in recipe.models))
     for model, entry in zip(plan.models, recipe.models, strict=True):
         for name in model.tensors.keys() & digests.base_tensors.keys():
-            if model.base_digest(name) not in (None, digests.base_tensors[name]):
+            if model.delta_of(name).base_digest not in (None, digests.base_tensors[name]):
                 differs = f"{name} differs from the one in {recipe.base}; give the base it is for"
                 raise InputError(f"{entry.file}: is a delta file for another base: {differs}")
     for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):

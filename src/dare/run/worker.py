@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
-from dare.inputs.sources import Source, read_chunks
+from dare.inputs.sources import Source, bytes_for, read_chunks
 from dare.output.journal import Record
 from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
@@ -300,7 +300,7 @@ class Worker:
     ) -> Iterator[Chunk]:
         """Read the base and some models chunk by chunk, unless the work is to stop."""
         sources = sources_of(self._plan, tensor, models)
-        is_plain = not any(source.reading_bytes for source in sources)
+        is_plain = not any(source.cost.reading_bytes for source in sources)
         for place, (base, *tuned) in read_chunks(
             *(sources, tensor.name, start, count),
             buffers=[self._backend.inputs[row] for row in (0, *(1 + m for m in models))],
@@ -310,7 +310,7 @@ class Worker:
         ):
             if self._stop.is_set():
                 raise Stopped
-            self._progress(sum(s.bytes_for(tensor.name, base.size) for s in sources))
+            self._progress(sum(bytes_for(s, tensor.name, base.size) for s in sources))
             yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)))
 
     # ------------------------------------------------------------ chunks
@@ -352,10 +352,10 @@ class Worker:
         """Return the digests of every chunk of base, models and others; some are known."""
         numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
         known = [
-            [source.chunk_digest(chunk.tensor.name, number) or "" for number in numbers]
+            [] if held is None else [held.digests[number] for number in numbers]
             for source in sources_of(self._plan, chunk.tensor, chunk.tuned)
+            for held in [source.held(chunk.tensor.name)]
         ]
-        known = [digests if all(digests) else [] for digests in known]
         raws = (chunk.base, *chunk.tuned.values(), *others)
         unknown = [raw for raw, digests in zip_longest(raws, known) if not digests]
         found = iter(self._backend.digests(unknown))

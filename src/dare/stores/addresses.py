@@ -12,8 +12,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-WEB = ("http", "https")
-SCHEMES = ("s3", "gs", "az", "hf", *WEB)
+
+@dataclass(frozen=True)
+class Store:
+    """A kind of store, of which obstore makes a client by the address."""
+
+    remedy: str  # the way to get access
+    is_writable: bool = False  # True if an output can go there
+    is_web: bool = False  # True for a web server, which lists nothing and quotes names
+    speaks_s3: bool = False  # True if boto3 finds accounts and regions
+
+
+_WEB_SERVER = Store("give an address that contains its password or signature", is_web=True)
+STORES = {
+    "s3": Store(
+        "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
+        "read and list it",
+        is_writable=True,
+        speaks_s3=True,
+    ),
+    "gs": Store(
+        "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
+        is_writable=True,
+    ),
+    "az": Store(
+        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
+        is_writable=True,
+    ),
+    "hf": Store(
+        "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has any"
+    ),
+    "http": _WEB_SERVER,
+    "https": _WEB_SERVER,
+}
+"""The kinds of stores, by the beginning of their addresses."""
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")
@@ -52,7 +84,7 @@ class Address(_LocalPath):
         """Return the address."""
         text = super().__str__()
         scheme, colon, rest = text.partition(":")
-        return f"{scheme}:/{rest or '/'}" if colon and scheme in SCHEMES else text
+        return f"{scheme}:/{rest or '/'}" if colon and scheme in STORES else text
 
     def __eq__(self, other: object) -> bool:
         """Compare addresses; a path of this machine is never the same, whatever its text."""
@@ -71,8 +103,13 @@ class Address(_LocalPath):
 
     @property
     def scheme(self) -> str:
-        """The kind of store."""
+        """The beginning of the address."""
         return self.parts[0].removesuffix(":")
+
+    @property
+    def store(self) -> Store:
+        """The table's entry of that kind."""
+        return STORES[self.scheme]
 
     @property
     def authority(self) -> str:

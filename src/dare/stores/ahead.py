@@ -96,6 +96,8 @@ class StoreFile:
     the first bytes are asked for, which say what the version is.
     """
 
+    lone_bytes, ahead_bytes = LONE_BYTES, AHEAD_BYTES
+
     def __init__(self, path: Address, stamp: Stamp | None = None, ahead: Ahead | None = None):
         self.path = path
         self._ahead = ahead or Ahead()

@@ -1,13 +1,12 @@
-"""Paths of files on this machine, or in a store that has an address.
+"""Places of files: a path on this machine, an address in a store, a name on the hub.
 
-A `StorePath` asks the store (`dare.stores.reading`) whether it exists and what is in it. So
-whatever takes a path takes an address.
+`to_path` makes a path of a text where one is read; from there on a path is one, and `is_stored`
+tells whether it is an address. A `StorePath` asks the store (`dare.stores.reading`) whether it
+exists and what is in it. So whatever takes a path takes an address.
 
-
-Names on the hub, told from paths without asking the hub.
-
-A name is `org/name`, or `org/name/inside@revision`, where `inside` is a folder or a file of the
-repository. A path that exists here is never a name. Otherwise
+Names on the hub are told from paths without asking the hub. A name is `org/name`, or
+`org/name/inside@revision`, where `inside` is a folder or a file of the repository. A path that
+exists here is never a name. Otherwise
 
 - with `@revision` a text is a name;
 - without it, only if it has exactly two parts, the second does not end like a file of weights,
@@ -23,16 +22,16 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Self, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from dare.errors import InputError
 from dare.stores import reading
-from dare.stores.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
+from dare.stores.addresses import STORES, Access, Address, grant_access, without_credentials
 
 __all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
-_ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?!/)", re.IGNORECASE)
+_ADDRESS = re.compile(rf"({'|'.join(STORES)}):/{{1,2}}(?!/)", re.IGNORECASE)
 
 
 class StorePath(Address):
@@ -82,7 +81,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     if found is None:
         return Path(text)
     scheme, rest = found[1].lower(), text[found.end() :]
-    if scheme not in WEB:
+    if not STORES[scheme].is_web:
         if "@" in rest.partition("/")[0]:
             raise ValueError(
                 "an address must not hold a password; set it in the environment or in a profile"
@@ -96,8 +95,22 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     return path
 
 
-# ----------------------------------------------------------------
+def is_stored(path: object) -> TypeGuard[StorePath]:
+    """Return whether a place is in a store, not on this machine."""
+    return isinstance(path, StorePath)
 
+
+def is_here(path: Path) -> bool:
+    """Return whether a path leads to something without asking the hub, as far as can be told."""
+    if is_stored(path):
+        return path.scheme != "hf"
+    try:
+        return path.exists()
+    except OSError:  # opening it will say what is wrong
+        return True
+
+
+# ---------------------------------------------------------------- names on the hub
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 """Endings of files of weights; `org/model.safetensors` is a path, not a name."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dare.errors import HeaderError, InputError
-from dare.stores.addresses import WEB, Address, access_to
+from dare.stores.addresses import Address, access_to
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -61,15 +61,6 @@ USUAL_NAMES = (
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
 """Names that are tried below a web address, since a web server cannot list a folder."""
-
-REMEDIES = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
-    "read and list it",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
-    "hf": "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has any",
-    "http": "give an address that contains its password or signature",
-}
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -220,7 +211,7 @@ def locate(path: Address) -> tuple[Any, str]:
     if path.scheme == "hf" and not access.url:
         raise InputError(f"{path}: a model on the hub can only be read as a base or a model")
     root = access.url or f"{path.scheme}://{path.authority}"
-    key = unquote(path.key) if path.scheme in WEB else path.key
+    key = unquote(path.key) if path.store.is_web else path.key
     if access.url:
         key = path.relative_to(place).as_posix()
     headers = dict(access.headers)
@@ -250,11 +241,11 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),
         "timeout": timedelta(seconds=REQUEST_SECONDS),
     }
-    if urlsplit(url).scheme in WEB or _allows_http(path):
+    if urlsplit(url).scheme in ("http", "https") or _allows_http(path):
         options["allow_http"] = True
     if headers:
         options["default_headers"] = dict(headers)
-    settings = _s3_settings() if path.scheme == "s3" else {}
+    settings = _s3_settings() if path.store.speaks_s3 else {}
     waits = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=8)}
     retries = {
         "max_retries": RETRIES,
@@ -271,7 +262,7 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
 def _allows_http(path: Address) -> bool:
     """Tell whether S3 may be asked without TLS: on this machine, or if that is allowed."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    if path.scheme != "s3" or not endpoint.startswith("http://"):
+    if not path.store.speaks_s3 or not endpoint.startswith("http://"):
         return False
     host = urlsplit(endpoint).hostname or ""
     is_here = host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host)
@@ -381,7 +372,7 @@ def _list(path: Address) -> Names:
     place, access = access_to(path)
     if access.names is not None:
         return _below(access.names, path.relative_to(place).as_posix())
-    if path.scheme in WEB:
+    if path.store.is_web:
         return {} if path.suffix.lower() in FILE_SUFFIXES else _probe(path)
 
     def ask(obstore: Any, store: Any, key: str) -> Names:
@@ -438,7 +429,7 @@ def size_of(path: Address) -> int | None:
     if access.names is not None:
         return access.names.get(path.relative_to(place).as_posix())
     beside: Names | None = _recall("folder", path.parent)
-    if beside is not None and (path.scheme not in WEB or path.name in USUAL_NAMES):
+    if beside is not None and (not path.store.is_web or path.name in USUAL_NAMES):
         return beside.get(path.name)
     found = _recall("size", path)
     if found is None:
@@ -477,11 +468,11 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
     status_code, code, region = (found.search(text) for found in (_STATUS, _CODE, _REGION))
     number = status_code[1] if status_code else ""
     answer = " ".join(filter(None, (number, code and code[1])))
-    remedy = REMEDIES["http" if path.scheme in WEB else path.scheme]
+    remedy = path.store.remedy
     remedy += "; writing needs the right to list, read, write and delete" if writes else ""
     elsewhere = ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect")
     is_elsewhere = code is not None and code[1] in elsewhere
-    if path.scheme == "s3" and (is_elsewhere or "without LOCATION" in text):
+    if path.store.speaks_s3 and (is_elsewhere or "without LOCATION" in text):
         where = f"is in another region{f', {region[1]}' if region else ''}; set AWS_REGION to it"
         return InputError(f"{path}: the bucket {path.authority} {where}")
     if number in ("401", "403"):

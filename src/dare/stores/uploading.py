@@ -30,7 +30,6 @@ MAX_PARTS = 10_000  # the most parts of one object in S3
 MAX_OBJECT_BYTES = 5 << 40  # the limit of S3; other stores allow no less
 PARTS_AT_ONCE = 4
 COMPARED_BYTES = 4 << 20
-SCHEMES = ("s3", "gs", "az")  # stores that can be written to
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from dare.deltas.memory import (
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
-from dare.inputs.sources import Held, HeldSource, Source, hold
+from dare.inputs.sources import Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.receipt import digests_of, inputs_of_output
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan, available_cores
@@ -83,7 +83,7 @@ class Candidates:
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
-        self.memory_bytes = sum(of_source.nbytes for of_source in held)
+        self.memory_bytes = sum(map(held_bytes, held))
         """The memory that the weights take."""
         self._kept: dict[Path, tuple[Source, Held]] = {}
         """By file: as the recipe has it, and as the hub's commit has it."""
@@ -167,7 +167,7 @@ class Candidates:
 
 def _times(source: Source) -> list[Any]:
     """Return sizes, times and places of its files, which a new name does not change."""
-    return [stamp[:-1] for stamp in source.stamps()]
+    return [stamp[:-1] for stamp in stamps_of(source)]
 
 
 def _arrangement(recipe: Recipe) -> tuple[Any, ...]:

@@ -8,15 +8,16 @@ int16, and so on; the carrier says nothing about the values).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from dare.errors import RecipeError, did_you_mean
+
+CODE_TYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "F8_E4M3", "F8_E5M2")
+"""Types that quantised weights are stored in. Positions and indices of other models are I64."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,11 @@ class StorageType:
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
     packed_bits: int = 0
     """Bits of an element that shares bytes; such tensors are handled byte by byte."""
+    itemsize: int = field(init=False)  # bytes of an element, or 1 if elements share bytes
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element, as `stored_elements` counts them."""
-        return self.carrier.itemsize
-
-    def stored_elements(self, shape: Iterable[int]) -> int:
-        """Return the number of a tensor's elements, or of its bytes if elements share them.
-
-        >>> STORAGE_TYPES["F4"].stored_elements((3, 4)), STORAGE_TYPES["BF16"].stored_elements(())
-        (6, 1)
-        """
-        count = math.prod(shape)
-        return -(-count * self.packed_bits // 8) if self.packed_bits else count
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest."""
+        object.__setattr__(self, "itemsize", self.carrier.itemsize)
 
     @property
     def torch_name(self) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from dare.errors import HeaderError, InputError
 from dare.stores.locations import StorePath
 
 if TYPE_CHECKING:
-    from dare.stores.ahead import Ahead
+    from dare.stores.ahead import Ahead, StoreFile
 
 ALIGNMENT = 4096  # direct writes start and end at multiples of this, in the file and in memory
 
@@ -42,33 +42,16 @@ Bytes = bytes | NDArray[np.uint8]
 Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with its name
 
 
-class InputFile(Protocol):
-    """A file that is open for reading at any position, from any thread."""
-
-    @property
-    def size(self) -> int:
-        """The number of its bytes."""
-
-    @property
-    def stamp(self) -> Stamp:
-        """The facts by which it is known to be the same, here and now."""
-
-    def read_at(self, into: memoryview, position: int) -> int:
-        """Fill a buffer; return how many bytes there were before the end of the file."""
-
-    def prefetch(self, position: int, nbytes: int) -> None:
-        """Say that these bytes will be read soon."""
-
-    def close(self) -> None:
-        """Close."""
-
+InputFile: TypeAlias = "LocalFile | StoreFile"  # open for reading, from any thread
 
 READ_AHEAD_BYTES = 128 << 10  # the usual length that a system reads ahead, if it does not say
 MAX_UNCHECKED_READS = 15  # reads of a file that was in memory, taken to be there still
 
 
 class LocalFile:
-    """An open file of this machine."""
+    """An open file of this machine, which the system reads ahead."""
+
+    lone_bytes = ahead_bytes = 0  # memory for reads of a store
 
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor
@@ -227,6 +210,13 @@ def read_beginning(file: Path, nbytes: int) -> bytes:
     found = bytearray(nbytes)
     with closing(open_input(file)) as opened:
         return bytes(found[: opened.read_at(memoryview(found), 0)])
+
+
+def begins_with(file: Path, mark: bytes) -> bool:
+    """Return whether a file of this machine can be read, and has these first bytes."""
+    with suppress(InputError, OSError):  # which is said better where it is opened
+        return not isinstance(file, StorePath) and read_beginning(file, len(mark)) == mark
+    return False
 
 
 def is_directory(path: Path) -> bool:

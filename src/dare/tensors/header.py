@@ -1,6 +1,4 @@
-"""JSON that the package reads, which may be hostile, and JSON that it writes.
-
-Safetensors headers: read one that may be hostile, build one that is exact.
+"""Safetensors headers and other JSON: read what may be hostile, build what is exact.
 
 The format is eight bytes of length N (little endian), N bytes of JSON, then the data. A header is
 believed only after every claim in it has been checked against the others and against the size of
@@ -62,8 +60,7 @@ def dump_json(document: object, where: Path, *, indent: int | None = 2) -> bytes
         raise InputError(f"{where}: cannot be written again: {error}") from None
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- headers of safetensors
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 64
@@ -80,6 +77,16 @@ METADATA = "__metadata__"  # the key of a header's notes, so that no tensor can 
 Described = tuple[str, StorageType, tuple[int, ...]]
 
 
+def stored_elements(dtype: StorageType, shape: Iterable[int]) -> int:
+    """Return the number of a tensor's elements, or of its bytes if elements share them.
+
+    >>> stored_elements(STORAGE_TYPES["F4"], (3, 4)), stored_elements(STORAGE_TYPES["BF16"], ())
+    (6, 1)
+    """
+    count = math.prod(shape)
+    return -(-count * dtype.packed_bits // 8) if dtype.packed_bits else count
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor as a header describes it."""
@@ -92,7 +99,7 @@ class TensorInfo:
     @property
     def elements(self) -> int:
         """The number of stored elements; 1 for a scalar. Bytes, if elements share them."""
-        return self.dtype.stored_elements(self.shape)
+        return stored_elements(self.dtype, self.shape)
 
     @property
     def form(self) -> str:
@@ -276,7 +283,7 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
     begin, end = offsets
     if math.prod(shape) * dtype.packed_bits % 8:
         raise HeaderError(f"{place}: {dtype.name} of shape {shape} does not fill whole bytes")
-    expected = dtype.stored_elements(shape) * dtype.itemsize
+    expected = stored_elements(dtype, shape) * dtype.itemsize
     if end - begin != expected:
         raise HeaderError(
             f"{place}: {dtype.name} of shape {shape} takes {expected} bytes, "

@@ -1,4 +1,4 @@
-"""Embeddings and heads, known by the names of tensors: one list for every reader.
+"""Embeddings, heads and codes, known by the names of tensors: one list for every reader.
 
 Three questions are asked, and each has its own answer. Which modules have a row for each token
 (`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`may_be_tied`, and
@@ -59,6 +59,34 @@ ANY_HEAD = (
 )
 """Expressions that are looked for in a name, heads first: `embed_out` is a head."""
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
+
+QUANTISED = {
+    **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
+    "g_idx": "GPTQ",
+    "weight_packed": "packed compressed-tensors",
+    "weight_zero_point": "asymmetric compressed-tensors",
+    **dict.fromkeys(("bitmask", "row_offsets"), "sparse compressed-tensors"),
+    "weight_scale_2": "NVFP4",
+    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB", "quant_state"), "bitsandbytes"),
+    "W_q": "HQQ",
+    "centroids": "VPTQ",
+    "dense_weights": "SpQR",
+    "dqweight": "FP-Quant",
+    "q_weight": "EXL2",
+    "trellis": "EXL3",
+    "Qidxs": "QuIP#",
+    **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
+}
+"""Parts of names that only quantised models have, and the kind of those."""
+
+
+def quantised_kind(tensor: str) -> str | None:
+    """Return the kind of quantised model that alone has tensors of such a name.
+
+    >>> quantised_kind("model.layers.0.q_proj.qweight"), quantised_kind("model.norm.weight")
+    ('AWQ or GPTQ', None)
+    """
+    return next((QUANTISED[part] for part in tensor.split(".") if part in QUANTISED), None)
 
 
 def without_projections(tensor: str) -> str:

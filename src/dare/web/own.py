@@ -41,7 +41,7 @@ from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, distinct
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import publisher_of
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.web.guard import Json, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
@@ -288,7 +288,7 @@ class Roots:
     def _inside(self, given: AnyPath) -> Path:
         try:
             path = as_path(given)
-            if isinstance(path, StorePath):
+            if is_stored(path):
                 raise OutsideError(f"{path}: is not on this machine; use the command line")
             if ".." in path.parts:
                 raise OutsideError(f"{path}: write the path without `..`")

@@ -31,7 +31,7 @@ from dare.documents.notices import Notice, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import amount
 from dare.errors import RecipeError
-from dare.inputs.directory import read_config
+from dare.inputs.sources import read_config
 from dare.stages import parse_method
 from dare.stores.locations import to_path
 

@@ -47,9 +47,8 @@ from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
-from dare.inputs.directory import read_config
 from dare.inputs.opening import Inputs, open_inputs
-from dare.inputs.sources import Source
+from dare.inputs.sources import Source, check_unchanged, read_config
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
@@ -283,8 +282,7 @@ def _run(
     """Do steps on sources that are open, and make sure that nobody changed these meanwhile."""
     base, *models = sources
     run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=collect)
-    for source in sources:
-        source.check_unchanged()
+    check_unchanged(sources)
 
 
 # ---------------------------------------------------------------- before the pass
@@ -395,7 +393,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
         ),
         dtypes=_count_types(source.tensors[t.name] for t in analyzed if t.name in source.tensors),
         is_adapter=source.is_partial,
-        was_dropped=source.was_dropped,
+        was_dropped=any(source.delta_of(tensor).is_rescaled for tensor in source.tensors),
     )
 
 

@@ -244,7 +244,7 @@ def list_steps(
             rows, columns = subject.base.shape
             window = tallies.window_of((rows, columns), whole=matrices[name])
             for model, size in sizes.items():
-                both = size + base_size * (not models[model].holds_delta(name))
+                both = size + base_size * (not models[model].delta_of(name).is_change)
                 seen = sum(count for _, count in window.runs) * columns
                 yield MeasureSpectrum(
                     *((name, "of", model), (), 0, seen, subject, seen * both, model, window)
@@ -303,7 +303,7 @@ class Worker:
             read_stored(source, name, start, count, buffer)
             for source, buffer in zip(sources, self._bytes, strict=False)
         )
-        given = np.array([source.holds_delta(name) for source in sources[1:]], np.bool_)
+        given = np.array([source.delta_of(name).is_change for source in sources[1:]], np.bool_)
         base, tuned = self._alike(base, tuned, given)
         sums = np.zeros((len(models), tallies.SUMS))
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
@@ -416,7 +416,7 @@ class Worker:
         source, name = self._models[step.model], step.subject.name
         delta = self._read_window(source, step)
         rounding = 0.0
-        if not source.holds_delta(name):
+        if not source.delta_of(name).is_change:
             base = self._read_window(self._base, step)
             delta -= base
             rounding = rounding_energy(base, source.tensors[name].dtype.name)
