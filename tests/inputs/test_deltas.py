@@ -27,8 +27,10 @@ def deltas_source(deltas):
 
 def merged(base, sources, backend="cpu", **settings):
     names = [f"model{index}" for index in range(len(sources))]
-    recipe = Request.of(base="base", models=names, **settings)
-    plan = make_plan(recipe, array_source(base, "base"), sources, names, backend=backend)
+    asked = Request.of(base="base", models=names, backend=backend, **settings)
+    plan = make_plan(
+        asked.recipe, array_source(base, "base"), sources, names, options=asked.options
+    )
     sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
     records = execute(plan, sink)
     report = make_report(plan, records, seconds=1.0, bytes_read=0, resumed_chunks=0)

@@ -22,7 +22,8 @@ from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.vocabulary import Aligned, align
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
-from dare.recipe.recipe import Request
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe
 from dare.run.execute import execute
 from helpers import read_elements, save
 
@@ -531,14 +532,15 @@ def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -
     folder = write_tokenizer(tmp_path / "m", moved, added(1100, "<x>"), added(1101, "<y>"))
     base, model = source(matrix), source(tuned[[*np.roll(range(1100), 7), 1100, 1101]])
     found = aligned("union", (base, base_folder), (model, folder))
-    recipe = Request.of(base="base", models=["math"], method=method, verbose=False)
-    plan = make_plan(recipe, found.base, found.models, ["math"], backend="reference")
+    recipe = Recipe(base="base", models=["math"], method=method)
+    slow = RunOptions(backend="reference")
+    plan = make_plan(recipe, found.base, found.models, ["math"], options=slow)
     sink = ArraySink([found.base.tensors[EMBEDDING]])
     execute(plan, sink)
     out = sink.arrays[EMBEDDING].view(np.float32).reshape(1102, 1000)
     np.testing.assert_array_equal(out[1100:], tuned[1100:])
     same = make_plan(
-        recipe, base, [source(tuned[:1100])], ["math"], backend="reference"
+        recipe, base, [source(tuned[:1100])], ["math"], options=slow
     )  # as if nothing had moved
     plain = ArraySink([base.tensors[EMBEDDING]])
     execute(same, plain)

@@ -23,7 +23,7 @@ from dare.errors import ClusterError, InputError, OutputError, RecipeError
 from dare.output.manifest import embedded_manifest, fingerprint, metadata_of
 from dare.output.writer import PartialOutput
 from dare.planning.slices import Division
-from dare.run.cluster import MergeWork, _check_arrival, _conclude, portable_recipe
+from dare.run.cluster import MergeWork, _check_arrival, _conclude, task_request
 from dare.tensors.chunks import CHUNK
 from helpers import save, sha256, write_recipe
 
@@ -281,9 +281,9 @@ def test_the_cluster_is_no_part_of_what_a_merge_is(recipe):
 
 def test_a_recipe_with_inputs_in_a_store_can_be_sent(recipe):
     stored = recipe.changed(base="s3://bucket/base.safetensors")
-    sent = pickle.loads(pickle.dumps(portable_recipe(stored, 1 << 28)))
-    assert sent.base == stored.recipe.base
-    assert type(sent.base) is type(stored.recipe.base)
+    sent = pickle.loads(pickle.dumps(task_request(stored.recipe, stored.options, 1 << 28)))
+    assert sent.recipe.base == stored.recipe.base
+    assert type(sent.recipe.base) is type(stored.recipe.base)
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once(recipe):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dare.demo.merges import BASE, TUNED
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Recipe
 from helpers import PATIENCE_SECONDS, save
 
@@ -67,7 +67,7 @@ def small(models: Path, output: Path | None = None, **settings: object) -> dict[
 
 
 def recipe_of(document: Mapping[str, Any]) -> Recipe:
-    return recipe_from_document(document, "test")
+    return request_from_document(document, "test")
 
 
 def run_a_little(look: Callable[[], Mapping[str, Any]]) -> int:
