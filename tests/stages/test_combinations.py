@@ -178,7 +178,7 @@ def test_buffers_stay_within_the_plan(chain):
     sources = [array_source(array, "") for array in arrays]
     recipe, options = dare.Recipe(base="b", models=names, method="+".join(chain)), {"threads": 1}
     plan = make_plan(recipe, sources[0], sources[1:], names)
-    options["max_memory"] = least = plan.cost.least_memory
+    options["max_memory"] = plan.cost.least_memory
     plan = make_plan(recipe, sources[0], sources[1:], names, options=dare.RunOptions(**options))
     sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
     execute(plan, sink)  # compiles, and fills caches

@@ -38,7 +38,7 @@ from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, rea
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import distinct
+from dare.recipe.entries import NOT_RECORDED, distinct
 from dare.recipe.recipe import Request
 from dare.stores.locations import StorePath, home_folder, parse_name, to_path
 from dare.tensors.chunks import bytes_digest
@@ -242,11 +242,8 @@ def _portable_request(plan: Plan) -> Request:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    left_out = dict.fromkeys(("input_digests", "output_digest", "search"))
-    return Request(
-        portable.model_copy(update={"chat_template": template, **left_out}),
-        plan.options.model_copy(update={"cluster": None, "scratch": None, "backend": "cpu"}),
-    )
+    portable = portable.model_copy(update={"chat_template": template})
+    return Request(portable.without(NOT_RECORDED), plan.options.without(NOT_RECORDED))
 
 
 def find_manifest(path: Path) -> Path | None:

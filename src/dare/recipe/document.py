@@ -23,6 +23,7 @@ from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
     OTHER_NAMES,
     OUR_NAMES,
+    SAME_WEIGHTS,
     Files,
     ModelEntry,
     TensorRule,
@@ -31,7 +32,7 @@ from dare.recipe.entries import (
 )
 from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import SAME_WEIGHTS, Recipe, Request
+from dare.recipe.recipe import Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
@@ -175,7 +176,7 @@ def overlaid(
     moved: dict[str, Any] = {}
     if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
         moved = {name: given.pop(name) for name in ("base", "models") if name in given}
-        if set(given) - SAME_WEIGHTS - set(RunOptions.model_fields):
+        if set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields):
             del document["output_digest"]
     try:
         _lay_over(document, given, spelled)

@@ -303,6 +303,11 @@ Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 
+SAME_WEIGHTS = "the merged weights do not depend on it"
+NOT_RECORDED = "the manifest of an output leaves it out"
+"""Marks in the declaration of a field."""
+
+
 class Strict(BaseModel):
     """Refuses unknown names and wrong types, in our words."""
 
@@ -322,6 +327,16 @@ class Strict(BaseModel):
         del deep  # nothing in it can be changed
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | dict(update or {})))
+
+    @classmethod
+    def marked(cls, mark: str) -> set[str]:
+        """Return the names of the fields whose declaration has a mark."""
+        return {name for name, field in cls.model_fields.items() if mark in field.metadata}
+
+    def without(self, mark: str) -> Self:
+        """Return a copy in which the fields that have a mark are not given."""
+        given = self.model_fields_set - self.marked(mark)
+        return type(self)(**{name: getattr(self, name) for name in given})
 
     @classmethod
     def unknown(cls, name: str) -> str:
