@@ -508,7 +508,12 @@ def doing(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    shared = Doing(tmp_path_factory.mktemp("process"), WITHOUT_MODELS, time_limit=3, threads=3)
+    shared = Doing(
+        tmp_path_factory.mktemp("process"),
+        WITHOUT_MODELS,
+        time_limit=3,
+        options=RunOptions(threads=3),
+    )
     yield shared
     shared.scorer.close()
 
