@@ -1,6 +1,6 @@
-"""The fit of models' tensors to the base's: facts, which plans and analyses make sentences of.
+"""From a recipe and the headers of its files to a plan, and all that does not fit together.
 
-From a recipe and the headers of its files to a plan, and all that does not fit together.
+How models' tensors fit the base's is found as facts, which plans and analyses make sentences of.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def find_extras(base: Source, models: Named) -> list[LeftOut]:
     ]
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- plans
 
 
 FINDINGS_SHOWN = 20
