@@ -251,7 +251,7 @@ def test_a_task_refuses_another_input(recipe, job):
 
 
 def test_a_task_refuses_another_plan(job):
-    other = replace(job[0], recipe=job[0].recipe.changed(seed=7))
+    other = replace(job[0], request=job[0].request.changed(seed=7))
     with pytest.raises(InputError, match="plan is another one"), ExitStack() as stack:
         other.open(stack)
 

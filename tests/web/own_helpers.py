@@ -15,7 +15,7 @@ import numpy as np
 
 from dare.demo.merges import BASE, TUNED
 from dare.recipe.document import request_from_document
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Request
 from helpers import PATIENCE_SECONDS, save
 
 
@@ -66,7 +66,7 @@ def small(models: Path, output: Path | None = None, **settings: object) -> dict[
     return {"method": "dare+sum", "dare": {"drop_rate": 0.5}, **settings, "models": files}
 
 
-def recipe_of(document: Mapping[str, Any]) -> Recipe:
+def recipe_of(document: Mapping[str, Any]) -> Request:
     return request_from_document(document, "test")
 
 

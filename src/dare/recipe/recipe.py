@@ -292,7 +292,8 @@ class Recipe(Strict, init=False):
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
         """Return the weight of one model for one tensor at its depth."""
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
-        return float(value_at([self.weights()[model], *rules][-1], depth))
+        weight = [self.weights()[model], *rules][-1]
+        return float(value_at(weight, depth) if isinstance(weight, list) else weight)
 
     def settings_for(
         self, tensor: str, model: int, depth: Fraction = OUTSIDE
@@ -391,9 +392,12 @@ class Recipe(Strict, init=False):
         return tuple(rules)
 
     @property
-    def has_default_seed(self) -> bool:
-        """True if the seed is the default one."""
-        return bool(self.seed == type(self).model_fields["seed"].default)
+    def has_gradients(self) -> bool:
+        """True if a value changes over the layers, so that the depth of a tensor matters."""
+        entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
+        tables = [settings for _, settings in self.chain] + [entry.settings for entry in entries]
+        values = [value for table in tables for value in table.values()]
+        return any(isinstance(v, list) for v in (*values, *(entry.weight for entry in entries)))
 
     @property
     def has_given_threshold(self) -> bool:
@@ -426,7 +430,8 @@ class Recipe(Strict, init=False):
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return one stage's settings at a depth, some replaced by those that are given."""
-    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}
+    values = {name: given.get(name, value) for name, value in settings.items()}
+    return {n: value_at(v, depth) if isinstance(v, list) else v for n, v in values.items()}
 
 
 @dataclass(frozen=True)
