@@ -14,13 +14,13 @@ import numpy as np
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import hold_open
 from dare.planning.plan import available_cores
-from dare.recipe.recipe import Request
+from dare.recipe.recipe import Recipe
 from dare.tensors.chunks import CHUNK, chunk_spans
 
 
 def read(base: str, models: list[str]) -> None:
     """Read everything once."""
-    _, inputs = open_inputs(Request.of(base=base, models=models, verbose=False))
+    _, inputs = open_inputs(Recipe(base=base, models=models))
     sources = (inputs.base, *inputs.models)
     widest = max(i.dtype.itemsize for source in sources for i in source.tensors.values())
     own = threading.local()

@@ -89,7 +89,7 @@ class Described(Source):
 
 def plan_of(method: str, cores: int) -> Plan:
     """Plan a merge of three models into shards of 5 GB."""
-    recipe = Request.of(
+    asked = Request.of(
         base="base",
         models=MODELS,
         output="merged",
@@ -98,7 +98,9 @@ def plan_of(method: str, cores: int) -> Plan:
         threads=cores,
         max_memory=MAX_MEMORY.get((method, cores)),
     )
-    return make_plan(recipe, Described(), [Described() for _ in MODELS], MODELS)
+    return make_plan(
+        asked.recipe, Described(), [Described() for _ in MODELS], MODELS, options=asked.options
+    )
 
 
 def rows() -> Iterator[Row]:

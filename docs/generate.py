@@ -28,6 +28,7 @@ from dare.analysis.judge.readiness import RULES, STOPPING
 from dare.documents.notices import CATALOGUE, LIMITS, Entry, Severity
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
+from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
@@ -229,6 +230,10 @@ def recipe() -> str:
         [
             "## Keys of a recipe",
             _fields(Recipe, HOMES),
+            "## Keys for a run",
+            "They say how a merge runs, and change no byte of its output. In Python they are "
+            "`dare.RunOptions`.",
+            _fields(RunOptions, {}),
             "## Keys of a model",
             "A model in `models` is a path, or a table with these keys and any parameter of "
             "the method's delta stages.",

@@ -178,4 +178,4 @@ def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
 
 
 def chain_of(recipe):
-    return [stage.name for stage, _ in recipe.recipe.chain]
+    return [stage.name for stage, _ in recipe.chain]

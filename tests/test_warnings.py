@@ -10,7 +10,7 @@ import pytest
 import dare
 from dare import api
 from dare.demo.merges import write_models
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from helpers import write_recipe as quiet_recipe
 
 BASE = {"w": np.zeros(1000, np.float32)}
@@ -253,7 +253,7 @@ def test_what_is_advised_for_the_demonstration_runs_without_a_warning(tmp_path):
     models = [folder / name for name in ("add", "say", "sort")]
     analysis = dare.analyze(folder / "base", models, verbose=False)
     advice = dare.advise(analysis, dare.assess(analysis))
-    recipe = recipe_from_document(advice.recipe, "advice")
+    recipe = request_from_document(advice.recipe, "advice")
     report = dare.merge(recipe.changed(output=tmp_path / "out"))
     assert report.warnings == ()
     assert "## Warnings" not in (tmp_path / "out" / "README.md").read_text()

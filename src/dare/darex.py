@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from dare.api import merge
+from dare.api import AnyRecipe, make_request, merge
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import as_float64
-from dare.recipe.recipe import Recipe, TensorRule
+from dare.recipe.recipe import TensorRule
 from dare.tensors.mask import check_drop_rate
 
 LARGEST_Q = 0.999
@@ -163,23 +163,25 @@ def find_q_by_outputs(
     return find_q_by_score(closeness, drop_rate, step=step, patience=patience)
 
 
-def score_of_merges(recipe: Recipe, judge: Callable[[Path], float]) -> Callable[[float], float]:
+def score_of_merges(recipe: AnyRecipe, judge: Callable[[Path], float]) -> Callable[[float], float]:
     """Make a score for `find_q_by_score`: merge with each q, and judge the merged model.
 
     The recipe's method must have the stage `darex`. Merged models lie in a temporary folder and
     are deleted when they have been judged.
     """
-    if "darex" not in [stage.name for stage, _ in recipe.chain]:
-        raise RecipeError(f"method {recipe.method!r} has no q; use darex, as in darex+ties")
-    name = "merged" if recipe.output is None else recipe.output.name
+    request = make_request(recipe)
+    given = request.recipe
+    if "darex" not in [stage.name for stage, _ in given.chain]:
+        raise RecipeError(f"method {given.method!r} has no q; use darex, as in darex+ties")
+    name = "merged" if given.output is None else given.output.name
 
     def score(q: float) -> float:
-        settings = {**recipe.stages.get("darex", {}), "q": q}
+        settings = {**given.stages.get("darex", {}), "q": q}
         settings.pop("epsilon", None)  # the other way to say q
         with tempfile.TemporaryDirectory(prefix="dare-q-") as folder:
             output = Path(folder) / name
-            stages = {**recipe.stages, "darex": settings}
-            merge(recipe.model_copy(update={"stages": stages, "output": output}))
+            stages = {**given.stages, "darex": settings}
+            merge(request.changed(stages=stages, output=output))
             return judge(output)
 
     return score

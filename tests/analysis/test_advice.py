@@ -16,7 +16,7 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
 from dare.planning.make import LeftOut, Misfit
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import read_toml
 from helpers import save
 
@@ -26,7 +26,7 @@ BY_NAME = {outcome.name: outcome for outcome in OUTCOMES}
 
 
 def recipe_of(advice):
-    return recipe_from_document(advice.recipe, "advice")
+    return request_from_document(advice.recipe, "advice").recipe
 
 
 def values(advice, setting):
@@ -240,7 +240,7 @@ def test_the_recipe_can_be_written_and_carried_out(tmp_path):
     document["output"] = str(tmp_path / "out.safetensors")
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(document))
-    recipe = recipe_from_document(read_toml(file), str(file))
+    recipe = request_from_document(read_toml(file), str(file))
     report = merge(recipe.changed(verbose=False))
     assert report.method == BY_NAME["small_changes"].method
 

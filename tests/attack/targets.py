@@ -36,7 +36,7 @@ from dare.inputs.opening import convert_yaml
 from dare.inputs.sources import Source, open_source
 from dare.output.targets import seal
 from dare.output.verification import verify
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import LocalFile
 from dare.tensors.header import parse_header, read_header
@@ -425,7 +425,7 @@ class Recipes(OneFile):
         recipe = dare.load_recipe(self.file)
         import tomllib
 
-        again = recipe_from_document(tomllib.loads(recipe.to_toml()), "again")
+        again = request_from_document(tomllib.loads(recipe.to_toml()), "again")
         assert again == recipe, "another recipe when it is written and read"
 
 
@@ -488,7 +488,7 @@ class Yaml(OneFile):
         conversion = convert_yaml(self.file)
         import tomllib
 
-        again = recipe_from_document(tomllib.loads(conversion.to_toml()), "again")
+        again = request_from_document(tomllib.loads(conversion.to_toml()), "again").recipe
         assert again == conversion.recipe, "another recipe when it is written and read"
 
 

@@ -19,7 +19,7 @@ from dare.errors import DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.opening import open_model
 from dare.inputs.sources import open_source
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.tensors.chunks import CHUNK
 from helpers import listing, read_elements, save, save_shards, sha256
 
@@ -379,7 +379,7 @@ def test_the_recipe_that_is_advised_for_delta_files_runs(tmp_path):
         assert [model.was_dropped for model in analysis.models] == dropped
         document = {**dare.advise(analysis).recipe, "verbose": False}
         document["output"] = str(tmp_path / "advised.safetensors")
-        dare.merge(recipe_from_document(document, "advice"), overwrite=True)
+        dare.merge(request_from_document(document, "advice"), overwrite=True)
 
 
 # ---------------------------------------------------------------- tied tensors

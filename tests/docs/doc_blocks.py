@@ -43,7 +43,7 @@ from unittest import mock
 from markdown_it import MarkdownIt
 
 from dare.cli import main
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
@@ -160,7 +160,7 @@ class Session:
         document = tomllib.loads(block.text)
         if "part of a recipe" in block.marks:
             document = _completed(document)
-        recipe_from_document(document, block.where)
+        request_from_document(document, block.where)
 
     def _run_bash(self, block: Block) -> None:
         self.printed = said = ""

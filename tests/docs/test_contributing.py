@@ -25,7 +25,7 @@ WITH_NO_OTHER_EDIT = """
 import importlib.util
 
 from dare.cli import main
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.stages import STAGES
 
 
@@ -38,7 +38,7 @@ def test_it_is_registered_with_its_parameter():
 def test_a_recipe_takes_it():
     files = {"base_file": "b", "merge_files": [{"file": "m", "limit": 0.5}]}
     document = {"method": "clip+linear", "clip": {"limit": 1.0}, "models": files}
-    recipe = recipe_from_document(document, "")
+    recipe = request_from_document(document, "").recipe
     assert recipe.settings_for("w", 0)[0] == {"limit": 0.5}
 
 

@@ -184,7 +184,7 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < planned.cost.threads * planned.cost.workspace_bytes + (2 << 20)
-        assert planned.cost.threads * planned.cost.workspace_bytes <= planned.recipe.max_memory
+        assert planned.cost.threads * planned.cost.workspace_bytes <= planned.options.max_memory
 
 
 # ---------------------------------------------------------------- PEFT's own merge

@@ -323,7 +323,7 @@ def test_what_the_hub_does_not_have_is_told(on_hub, models):
         "hf://org": "is not the address of a model on the hub",
     }.items():
         with pytest.raises(InputError, match=message):
-            open_inputs(Request.of(base=text, models=["hf://org/code"], verbose=False))
+            open_inputs(Recipe(base=text, models=["hf://org/code"]))
 
 
 # ---------------------------------------------------------------- the command line

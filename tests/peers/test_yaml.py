@@ -107,7 +107,7 @@ def merge_both(folder, tmp_path, monkeypatch, text):
     run_mergekit(file, tmp_path / "theirs")
     conversion = convert_yaml(file)
     output = tmp_path / "ours.safetensors"
-    dare.merge(conversion.recipe.model_copy(update={"output": output, "verbose": False}))
+    dare.merge(conversion.recipe, output=output, verbose=False)
     ours, theirs = weights_of(output), weights_of(tmp_path / "theirs")
     assert ours.keys() == theirs.keys() == SHAPES.keys()
     return ours, theirs, conversion

@@ -500,3 +500,36 @@ def test_every_other_name_is_understood_in_a_recipe(name):
 def test_messages_name_files_as_the_recipe_does(document, message):
     with pytest.raises(RecipeError, match=message):
         from_document(document, "recipe")
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_a_file_says_how_a_merge_runs_and_the_recipe_is_the_same_whatever_it_says(tmp_path):
+    text = 'threads = 3\nmax_memory = "1GiB"\ncluster = "auto"\nscratch = "s"\n'
+    plain = load(tmp_path, "")
+    assert load(tmp_path, text + "[dare]\nverbose = false\n") == plain
+    request = load_recipe(tmp_path / "recipe.toml")
+    given = {"threads": 3, "max_memory": 1 << 30, "cluster": "auto", "scratch": Path("s")}
+    assert request.options == RunOptions(**given, verbose=False)
+    assert from_document(tomllib.loads(request.to_toml()), "again") == request
+    changed = request.changed(threads=1, seed=7)
+    assert (changed.options.threads, changed.options.max_memory) == (1, 1 << 30)
+    assert changed.recipe == plain.model_copy(update={"seed": 7})
+
+
+@pytest.mark.parametrize("name", RunOptions.model_fields)
+def test_a_recipe_refuses_an_option_and_says_where_it_belongs(name):
+    with pytest.raises(RecipeError, match=rf"^{name}: .*merge\(…, {name}=…\)"):
+        Recipe(base="b", models=["m"], **{name: 4})
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"cluster": ""}, {"backend": "gpu9"}])
+def test_options_are_checked(options):
+    with pytest.raises(RecipeError, match=next(iter(options))):
+        RunOptions(**options)
+
+
+def test_a_name_of_a_whole_method_is_its_stages():
+    assert recipe(method="dare_ties") == recipe(method="dare+ties")
+    assert "dare_ties" not in recipe(method="dare_ties").to_toml()

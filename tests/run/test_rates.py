@@ -19,12 +19,12 @@ LARGE = (4096, 4096)
 """2**26 bytes as F32."""
 
 
-def plan_of(shape=LARGE, models=2, kind="F32", backend="cpu", **settings) -> Plan:
+def plan_of(shape=LARGE, models=2, kind="F32", **settings) -> Plan:
     """A plan for one tensor, whose bytes nobody reads."""
     names = [f"m{number}" for number in range(models)]
-    recipe = Request.of(**{"base": "base", "models": names, "threads": 1, **settings})
+    asked = Request.of(**{"base": "base", "models": names, "threads": 1, **settings})
     source = ArraySource({"w": (STORAGE_TYPES[kind], shape, np.empty(0, np.uint8))})
-    return make_plan(recipe, source, [source] * models, names, backend=backend)
+    return make_plan(asked.recipe, source, [source] * models, names, options=asked.options)
 
 
 @pytest.fixture(autouse=True)

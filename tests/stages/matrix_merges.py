@@ -36,12 +36,13 @@ def plan(method, shapes, models=1, **settings):
     base = {f"w{i}": np.broadcast_to(np.float32(0), shape) for i, shape in enumerate(shapes)}
     names = [f"model {number}" for number in range(models)]
     entries = [ModelEntry(file=name) for name in names]
-    recipe = Request.of(base="base", models=entries, method=method, verbose=False, **settings)
+    asked = Request.of(base="base", models=entries, method=method, verbose=False, **settings)
     return make_plan(
-        recipe,
+        asked.recipe,
         array_source(base, "base"),
         [array_source(base, name) for name in names],
         names,
+        options=asked.options,
     )
 
 

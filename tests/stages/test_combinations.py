@@ -176,13 +176,10 @@ def test_buffers_stay_within_the_plan(chain):
     arrays = [{"w": generator.standard_normal(shape, np.float32)} for _ in range(4)]
     names = ["1", "2", "3"]
     sources = [array_source(array, "") for array in arrays]
-    recipe = dare.Request.of(
-        base="b", models=names, method="+".join(chain), threads=1, verbose=False
-    )
+    recipe, options = dare.Recipe(base="b", models=names, method="+".join(chain)), {"threads": 1}
     plan = make_plan(recipe, sources[0], sources[1:], names)
-    least = plan.cost.least_memory
-    recipe = recipe.changed(max_memory=least)
-    plan = make_plan(recipe, sources[0], sources[1:], names)
+    options["max_memory"] = plan.cost.least_memory
+    plan = make_plan(recipe, sources[0], sources[1:], names, options=dare.RunOptions(**options))
     sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
     execute(plan, sink)  # compiles, and fills caches
     tracemalloc.start()

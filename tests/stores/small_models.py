@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Request
 from helpers import save
 
 
@@ -23,7 +23,7 @@ def make_models(folder: Path) -> Path:
     return folder
 
 
-def recipe(models: Path, output: object, **settings: object) -> Recipe:
+def recipe(models: Path, output: object, **settings: object) -> Request:
     return Request.of(
         base=models / "base.safetensors",
         models=[models / "math.safetensors", models / "code.safetensors"],

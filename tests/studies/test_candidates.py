@@ -14,12 +14,13 @@ import dare
 from dare.deltas import memory as live_memory
 from dare.deltas.memory import OnDevice
 from dare.errors import InputError
-from dare.recipe.recipe import Request
+from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from dare.studies import candidates as under_test
 from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
-from helpers import save, write_recipe
+from helpers import save
+from helpers import write_recipe as write_request
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = {
@@ -37,6 +38,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def numbers(shape, seed, dtype=BF16, base=0.0):
     values = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return np.asarray(np.asarray(base, np.float32) + values).astype(dtype)
+
+
+def write_recipe(folder, base, tuned, **settings):
+    return write_request(folder, base, tuned, **settings).recipe
 
 
 def moved(base, seed):
@@ -70,7 +75,7 @@ def contents(arrays):
 def check_like_merge(candidates, settings):
     """The digest and every byte are those of a merge to a file."""
     candidate = candidates.make(settings)
-    report = dare.merge(candidate.recipe, overwrite=True, resume=False)
+    report = dare.merge(candidate.recipe, overwrite=True, resume=False, verbose=False)
     assert candidate.digest == report.digests.output
     assert contents(candidate.arrays) == contents(load_file(report.output))
     return candidate
@@ -109,7 +114,7 @@ def test_a_candidate_is_what_a_merge_writes(held, settings):
 def test_any_settings_give_the_digest_of_a_merge(held, method, rate, scale, weight, seed):
     settings = {"method": method, "drop_rate": rate, "scale": scale, "seed": seed}
     recipe = held.recipe_for({**settings, "weight.model1": weight})
-    merged = dare.merge(recipe, overwrite=True, resume=False)
+    merged = dare.merge(recipe, overwrite=True, resume=False, verbose=False)
     assert held.make(recipe).digest == merged.digests.output
 
 
@@ -123,7 +128,7 @@ def test_two_models_by_slerp_with_a_large_tensor_and_two_threads(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
 def test_another_type_of_output(held, dtype):
-    candidate = check_like_merge(held, held.recipe.changed(dtype=dtype))
+    candidate = check_like_merge(held, held.recipe.model_copy(update={"dtype": dtype}))
     assert candidate.arrays["scale"].dtype == STORAGE_TYPES[dtype].numpy_type
     assert candidate.arrays["steps"].dtype == np.int64
 
@@ -150,7 +155,7 @@ def tied_files(folder, **settings):
 
 def test_a_tied_tensor_is_held_once_and_merged_as_one(tmp_path):
     recipe = tied_files(tmp_path)
-    alone = recipe.changed(models=recipe.recipe.models[:1])
+    alone = recipe.model_copy(update={"models": recipe.models[:1]})
     candidates = dare.Candidates(alone)
     candidate = check_like_merge(candidates, {"drop_rate": 0.5})
     assert candidate.arrays[HEAD].tobytes() == candidate.arrays[EMBEDDING].tobytes()
@@ -165,8 +170,8 @@ def test_a_tied_tensor_is_held_once_and_merged_as_one(tmp_path):
 
 @pytest.mark.parametrize("places", [(0,), (2,), (2, 0), (1, 2, 0)])
 def test_some_of_the_models_in_any_order(held, three, places):
-    models = tuple(three.recipe.models[place] for place in places)
-    check_like_merge(held, three.changed(models=models, method="dare+ties"))
+    models = tuple(three.models[place] for place in places)
+    check_like_merge(held, three.model_copy(update={"models": models, "method": "dare+ties"}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"method": "dare+ties"}, {"weight.adapter": 0.0}])
@@ -183,15 +188,13 @@ def test_an_adapter_among_the_models(tmp_path, settings):
     }
     save(folder / "adapter_model.safetensors", tensors)
     adapter = dare.ModelEntry(file=folder)
-    candidates = dare.Candidates(recipe.changed(models=(*recipe.recipe.models, adapter)))
+    candidates = dare.Candidates(recipe.model_copy(update={"models": (*recipe.models, adapter)}))
     check_like_merge(candidates, settings)
 
 
 def write_delta(recipe, number, **scheme):
-    file = recipe.recipe.base.with_name("tuned.delta.safetensors")
-    dare.compress(
-        recipe.recipe.base, recipe.recipe.models[number].file, file, verbose=False, **scheme
-    )
+    file = recipe.base.with_name("tuned.delta.safetensors")
+    dare.compress(recipe.base, recipe.models[number].file, file, verbose=False, **scheme)
     return file
 
 
@@ -208,7 +211,7 @@ def write_delta(recipe, number, **scheme):
 def test_a_delta_file_among_the_models(tmp_path, scheme, settings):
     recipe = write_recipe(tmp_path, *small_models(count=2))
     delta = dare.ModelEntry(file=write_delta(recipe, 0, **scheme))
-    candidates = dare.Candidates(recipe.changed(models=(recipe.recipe.models[1], delta)))
+    candidates = dare.Candidates(recipe.model_copy(update={"models": (recipe.models[1], delta)}))
     check_like_merge(candidates, settings)
 
 
@@ -217,18 +220,18 @@ def test_a_delta_file_of_another_base_is_refused(tmp_path):
     recipe = write_recipe(tmp_path, base, [moved(base, 2)])
     delta = dare.ModelEntry(file=write_delta(recipe, 0))
     base["w"][31111] += 1  # which no sample sees
-    save(recipe.recipe.base, base)
+    save(recipe.base, base)
     with pytest.raises(InputError, match="is a delta file for another base: w differs"):
-        dare.Candidates(recipe.changed(models=(delta,))).make()
+        dare.Candidates(recipe.model_copy(update={"models": (delta,)})).make()
 
 
 def test_inputs_must_have_the_digests_that_the_recipe_names(held, three):
-    digests = dare.merge(three, overwrite=True, resume=False).digests
+    digests = dare.merge(three, overwrite=True, resume=False, verbose=False).digests
     right = (digests.base, *digests.models)
-    assert held.make(three.changed(input_digests=right)).digest == digests.output
+    assert held.make(three.model_copy(update={"input_digests": right})).digest == digests.output
     wrong = (digests.base, *digests.models[::-1])
     with pytest.raises(InputError, match=r"model0\.safetensors: is not what it was"):
-        held.make(three.changed(input_digests=wrong))
+        held.make(three.model_copy(update={"input_digests": wrong}))
 
 
 # ---------------------------------------------------------------- vocabularies
@@ -257,7 +260,7 @@ def write_model_folder(folder, words, values):
 
 
 def vocabulary_recipe(folder, policy):
-    return Request.of(
+    return Recipe(
         base=write_model_folder(folder / "base", "abc", (1, 2, 3)),
         models=[
             write_model_folder(folder / "math", ["a", "b", "c", "<x>", "<y>"], (2, 3, 4, 10, 20)),
@@ -266,7 +269,6 @@ def vocabulary_recipe(folder, policy):
         output=folder / "out.safetensors",
         method="linear",
         vocabulary=policy,
-        verbose=False,
     )
 
 
@@ -276,8 +278,8 @@ def test_rows_of_other_vocabularies(tmp_path, policy):
     candidates = dare.Candidates(recipe)
     for settings in ({}, {"weight.math": 3.0}, {"scale": 0.5}):
         check_like_merge(candidates, settings)
-    for models in (recipe.recipe.models[1:], recipe.recipe.models[::-1]):
-        check_like_merge(candidates, recipe.changed(models=models))
+    for models in (recipe.models[1:], recipe.models[::-1]):
+        check_like_merge(candidates, recipe.model_copy(update={"models": models}))
 
 
 def test_new_rows_follow_the_weights(tmp_path):
@@ -316,8 +318,8 @@ def test_no_method_changes_what_is_held(tmp_path):
 def test_files_are_needed_no_more(tmp_path):
     recipe = write_recipe(tmp_path, *small_models())
     candidates = dare.Candidates(recipe)
-    digest = dare.merge(recipe).digests.output
-    recipe.recipe.models[0].file.unlink()
+    digest = dare.merge(recipe, verbose=False).digests.output
+    recipe.models[0].file.unlink()
     assert candidates.make().digest == digest
 
 
@@ -325,8 +327,8 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
     base, tuned = small_models()
     recipe = write_recipe(tmp_path, base, tuned)
     candidates = dare.Candidates(recipe)
-    save(recipe.recipe.models[1].file, {**tuned[1], "scale": numbers((), 77)})
-    alone = recipe.changed(models=recipe.recipe.models[1:2])
+    save(recipe.models[1].file, {**tuned[1], "scale": numbers((), 77)})
+    alone = recipe.model_copy(update={"models": recipe.models[1:2]})
     with pytest.raises(InputError, match=r"model1\.safetensors: changed since it was read"):
         candidates.make(alone)
 
@@ -334,7 +336,7 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
 def test_a_model_that_is_not_held_is_refused(held, three, tmp_path):
     for other in ({"models": ("other.safetensors",)}, {"base": "other.safetensors"}):
         with pytest.raises(InputError, match=r"^other\.safetensors: is not a model of"):
-            held.make(three.changed(**other))
+            held.make(three.model_copy(update=other))
 
 
 def test_a_recipe_can_be_a_file(three, tmp_path):
@@ -518,7 +520,7 @@ def tied_module(arrays):
 
 def test_tied_parameters(tmp_path):
     recipe = tied_files(tmp_path)
-    candidates = dare.Candidates(recipe.changed(models=recipe.recipe.models[:1]))
+    candidates = dare.Candidates(recipe.model_copy(update={"models": recipe.models[:1]}))
     candidate = candidates.make()
     module = tied_module(candidate.arrays)
     assert candidates.write_into(module) == candidate.digest

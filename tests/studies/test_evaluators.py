@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.document import with_settings
+from dare.recipe.options import RunOptions
 from dare.studies.evaluators import (
     check_evaluator,
     compare_items,
@@ -41,7 +42,7 @@ TUNED = {"a": np.array([1, 2, 3, 4], np.float32), "b": np.full((2, 1), 2, ml_dty
 def recipe(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return write_recipe(tmp_path / "models", BASE, [TUNED], method="sum")
+    return write_recipe(tmp_path / "models", BASE, [TUNED], method="sum").recipe
 
 
 @pytest.fixture
@@ -313,7 +314,9 @@ def test_a_child_that_a_command_leaves_behind_does_not_hold_it_up(scorer_of, rec
 
 
 def test_a_command_has_so_many_threads(scorer_of, recipe):
-    scorer = scorer_of('echo "{\\"threads\\": $OMP_NUM_THREADS}" # {model}', threads=3)
+    scorer = scorer_of(
+        'echo "{\\"threads\\": $OMP_NUM_THREADS}" # {model}', options=RunOptions(threads=3)
+    )
     scorer.make(recipe)
     assert scorer.score().scores == {"threads": 3.0}
 
@@ -481,7 +484,7 @@ class Doing:
         self.folder = folder
         (folder / "doing.py").write_text(textwrap.dedent(DOING))
         (folder / "first").write_text(textwrap.dedent(first))
-        self.recipe = write_recipe(folder / "models", BASE, [TUNED], method="sum")
+        self.recipe = write_recipe(folder / "models", BASE, [TUNED], method="sum").recipe
         self.scorer = open_scorer(f"{folder}/doing.py:score", self.recipe, **settings)
         self.name = f"{folder}/doing.py:score: "
 
@@ -505,7 +508,12 @@ def doing(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    shared = Doing(tmp_path_factory.mktemp("process"), WITHOUT_MODELS, time_limit=3, threads=3)
+    shared = Doing(
+        tmp_path_factory.mktemp("process"),
+        WITHOUT_MODELS,
+        time_limit=3,
+        options=RunOptions(threads=3),
+    )
     yield shared
     shared.scorer.close()
 
@@ -527,7 +535,7 @@ def test_a_function_is_given_arrays(doing):
     assert (scored.output, scored.seconds > 0) == ("before\nscoring None", True)
     assert doing.score(how, ["b/1"], scale=0.0).items == {"b/1": 2.0}
     assert doing.score(how, ("a/1",), scale=0.5).items == {"a/1": 5.0}
-    half = doing.recipe.changed(dtype="F16")
+    half = doing.recipe.model_copy(update={"dtype": "F16"})
     doing.scorer.make(half)
     (doing.folder / "how").write_text("returned = tensors['a'].itemsize")
     assert doing.scorer.score().scores == {"score": 2.0}
@@ -535,7 +543,7 @@ def test_a_function_is_given_arrays(doing):
 
 
 def test_errors_of_a_merge_are_what_they_are(doing):
-    other = doing.recipe.changed(models=("nowhere.safetensors",))
+    other = doing.recipe.model_copy(update={"models": ("nowhere.safetensors",)})
     with pytest.raises(InputError, match=r"nowhere\.safetensors"):
         doing.scorer.make(other)
     assert "there is no candidate to score; make one first" in str(raised(doing.scorer.score))
@@ -756,7 +764,7 @@ def test_candidates_are_written_into_a_live_model(scorer_of, recipe):
 
 
 def test_a_model_that_cannot_be_loaded_is_told(recipe):
-    other = recipe.changed(base=recipe.recipe.models[0].file)
+    other = recipe.model_copy(update={"base": recipe.models[0].file})
     error = raised(lambda: open_scorer(lambda model: 1, other))
     assert "the model to score could not be made: KeyError: 'model0.safetensors'" in str(error)
     assert "raise KeyError(base.name)" in error.output

@@ -115,7 +115,7 @@ def tasks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recipe():
     models = [MODELS / "add", MODELS / "say"]
-    return dare.Request.of(base=MODELS / "base", models=models, method="sum", verbose=False)
+    return dare.Recipe(base=MODELS / "base", models=models, method="sum")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_each_fine_tune_can_do_its_own_task(scorer, recipe):
     assert scorer.takes_items
     scores = {}
     for number, name in enumerate(("add", "say")):
-        alone = recipe.changed(models=(recipe.recipe.models[number],))
+        alone = recipe.model_copy(update={"models": (recipe.models[number],)})
         scorer.make(alone)
         scored = scorer.score()
         assert list(scored.items) == [f"dare_{t}/{n}" for t in ("add", "say") for n in range(COUNT)]

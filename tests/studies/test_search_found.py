@@ -16,7 +16,7 @@ import dare
 from dare.cli.search import parse_over
 from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Recipe
 from dare.studies.conclusions import conclude
 from dare.studies.document import study_document
 from dare.studies.reading import read_result
@@ -99,7 +99,7 @@ def save_models(folder: Path) -> Recipe:
         save(folder / f"{name}.safetensors", {"w": np.full(8, value, np.float32)})
         for name, value in values.items()
     ]
-    return Request.of(base=files[0], models=files[1:], method="sum", verbose=False)
+    return Recipe(base=files[0], models=files[1:], method="sum")
 
 
 def search_scales(folder: Path, **more) -> dare.SearchResult:
@@ -133,7 +133,7 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
 def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: Path):
     over = dict([parse_over("n=1:4:step=1"), parse_over("scale=0.1:0.3:step=0.1")])
     found = dare.search(
-        save_models(tmp_path).changed(method="nm+sum"),
+        save_models(tmp_path).model_copy(update={"method": "nm+sum"}),
         over,
         evaluate=lambda tensors: float(tensors["w"].mean()),
         study=tmp_path / "s.db",

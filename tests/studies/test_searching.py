@@ -14,7 +14,7 @@ import pytest
 import dare
 from dare.cli import main
 from dare.errors import InputError, RecipeError
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Recipe
 from dare.studies.document import study_document
 from dare.studies.reading import read_result
 from dare.studies.results import Role, State
@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
     for name, half in zip(("math", "code"), halves, strict=True):
         tuned = (base + 0.01 * half).astype(np.float32)
         files.append(save(tmp_path / f"{name}.safetensors", {"layers.0.w": tuned}))
-    return Request.of(base=files[0], models=files[1:], method="sum", verbose=False)
+    return Recipe(base=files[0], models=files[1:], method="sum")
 
 
 class Evaluator:
@@ -287,9 +287,9 @@ def test_models_called_like_roles_are_searched_like_others(recipe, tmp_path):
     names = ("winner", "average")
     files = [
         entry.file.rename(folder / f"{n}.safetensors")
-        for n, entry in zip(names, recipe.recipe.models, strict=True)
+        for n, entry in zip(names, recipe.models, strict=True)
     ]
-    named = Request.of(base=recipe.recipe.base, models=files, method="sum", verbose=False)
+    named = Recipe(base=recipe.base, models=files, method="sum")
     holdout = Evaluator(named)
     result = run(named, Evaluator(named), tmp_path / "study.db", holdout=holdout)
     assert [t.name for t in result.data.baselines if t.role is Role.SINGLE] == [
@@ -305,10 +305,10 @@ def strange(recipe, tmp_path, monkeypatch) -> Recipe:
     """With a third model that comes from elsewhere, which the advice leaves out."""
     odd = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
     file = save(tmp_path / "odd.safetensors", {"layers.0.w": odd})
-    models = [*(entry.file for entry in recipe.recipe.models), file]
+    models = [*(entry.file for entry in recipe.models), file]
     advised = recipe, ("odd",), None
     monkeypatch.setattr("dare.studies.searching.advised_for", lambda _recipe: advised)
-    return Request.of(base=recipe.recipe.base, models=models, method="linear", verbose=False)
+    return Recipe(base=recipe.base, models=models, method="linear")
 
 
 def test_models_are_left_out_where_that_is_better(strange, tmp_path):
@@ -321,7 +321,7 @@ def test_models_are_left_out_where_that_is_better(strange, tmp_path):
     }
     assert [entry.name for entry in result.best.models] == ["math", "code"]
     average = dare.Candidates(strange).make({"include.odd": False})
-    pair = strange.changed(models=strange.recipe.models[:2])
+    pair = strange.model_copy(update={"models": strange.models[:2]})
     assert average.digest == dare.Candidates(pair).make().digest
 
 
@@ -331,7 +331,7 @@ def test_the_average_without_strangers_is_a_baseline(strange, tmp_path):
     found = {trial.name: trial.objective for trial in result.data.baselines}
     assert found["average without strangers"] == pytest.approx(0.5, abs=1e-4)
     assert result.data.left_out == ("odd",)
-    pair = strange.changed(models=strange.recipe.models[1:])  # one remains: itself
+    pair = strange.model_copy(update={"models": strange.models[1:]})  # one remains: itself
     one = run(pair, evaluator, tmp_path / "pair.db", advice=True)
     assert "average without strangers" not in {trial.name for trial in one.data.baselines}
 
@@ -358,7 +358,7 @@ def test_without_a_space_the_baselines_are_the_candidates(strange, tmp_path, cap
     calls = evaluator.calls
     run(strange, evaluator, study, holdout=holdout, **asked)
     assert evaluator.calls == calls
-    other = strange.changed(method="ties")
+    other = strange.model_copy(update={"method": "ties"})
     own = run(other, evaluator, tmp_path / "other.db", **asked)
     assert "recipe" in {ranked.baseline for ranked in own.conclusion.baselines}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dare.api import load_recipe
 from dare.cli.search import parse_over
 from dare.errors import RecipeError
-from dare.recipe.document import recipe_from_document, with_settings
+from dare.recipe.document import request_from_document, with_settings
 from dare.recipe.recipe import Recipe
 from dare.recipe.search import Range
 from dare.studies.space import Space, is_random
@@ -187,7 +187,7 @@ def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
         "weight.code=0:2:layers=2",
     )
     found = space(*over, method="dare+sum")
-    assert found.nearest(recipe_from_document(document, "")) == {
+    assert found.nearest(request_from_document(document, "").recipe) == {
         "drop_rate": pytest.approx(0.6),
         "weight.math": 0.2,
         "drop_rate.code": 0.65,
@@ -197,7 +197,7 @@ def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
 
 def test_a_candidate_has_its_settings_and_its_own_seeds():
     models = {"base_file": "b", "merge_files": ["math", {"file": "code", "seed": 7}]}
-    given = recipe_from_document({"models": models}, "")
+    given = request_from_document({"models": models}, "").recipe
     found = Space(given, dict([parse_over("drop_rate=0.5,0.9")]))
     first, second = found.candidate({"drop_rate": 0.5}), found.candidate({"drop_rate": 0.5}, 1000)
     assert (first.seeds(), second.seeds()) == ((42, 7), (1042, 1007))
@@ -215,7 +215,7 @@ def test_another_method_leaves_out_what_it_has_no_use_for():
         "dare": {"drop_rate": 0.9},
         "tensors": [{"match": "*.mlp.*", "drop_rate": 0.1, "weight": 0.3}],
     }
-    given = recipe_from_document(document, "")
+    given = request_from_document(document, "").recipe
     changed = with_settings(given, {"method": "slerp"})
     assert (changed.stages, changed.embedding_drop_rate) == ({}, None)
     assert (changed.models[1].settings, changed.models[1].weight) == ({}, None)
@@ -252,9 +252,9 @@ def test_the_table_of_a_recipe_survives_being_written(tmp_path: Path):
         }
     )
     (tmp_path / "recipe.toml").write_text(given.to_toml())
-    again = load_recipe(tmp_path / "recipe.toml")
+    again = load_recipe(tmp_path / "recipe.toml").recipe
     assert again == given
-    assert again.recipe.search.over["scale"] == Range(start=0.5, to=2.0, log=True)
+    assert again.search.over["scale"] == Range(start=0.5, to=2.0, log=True)
 
 
 @pytest.mark.parametrize(

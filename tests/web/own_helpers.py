@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dare.demo.merges import BASE, TUNED
-from dare.recipe.document import recipe_from_document
-from dare.recipe.recipe import Recipe
+from dare.recipe.document import request_from_document
+from dare.recipe.recipe import Request
 from helpers import PATIENCE_SECONDS, save
 
 
@@ -66,8 +66,8 @@ def small(models: Path, output: Path | None = None, **settings: object) -> dict[
     return {"method": "dare+sum", "dare": {"drop_rate": 0.5}, **settings, "models": files}
 
 
-def recipe_of(document: Mapping[str, Any]) -> Recipe:
-    return recipe_from_document(document, "test")
+def recipe_of(document: Mapping[str, Any]) -> Request:
+    return request_from_document(document, "test")
 
 
 def run_a_little(look: Callable[[], Mapping[str, Any]]) -> int:

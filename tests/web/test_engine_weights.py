@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.demo.merges import write_models
-from dare.recipe.document import recipe_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.studies.candidates import Candidates
 from dare.tensors.mask import keep_mask, keep_threshold
@@ -318,6 +318,6 @@ def test_the_recipe_that_is_shown_makes_the_merge_that_is_shown(tmp_path, monkey
     write_models(tmp_path / "demo-models")
     texts = run_module(RECIPES, [values for values, _ in CASES])
     for text, (_, described) in zip(texts, CASES, strict=True):
-        recipe = recipe_from_document(tomllib.loads(text), "recipe")
-        dare.merge(recipe.model_copy(update={"verbose": False}), overwrite=True)
+        request = request_from_document(tomllib.loads(text), "recipe")
+        dare.merge(request, verbose=False, overwrite=True)
         assert digest(load_file("merged.safetensors")) == digest(merge(**described))

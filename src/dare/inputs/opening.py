@@ -175,7 +175,7 @@ def open_inputs(
             models,
             directories=folders,
             names=names,
-            weights=[mean_value(weight) for weight in recipe.weights()],
+            weights=[mean_value(w) if isinstance(w, list) else w for w in recipe.weights()],
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))

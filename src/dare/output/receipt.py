@@ -41,10 +41,10 @@ from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Layout, TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import distinct
+from dare.recipe.entries import NOT_RECORDED, distinct
 from dare.recipe.layers import Gradient
 from dare.recipe.recipe import Request
-from dare.stores.locations import StorePath, home_folder, parse_name, to_path
+from dare.stores.locations import home_folder, is_stored, parse_name, to_path
 from dare.tensors.chunks import SEAL, bytes_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 from dare.tensors.mask import MASK_VERSION
@@ -320,10 +320,10 @@ def portable_path(path: Path, output: Path) -> str:
     >>> portable_path(Path("/data/me/models/base"), Path("/scratch/merged"))
     'base'
     """
-    if is_hub_name(path) or isinstance(path, StorePath):
+    if is_hub_name(path) or is_stored(path):
         return path.as_posix()
     real = Path(os.path.realpath(path.parent), path.name)
-    if isinstance(output, StorePath):  # from where no way leads here
+    if is_stored(output):  # from where no way leads here
         return real.name
     start = Path(os.path.realpath(output.parent), output.name)
     common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
@@ -335,9 +335,9 @@ def portable_path(path: Path, output: Path) -> str:
 def resolve_path(text: str, output: Path) -> Path:
     """Return the path of an input that a manifest names."""
     path = to_path(text)
-    if is_hub_name(path) or isinstance(path, StorePath):
+    if is_hub_name(path) or is_stored(path):
         return path
-    if isinstance(output, StorePath):
+    if is_stored(output):
         return to_path(re.sub(r"(?<=:/)(?=[^/])", "/", os.path.normpath(str(output / text))))
     return Path(os.path.normpath(output / text))
 
@@ -359,7 +359,7 @@ def short_name(path: str | os.PathLike[str]) -> str:
     ('org/name', 'org/name@main')
     """
     text = to_path(path).as_posix()
-    if isinstance(to_path(path), StorePath):
+    if is_stored(to_path(path)):
         return text.removesuffix(f"/{SINGLE_NAME}")
     if Path(text).parent != home_folder():  # which is called like its owner
         text = text.removesuffix(f"/{SINGLE_NAME}")
@@ -377,7 +377,7 @@ def without_folders(text: str, known: Iterable[Path] = ()) -> str:
     >>> without_folders("/home/Ann B/base/config.json: is odd", [Path("/home/Ann B/base")])
     'base/config.json: is odd'
     """
-    here = {str(path.absolute().parent) for path in known if not isinstance(path, StorePath)}
+    here = {str(path.absolute().parent) for path in known if not is_stored(path)}
     for folder in sorted(here, key=len, reverse=True):
         text = text.replace(folder + os.sep, "")
     return _PATH.sub(lambda path: short_name(path[0]), text)
@@ -456,11 +456,8 @@ def _portable_request(plan: Plan) -> Request:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    left_out = dict.fromkeys(("input_digests", "output_digest", "search"))
-    return Request(
-        portable.model_copy(update={"chat_template": template, **left_out}),
-        plan.options.model_copy(update={"cluster": None, "scratch": None, "backend": "cpu"}),
-    )
+    portable = portable.model_copy(update={"chat_template": template})
+    return Request(portable.without(NOT_RECORDED), plan.options.without(NOT_RECORDED))
 
 
 def find_manifest(path: Path) -> Path | None:
@@ -512,7 +509,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
     """Yield an output's inputs, base first: as a manifest names them, and where that leads."""
-    if isinstance(path, StorePath):
+    if is_stored(path):
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
         try:

@@ -31,7 +31,7 @@ from dare.inputs.opening import Inputs
 from dare.inputs.sources import CONFIG
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.plan import Plan
-from dare.recipe.entries import distinct
+from dare.recipe.entries import NOT_RECORDED, distinct
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import is_there
@@ -41,8 +41,6 @@ CARD_NAME = "README.md"
 TAGS = ("merge", "dare-merge")
 INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
 """Fields of the base's card that hold for the output too."""
-MACHINE_KEYS = ("input_digests", "output_digest")
-"""Keys of a recipe that do not decide what the output is."""
 MAX_FRONT_MATTER = 1 << 19  # characters; cards with scores have some 100,000
 MOST_EVENTS = 50_000
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -321,8 +319,7 @@ def _recipe(plan: Plan) -> str:
     )
     document: dict[str, Any] = {
         key: without_folders(value) if isinstance(value, str) else value
-        for key, value in shortened.to_document().items()
-        if key not in MACHINE_KEYS
+        for key, value in shortened.without(NOT_RECORDED).to_document().items()
     }
     usual = {"method": plan.recipe.method, "seed": plan.recipe.seed}
     return tomli_w.dumps({**usual, **document})

@@ -32,7 +32,7 @@ from dare.output.sink import Bytes, FileSink, Metadata, explaining
 from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
 from dare.planning.data import Layout
 from dare.stores import uploading
-from dare.stores.locations import StorePath
+from dare.stores.locations import StorePath, is_stored
 from dare.stores.reading import forget, in_background
 from dare.stores.uploading import Stored
 from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
@@ -48,14 +48,14 @@ EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends ear
 def _place(layout: Layout, name: str) -> StorePath:
     target = layout.target
     place = target / name if layout.is_directory else target.with_name(name)
-    assert isinstance(place, StorePath)
+    assert is_stored(place)
     return place
 
 
 def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
     """Refuse an address that cannot be written to, and one that an input has."""
     target = layout.target
-    assert isinstance(target, StorePath)
+    assert is_stored(target)
     if not target.store.is_writable:
         what = f"outputs cannot be written to {target.scheme}:// addresses"
         raise OutputError(f"{target}: {what}; choose s3://, gs://, az:// or a path")
@@ -75,7 +75,7 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
 
 def _existing(layout: Layout) -> list[str]:
     """The names of what lies where the output would be."""
-    assert isinstance(layout.target, StorePath)
+    assert is_stored(layout.target)
     below = uploading.list_names(layout.target)  # which raises where there is no such bucket
     if layout.is_directory:
         return below

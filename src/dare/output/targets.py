@@ -34,7 +34,7 @@ from dare.checks.inputs import file_identity
 from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.data import Layout
 from dare.planning.slices import Slice
-from dare.stores.locations import StorePath, home_folder
+from dare.stores.locations import home_folder, is_stored
 from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
 from dare.tensors.files import NO_LINKS, as_stream, open_input, read_beginning, read_limited
 from dare.tensors.header import json_bytes, read_header
@@ -211,7 +211,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
         if folder.is_dir():
             at_risk |= _identities(_entries(folder))
     for file in inputs:
-        for place in () if isinstance(file, StorePath) else _places(file):
+        for place in () if is_stored(file) else _places(file):
             if (danger := at_risk.get(file_identity(place))) is None:
                 continue
             if danger == partial or partial in danger.parents:

@@ -1,6 +1,6 @@
-"""The place of every tensor in the output, decided before anything is written.
+"""The data of a plan: every tensor's fate and settings, and its place in the output.
 
-The data of a plan: every tensor's fate and settings.
+All of it is decided before anything is written.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _nbytes(tensor: Described) -> int:
     return stored_elements(*tensor[1:]) * tensor[1].itemsize
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- fates and settings
 
 
 FORMAT = 1  # of manifests

@@ -1,6 +1,6 @@
-"""The fit of models' tensors to the base's: facts, which plans and analyses make sentences of.
+"""From a recipe and the headers of its files to a plan, and all that does not fit together.
 
-From a recipe and the headers of its files to a plan, and all that does not fit together.
+How models' tensors fit the base's is found as facts, which plans and analyses make sentences of.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dare.errors import MismatchError, RecipeError
 from dare.inputs.sources import Drop, Source
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
-from dare.recipe.layers import find_depths
+from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule
 from dare.stages import Settings, Stage
@@ -132,7 +132,7 @@ def find_extras(base: Source, models: Named) -> list[LeftOut]:
     ]
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- plans
 
 
 FINDINGS_SHOWN = 20
@@ -162,11 +162,13 @@ def make_plan(
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
     warnings = [*_recipe_warnings(recipe), *notices]
-    depths = find_depths(base.tensors)
+    depths = find_depths(base.tensors) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
-    tensors = [
-        _plan_tensor(recipe, fit, base.ties, depths, models, names, problems, kept) for fit in fits
-    ]
+    tensors = []
+    for fit in fits:
+        tied_to = base.ties.get(fit.base.name)
+        depth = depths.get(tied_to or fit.base.name, OUTSIDE)
+        tensors.append(_plan_tensor(recipe, fit, tied_to, depth, named, problems, kept))
     problems = problems or list(_find_idle(base, named, fits))
     if problems:
         more = len(problems) - FINDINGS_SHOWN
@@ -215,37 +217,33 @@ def make_plan(
 def _plan_tensor(
     recipe: Recipe,
     fit: Fit,
-    ties: Mapping[str, str],
-    depths: Mapping[str, Fraction],
-    models: Sequence[Source],
-    names: Sequence[str],
+    tied_to: str | None,
+    depth: Fraction,
+    models: Named,
     problems: list[str],
     kept: dict[str, Any],
 ) -> TensorPlan:
     def shared(value: T) -> T:  # most tensors of a model have equal settings
         return kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
 
-    base, tied_to = fit.base, ties.get(fit.base.name)
-    name = tied_to or base.name
-    depth = depths[name]
+    base, name = fit.base, tied_to or fit.base.name
     fate, takes_part = _fate(recipe, fit)
     dtype = _output_type(recipe, base, name)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
+    combine_settings = recipe.combine_settings_for(name, depth)
+    _check(recipe.chain[-1][0], combine_settings, f"{name}: ")
     for index, own in zip(takes_part, settings, strict=True):
-        has_it = base.name in models[index].tensors
-        drop = models[index].delta_of(base.name).drop if has_it else None
+        model, source = models[index]
+        for (stage, _), values in zip(recipe.chain, own, strict=False):
+            _check(stage, values, f"{name} of {model}: ")
+        drop = source.delta_of(base.name).drop if base.name in source.tensors else None
         left = drop and _left_to_make_up(recipe, drop, name, index, own)
         if isinstance(left, str):
-            line = f"{names[index]}: {left}"
+            line = f"{model}: {left}"
             problems += [] if line in problems else [line]
         else:
             drops.append(left)
-    combine_settings = recipe.combine_settings_for(name, depth)
-    _check(recipe.chain[-1][0], combine_settings, f"{name}: ")
-    for index, values_of_stages in zip(takes_part, settings, strict=True):
-        for (stage, _), values in zip(recipe.chain, values_of_stages, strict=False):
-            _check(stage, values, f"{name} of {names[index]}: ")
     return TensorPlan(
         base.name,
         fate,
@@ -268,13 +266,14 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     drop takes the rest divided by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
+    usual_seed = Recipe.model_fields["seed"].default
     drops_itself = recipe.chain[0][0].may_redrop
     for index, (entry, seed, model) in enumerate(
         zip(recipe.models, recipe.seeds(), models, strict=True)
     ):
         drops = {name: drop for name in model.tensors if (drop := model.delta_of(name).drop)}
         seeds = {drop.seed for drop in drops.values()}
-        if seeds - {seed} and entry.seed is None and recipe.has_default_seed:
+        if seeds - {seed} and entry.seed is None and recipe.seed == usual_seed:
             entries[index] = entries[index].model_copy(update={"seed": seeds.pop()})
         if not drops_itself or any(recipe.sets("drop_rate", name, index) for name in drops):
             continue

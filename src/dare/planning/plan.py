@@ -1,14 +1,11 @@
-"""The cost of a plan: passes over the inputs, bytes read and written, memory, threads.
+"""A plan: every tensor's fate, the cost, the time that it takes, and the document that shows it.
 
-A plan: every tensor's fate, the cost, and the document that shows it.
+Everything that can be found wrong without reading weights is found before there is a plan. The cost
+is passes over the inputs, bytes read and written, memory and threads.
 
-Everything that can be found wrong without reading weights is found before there is a plan.
-
-
-Estimates of a plan's time on this machine, from its bytes and the rates of earlier merges.
-
-Every merge of noticeable size leaves the rate of its method in a small file. A method that was
-never used here has the rate that is usual for stages that read as much.
+Times are estimates for this machine, from a plan's bytes and the rates of earlier merges. Every
+merge of noticeable size leaves the rate of its method in a small file. A method that was never
+used here has the rate that is usual for stages that read as much.
 """
 
 from __future__ import annotations
@@ -334,7 +331,7 @@ def check_memory(given: int | None, needed: int, reason: str = "") -> None:
             )
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- the plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -507,7 +504,7 @@ def _is_usual(stage: Stage, parameter: str, value: object) -> bool:
     return value == default and (isinstance(default, bool) or not isinstance(default, float))
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- times
 
 
 USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}

@@ -21,17 +21,17 @@ import numpy as np
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
-    OTHER_NAMES,
     OUR_NAMES,
-    Files,
+    SAME_WEIGHTS,
     ModelEntry,
     TensorRule,
     distinct,
+    find_files,
     flat,
 )
 from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import SAME_WEIGHTS, Recipe, Request
+from dare.recipe.recipe import Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
@@ -56,16 +56,16 @@ _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
     """Build a request from the tables of its TOML form."""
     try:
-        return Request.of(**_fields(document))
+        return Request.of(**_fields(*find_files(document)))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a request from a document in our form; `shown` are names for files."""
     given = dict(document)
     _check_places(given)
-    files = _files(Files.of(given))
-    given = {key: value for key, value in given.items() if key not in OUR_NAMES} | files
+    given |= {"models": _models(given, shown)}
     if "tensors" in given:
         if not isinstance(given["tensors"], list | tuple):
             raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
@@ -88,17 +88,17 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "stages": stages}
 
 
-def _files(named: Files) -> dict[str, Any]:
+def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
+    """Return the models as entries; refuse a document without base or models."""
     for field in ("base", "models"):
-        if named.get(field) is None:
-            raise _missing(named, field)
-    files = {field: named.get(field) for field in named.keys if named.get(field) is not None}
-    shown, models = named.shown("models"), files["models"]
+        if field not in document:
+            raise _missing(document, shown[field])
+    models, name = document["models"], shown["models"]
     if isinstance(models, list | tuple):
-        files["models"] = _build_entries(models, ModelEntry, shown)
-    elif not isinstance(models, str | PathLike):
-        raise RecipeError(f'{shown}: must be a list, like ["math.safetensors", "code.safetensors"]')
-    return files
+        return _build_entries(models, ModelEntry, name)
+    if not isinstance(models, str | PathLike):
+        raise RecipeError(f'{name}: must be a list, like ["math.safetensors", "code.safetensors"]')
+    return models
 
 
 def _check_places(document: Mapping[str, Any]) -> None:
@@ -112,13 +112,12 @@ def _check_places(document: Mapping[str, Any]) -> None:
                 )
 
 
-def _missing(named: Files, field: str) -> RecipeError:
-    """Say that a field is missing, or which unknown key is probably meant for it."""
-    for key in named.table:
-        is_known = key in (*OUR_NAMES, *KEYS, *STAGES)
-        if not is_known and (guess := did_you_mean(key, [named.keys[field]])):
+def _missing(document: Mapping[str, Any], shown: str) -> RecipeError:
+    """Say that a file is missing, or which unknown key is probably meant for it."""
+    for key in document:
+        if key not in (*KEYS, *STAGES) and (guess := did_you_mean(key, [shown])):
             return RecipeError(f"{key}: not known{guess}")
-    return RecipeError(f"{named.shown(field)} is missing")
+    return RecipeError(f"{shown} is missing")
 
 
 def _find_table(parameter: str, method: object) -> str | None:
@@ -165,7 +164,7 @@ def overlaid(
     where: str,
     spelled: Callable[[str], str] = str,
 ) -> Request:
-    """Build the request of a document with settings laid over it; the document changes.
+    """Build the request of a document with settings laid over it.
 
     Given are fields of a recipe and options by their names, `PER_MODEL`, and parameters of stages:
     one value for all models, or a list with one for each. `spelled` returns a name as users write
@@ -173,13 +172,14 @@ def overlaid(
     """
     given = dict(given)
     moved: dict[str, Any] = {}
-    if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
-        moved = {name: given.pop(name) for name in ("base", "models") if name in given}
-        if set(given) - SAME_WEIGHTS - set(RunOptions.model_fields):
-            del document["output_digest"]
     try:
+        document, shown = find_files(document)
+        if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
+            moved = {name: given.pop(name) for name in ("base", "models") if name in given}
+            if set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields):
+                del document["output_digest"]
         _lay_over(document, given, spelled)
-        request = Request.of(**_fields(document))
+        request = Request.of(**_fields(document, shown))
         if not moved:
             return request
         return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))
@@ -208,13 +208,9 @@ def _lay_over(
             meant = did_you_mean(name, (*known, *OF_THE_CALL))
             raise RecipeError(f"{spelled(name)}: not known{meant}")
     fields = {name: value for name, value in given.items() if name in KEYS}
-    named = Files.of(document)
     if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
         document["method"] = fields["method"]
         _remove_unused(document)
-    for name in OTHER_NAMES:
-        if name in fields:
-            named.set(name, fields.pop(name))
     for stage, table in fields.pop("stages", {}).items():
         document[stage] = {**_as_dict(document.get(stage)), **table}
     document.update(fields)
@@ -223,7 +219,7 @@ def _lay_over(
             _as_dict(document.get("dare")).pop(key, None)
     for name, key in PER_MODEL.items():
         if name in given:
-            value, models = given[name], named.get("models")
+            value, models = given[name], document.get("models")
             if not isinstance(value, list | tuple):  # one for all
                 value = [value] * (len(models) if isinstance(models, list | tuple) else 1)
             set_for_models(document, key, value, spelled(name))
@@ -263,7 +259,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     >>> with_settings(changed, {"include.math": False}).weights()
     (1.0,)
     """
-    document = recipe.to_document()
+    document = recipe.to_tables()
     document.pop("output_digest", None)
     document.pop("search", None)
     given = dict(settings)
@@ -386,14 +382,13 @@ def set_parameter(
         return  # the check of the recipe will say it
     if len(values) == 1:
         document[owner.name][name] = values[0]
-        if isinstance(Files.of(document).get("models"), list | tuple):
-            plain = [  # no model has a value of its own any longer
+        if isinstance(document.get("models"), list | tuple):
+            document["models"] = [  # no model has a value of its own any longer
                 {key: entry[key] for key in entry if key != name}
                 if isinstance(entry, dict)
                 else entry
                 for entry in _entries(document)
             ]
-            Files.of(document).set("models", plain)
     elif owner.kind == "combine":
         raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
     else:
@@ -433,12 +428,12 @@ def _set_in_models(document: dict[str, Any], key: str, values: Mapping[int, Any]
     for place, value in values.items():
         entry = entries[place]
         entries[place] = {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
-    Files.of(document).set("models", entries)
+    document["models"] = entries
 
 
 def _entries(document: dict[str, Any]) -> list[Any]:
     """List the models of a document, those with settings as tables."""
-    models = Files.of(document).get("models")
+    models = document.get("models")
     if not isinstance(models, list | tuple):
         models = [] if models is None else [models]
     plain: dict[str, Any] = {"mode": "json", "exclude_defaults": True}

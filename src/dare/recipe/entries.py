@@ -1,12 +1,10 @@
-"""TOML that may be hostile, read in time that its size bounds; and values written as TOML.
+"""The parts of a recipe's file: its TOML, the names of its files, and the entries of its lists.
 
-Python's parser takes the square of the number of parts of a dotted key, so that `a.a.a…` of
-200,000 bytes would keep it busy for minutes. Keys are therefore looked over before it runs.
+TOML may be hostile, and is read in time that its size bounds. Python's parser takes the square of
+the number of parts of a dotted key, so that `a.a.a…` of 200,000 bytes would keep it busy for
+minutes. Keys are therefore looked over before it runs.
 
-
-Names for the files of a merge: base, models and output, and others elsewhere.
-
-A recipe names them at its top level, or in a table [models]:
+A recipe names its files at its top level, or in a table [models]:
 
     base = "base.safetensors"                          [models]
     models = ["math.safetensors", "code.safetensors"]  base_file = "base.safetensors"
@@ -15,8 +13,7 @@ A recipe names them at its top level, or in a table [models]:
 
 Both mean the same, and a recipe has one of the two. `OTHER_NAMES` lists the others.
 
-
-The entries of a recipe's lists: a model that is merged, and a rule for tensors.
+The entries are a model that is merged, and a rule for tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -141,7 +137,7 @@ def write_comment(text: str) -> str:
     return f"# {printable(text)}"
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- names of files
 
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -173,45 +169,38 @@ def written_models(files: Sequence[Path]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Files:
-    """The table in which a document names its files, to read and to change them as they are."""
+def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with base, models and output at its top level, and first.
 
-    table: dict[str, Any]
-    """The document, or its table [models]."""
-    is_table: bool
-    keys: dict[str, str]
-    """The name in use, by ours."""
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Files:
-        """Find them; refuse a document in both forms, or with two names for one thing."""
-        is_table = isinstance(document.get("models"), dict)
-        table = document["models"] if is_table else document
-        if is_table:
-            _check_table(document, table)
-        keys = {}
-        for ours, others in OTHER_NAMES.items():
-            given = [name for name in (ours, *others) if name in table]
-            if len(given) > 1:
-                raise RecipeError(f"{' and '.join(given)}: mean the same; leave one out")
-            keys[ours] = (*given, others[0] if is_table else ours)[0]
-        return cls(table, is_table, keys)
-
-    def shown(self, field: str) -> str:
-        """Return a field's name in messages: as it is written there."""
-        return f"[models] {self.keys[field]}" if self.is_table else self.keys[field]
-
-    def get(self, field: str) -> Any:
-        """Return the value of a field; None if it has none."""
-        return self.table.get(self.keys[field])
-
-    def set(self, field: str, value: Any) -> None:
-        """Give a field a value, under the name that it has there."""
-        self.table[self.keys[field]] = value
+    >>> in_our_form({"seed": 1, "models": {"base_file": "b", "merge_files": ["m"]}})
+    {'base': 'b', 'models': ['m'], 'seed': 1}
+    """
+    return find_files(document)[0]
 
 
-def _check_table(document: dict[str, Any], table: dict[str, Any]) -> None:
+def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a document in our form, and by our names those that it has for its files.
+
+    A document in both forms is refused, and one with two names for one thing.
+    """
+    table: Any = document.get("models")
+    is_table = isinstance(table, dict)
+    if is_table:
+        _check_table(document, table)
+    named = table if is_table else document
+    files, names = {}, {}
+    for ours, others in OTHER_NAMES.items():
+        given = [name for name in (ours, *others) if name in named]
+        if len(given) > 1:
+            raise RecipeError(f"{' and '.join(given)}: mean the same; leave one out")
+        name = (*given, others[0] if is_table else ours)[0]
+        names[ours] = f"[models] {name}" if is_table else name
+        if named.get(name) is not None:
+            files[ours] = named[name]
+    return files | {key: v for key, v in document.items() if key not in OUR_NAMES}, names
+
+
+def _check_table(document: Mapping[str, Any], table: Mapping[str, Any]) -> None:
     outside = [name for name in document if name in OUR_NAMES and name != "models"]
     if outside:
         raise RecipeError(
@@ -225,28 +214,17 @@ def _check_table(document: dict[str, Any], table: dict[str, Any]) -> None:
             raise RecipeError(f"[models] {key}: not known{did_you_mean(key, known)}")
 
 
-def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with base, models and output at its top level, and first.
-
-    >>> in_our_form({"seed": 1, "models": {"base_file": "b", "merge_files": ["m"]}})
-    {'base': 'b', 'models': ['m'], 'seed': 1}
-    """
-    named = Files.of(dict(document))
-    files = {field: named.get(field) for field in OTHER_NAMES if named.get(field) is not None}
-    return files | {key: value for key, value in document.items() if key not in OUR_NAMES}
-
-
 def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments under our names.
 
     >>> with_our_names({"base_path": "b", "merge": ["m"], "seed": 1})
     {'base': 'b', 'models': ['m'], 'seed': 1}
     """
-    Files.of(dict.fromkeys(given))
+    find_files(dict.fromkeys(given))
     return {OUR_NAMES.get(name, name): value for name, value in given.items()}
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- entries
 
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
@@ -303,6 +281,11 @@ Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 
+SAME_WEIGHTS = "the merged weights do not depend on it"
+NOT_RECORDED = "the manifest of an output leaves it out"
+"""Marks in the declaration of a field."""
+
+
 class Strict(BaseModel):
     """Refuses unknown names and wrong types, in our words."""
 
@@ -322,6 +305,16 @@ class Strict(BaseModel):
         del deep  # nothing in it can be changed
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | dict(update or {})))
+
+    @classmethod
+    def marked(cls, mark: str) -> set[str]:
+        """Return the names of the fields whose declaration has a mark."""
+        return {name for name, field in cls.model_fields.items() if mark in field.metadata}
+
+    def without(self, mark: str) -> Self:
+        """Return a copy in which the fields that have a mark are not given."""
+        given = self.model_fields_set - self.marked(mark)
+        return type(self)(**{name: getattr(self, name) for name in given})
 
     @classmethod
     def unknown(cls, name: str) -> str:

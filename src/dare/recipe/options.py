@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from dare.kernels import check_backend
-from dare.recipe.entries import AnyPath, Strict, parse_size
+from dare.recipe.entries import NOT_RECORDED, AnyPath, Strict, parse_size
 
 DEFAULT_MEMORY = 1 << 30
 """The limit for buffers where `max_memory` is not given, if a method can do with it."""
@@ -35,15 +35,15 @@ class RunOptions(Strict, init=False):
     threads: int | None = Field(
         None, gt=0, description="Worker threads; one for each core if not given."
     )
-    cluster: str | None = Field(
+    cluster: Annotated[str | None, NOT_RECORDED] = Field(
         None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
     )
-    scratch: AnyPath | None = Field(
+    scratch: Annotated[AnyPath | None, NOT_RECORDED] = Field(
         None,
         description="Folder where an output is made that goes to a store; one below the cache of "
         "this user if not given.",
     )
-    backend: Annotated[str, AfterValidator(check_backend)] = Field(
+    backend: Annotated[str, AfterValidator(check_backend), NOT_RECORDED] = Field(
         "cpu", description="The kernels that compute: cpu, or reference, which defines them."
     )
 

@@ -34,7 +34,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
+    NOT_RECORDED,
     OTHER_NAMES,
+    SAME_WEIGHTS,
     AnyPath,
     ModelEntry,
     Strict,
@@ -68,12 +70,6 @@ WeightType = Annotated[
 Policy = Literal["error", "base"]
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
 
-SAME_WEIGHTS = {
-    *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
-    *("delta_threshold", "shard_size", "output_digest", "search"),
-}
-"""Fields that do not decide the merged weights."""
-
 
 class Recipe(Strict, init=False):
     """A merge, completely described.
@@ -85,7 +81,7 @@ class Recipe(Strict, init=False):
 
     base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
     models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
-    output: AnyPath | None = Field(
+    output: Annotated[AnyPath | None, SAME_WEIGHTS] = Field(
         None, description="Where the merged model goes: NAME.safetensors, or a directory."
     )
 
@@ -126,35 +122,35 @@ class Recipe(Strict, init=False):
     pad_to_multiple_of: int | None = Field(
         None, gt=0, description="Rows of zeros are added to embedding and head up to this."
     )
-    copy_from: str | None = Field(
+    copy_from: Annotated[str | None, SAME_WEIGHTS] = Field(
         None, description="The model whose config and tokenizer an output directory gets."
     )
-    chat_template: str = Field(
+    chat_template: Annotated[str, SAME_WEIGHTS] = Field(
         "auto", description="Of the output: auto, a model's name, a file, or the template itself."
     )
-    allow_pickle: bool = Field(
+    allow_pickle: Annotated[bool, SAME_WEIGHTS] = Field(
         False, description="Also read pytorch_model.bin and the like, by torch, weights only."
     )
-    allow_not_finite: bool = Field(
+    allow_not_finite: Annotated[bool, SAME_WEIGHTS] = Field(
         False, description="Merge inputs with NaN or infinite elements all the same."
     )
 
-    delta_threshold: float = Field(
+    delta_threshold: Annotated[float, SAME_WEIGHTS] = Field(
         0.002, ge=0, description="Elements whose |δ| exceeds this are counted, and warned of."
     )
-    shard_size: Size | None = Field(
+    shard_size: Annotated[Size | None, SAME_WEIGHTS] = Field(
         None, description="Largest output file, such as 5GB; the output is then a directory."
     )
-    input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
-        None, description="What the inputs must hash to, base first, as their manifest says."
+    input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple), NOT_RECORDED] = (
+        Field(None, description="What the inputs must hash to, base first, as their manifest says.")
     )
 
-    output_digest: str | None = Field(
+    output_digest: Annotated[str | None, SAME_WEIGHTS, NOT_RECORDED] = Field(
         None, description="What the merged weights must hash to, as their manifest says."
     )
 
-    search: Annotated[Search | None, BeforeValidator(search_table)] = Field(
-        None, description="What a search around this recipe tries; a merge leaves it aside."
+    search: Annotated[Search | None, BeforeValidator(search_table), SAME_WEIGHTS, NOT_RECORDED] = (
+        Field(None, description="What a search around this recipe tries; a merge leaves it aside.")
     )
 
     @classmethod
@@ -174,6 +170,12 @@ class Recipe(Strict, init=False):
         if not value:
             raise RecipeError("no models: name at least one")
         return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
+
+    @field_validator("method")
+    @classmethod
+    def _stages_by_name(cls, value: str) -> str:
+        """Write a method that has a name of its own as its stages."""
+        return "+".join(stage.name for stage in parse_method(value))
 
     @field_validator("stages")
     @classmethod
@@ -290,7 +292,8 @@ class Recipe(Strict, init=False):
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
         """Return the weight of one model for one tensor at its depth."""
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
-        return float(value_at([self.weights()[model], *rules][-1], depth))
+        weight = [self.weights()[model], *rules][-1]
+        return float(value_at(weight, depth) if isinstance(weight, list) else weight)
 
     def settings_for(
         self, tensor: str, model: int, depth: Fraction = OUTSIDE
@@ -366,7 +369,7 @@ class Recipe(Strict, init=False):
 
         One that gives other weights no longer demands those of a manifest.
         """
-        others = {"output_digest": None} if set(update or ()) - SAME_WEIGHTS else {}
+        others = {"output_digest": None} if set(update or ()) - self.marked(SAME_WEIGHTS) else {}
         return super().model_copy(update=others | dict(update or {}), deep=deep)
 
     def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
@@ -389,9 +392,12 @@ class Recipe(Strict, init=False):
         return tuple(rules)
 
     @property
-    def has_default_seed(self) -> bool:
-        """True if the seed is the default one."""
-        return bool(self.seed == type(self).model_fields["seed"].default)
+    def has_gradients(self) -> bool:
+        """True if a value changes over the layers, so that the depth of a tensor matters."""
+        entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
+        tables = [settings for _, settings in self.chain] + [entry.settings for entry in entries]
+        values = [value for table in tables for value in table.values()]
+        return any(isinstance(v, list) for v in (*values, *(entry.weight for entry in entries)))
 
     @property
     def has_given_threshold(self) -> bool:
@@ -424,7 +430,8 @@ class Recipe(Strict, init=False):
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return one stage's settings at a depth, some replaced by those that are given."""
-    return {name: value_at(given.get(name, value), depth) for name, value in settings.items()}
+    values = {name: given.get(name, value) for name, value in settings.items()}
+    return {n: value_at(v, depth) if isinstance(v, list) else v for n, v in values.items()}
 
 
 @dataclass(frozen=True)

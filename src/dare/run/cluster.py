@@ -47,7 +47,7 @@ from dare.run.engine import Run, do_census_steps, execute
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
 from dare.stages.registry import load_installed_stages, load_stages
-from dare.stores.locations import StorePath
+from dare.stores.locations import is_stored
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span
 
 RETRIES = 5  # times that Ray starts a task again whose process or machine has died
@@ -303,7 +303,7 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
     """Return the request for tasks: one thread, a task's memory, local paths from the root."""
 
     def absolute(path: Path) -> Path:
-        is_here = not isinstance(path, StorePath) and path.exists()
+        is_here = not is_stored(path) and path.exists()
         return path.absolute() if is_here else path  # else it is in a store, or on the hub
 
     output = None if recipe.output is None else recipe.output.absolute()
@@ -337,7 +337,7 @@ class MergeWork:
             plan.fingerprint,
             sample_inputs((plan.base, *plan.models)),
             folder.absolute(),
-            fetches=not any(isinstance(file, StorePath) for file in files),
+            fetches=not any(is_stored(file) for file in files),
         )
 
     def open(self, stack: ExitStack) -> RunPiece:

@@ -89,7 +89,7 @@ class Space:
             try:
                 if not in_methods:
                     names = distinct([entry.name for entry in self.recipe.models])
-                    document = {**self.recipe.to_document(), METHOD: self.methods[0]}
+                    document = {**self.recipe.to_tables(), METHOD: self.methods[0]}
                     set_by_name(document, name, _ends(dimension)[0], names)
                     raise RecipeError(f"it has no effect in {', '.join(self.methods)}")
                 for method, value in itertools.product(in_methods, _ends(dimension)):
