@@ -22,13 +22,9 @@ from hypothesis import strategies as st
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.document import with_settings
-from dare.studies.evaluators import (
-    check_evaluator,
-    compare_items,
-    find_function,
-    open_scorer,
-    read_scores,
-)
+from dare.studies.evaluators import check_evaluator, open_scorer
+from dare.studies.evaluators.functions import find
+from dare.studies.evaluators.kinds import compare_items, read_scores
 from dare.studies.results import Scored
 from helpers import listing, write_recipe
 
@@ -398,7 +394,7 @@ def modules(monkeypatch, tmp_path):
 )
 def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message):
     with pytest.raises(RecipeError) as caught:
-        find_function(evaluator)
+        find(evaluator)
     assert message in str(caught.value)
 
 
@@ -412,7 +408,7 @@ def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message)
     ],
 )
 def test_parameters_say_what_a_function_takes(modules, evaluator, form, takes_items):
-    found = find_function(evaluator)
+    found = find(evaluator)
     assert (found.form, found.takes_items) == (form, takes_items)
     assert found.load_model.__name__ == "load_model"
 
@@ -438,7 +434,7 @@ def test_a_crash_at_import_is_told(recipe):
 
 
 def test_a_hang_at_import_ends(recipe, monkeypatch):
-    monkeypatch.setattr("dare.studies.evaluators.READY_SECONDS", 0.5)
+    monkeypatch.setattr("dare.studies.evaluators.functions.READY_SECONDS", 0.5)
     write_module("import time; time.sleep(60)")
     error = raised(lambda: open_scorer("own:f", recipe, time_limit=0.1))
     assert str(error) == "own:f: took longer than 0.5 s and was stopped"
