@@ -36,7 +36,7 @@ _NAMES = {
     "recipe.recipe": "ModelEntry Recipe TensorRule",
     "stages.registry": "load_stages",
     "studies.candidates": "Candidate Candidates",
-    "studies.reading": "SearchResult",
+    "studies.document": "SearchResult",
     "studies.searching": "search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }

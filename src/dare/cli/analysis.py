@@ -154,7 +154,7 @@ def advise(
 
 def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
     """Say what a study showed: the simplest recipe that is as good as the best."""
-    from dare.studies.reading import read_result
+    from dare.studies.document import read_result
 
     result = read_result(path)
     if json:

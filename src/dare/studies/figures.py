@@ -28,7 +28,7 @@ from dare.documents.charts import (
 )
 from dare.documents.document import Columns, Figure, Row, Spec, finite, tabulate
 from dare.documents.words import NOTHING, listed, share, times, value_text
-from dare.studies.judging import Judge
+from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking

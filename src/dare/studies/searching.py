@@ -33,11 +33,10 @@ from dare.recipe.document import INCLUDE, recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.recipe import Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.studies.document import counted
+from dare.studies.conclusions import Judge
+from dare.studies.document import SearchResult, counted, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer
 from dare.studies.evaluators.kinds import Evaluator, compare_items
-from dare.studies.judging import Judge
-from dare.studies.reading import SearchResult, read_study, result_of, winners
 from dare.studies.results import (
     Conclusion,
     Role,
