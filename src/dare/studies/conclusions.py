@@ -23,7 +23,6 @@ from dare.studies.results import (
     Conclusion,
     Difference,
     Entry,
-    Estimate,
     Holdout,
     Ranked,
     Role,
@@ -64,14 +63,17 @@ LEVELS = (
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Rank the settings, compare the best with all else, and say what that is worth."""
-    judge = Judge.of(data)
+    document = {key: value for key, value in data.recipe.items() if key != "search"}
+    try:
+        recipe = recipe_from_document(document, "the study's recipe")
+    except RecipeError:
+        recipe = None
+    judge = Judge.by(data.objective, data.guards, recipe)
     entries = judge.entries([*data.trials, *data.baselines])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(judge, entries, resamples)
-    if not data.is_searched:
-        return _among_baselines(data, judge, contest, resamples)
-    return _among_settings(data, judge, contest, resamples)
+    return (_among_settings if data.is_searched else _among_baselines)(data, contest)
 
 
 # ---------------------------------------------------------------- judging
@@ -85,15 +87,6 @@ class Judge:
     guards: tuple[Guard, ...]
     recipe: Recipe | None = None
     """None if it cannot be read here, as when a stage of its own is missing."""
-
-    @classmethod
-    def of(cls, data: StudyData) -> Judge:
-        document = {key: value for key, value in data.recipe.items() if key != "search"}
-        try:
-            recipe = recipe_from_document(document, "the study's recipe")
-        except RecipeError:
-            recipe = None
-        return cls.by(data.objective, data.guards, recipe)
 
     @classmethod
     def by(
@@ -115,9 +108,8 @@ class Judge:
 
     def directions(self, names: Sequence[str]) -> dict[str, int]:
         """Return 1 for scores of which more is better, -1 for less; others are left out."""
-        found: dict[str, int] = {}
-        for guard in self.guards:
-            found |= {n: sign for n, sign in guard.directions(names).items() if n in names}
+        bounds = [pair for guard in self.guards for pair in guard.directions(names).items()]
+        found = {name: sign for name, sign in bounds if name in names}
         return found | self.objective.directions(names)
 
     def with_settings(self, settings: Settings) -> Recipe | None:
@@ -127,21 +119,12 @@ class Judge:
         except RecipeError:
             return None
 
-    def is_random(self, settings: Settings) -> bool:
+    def is_random(self, settings: Settings, role: Role = Role.SETTING) -> bool:
         """Tell if another seed gives other weights; assumed if that is not known."""
+        if role is not Role.SETTING and not settings:  # of plain baselines, only recipes may draw
+            return role in (Role.ADVICE, Role.RECIPE)
         recipe = self.with_settings(settings)
         return recipe is None or is_random(recipe)
-
-    def ranked(self, entry: Entry, value: Estimate, singles: Sequence[Scores]) -> Ranked:
-        """Return an entry with its objective, and the guards that its mean scores break."""
-        return Ranked(
-            settings={} if entry.name else dict(entry.trials[0].settings),
-            trials=tuple(trial.number for trial in entry.trials),
-            objective=value,
-            scores=entry.scores,
-            broken=self.broken(entry.scores, singles),
-            baseline=entry.name,
-        )
 
     def entries(self, trials: Iterable[Trial]) -> list[Entry]:
         """Put done trials together by name or setting, but for the one that tells the noise."""
@@ -150,13 +133,10 @@ class Judge:
             if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
                 key = trial.name or key_of(trial.settings)
                 found[key] = (*found.get(key, ()), trial)
-        return [Entry(same, same[0].name, self._draws(same[0])) for same in found.values()]
-
-    def _draws(self, trial: Trial) -> bool:
-        """Tell if another seed gives other weights; of plain baselines, only recipes may draw."""
-        if trial.name and not trial.settings:
-            return trial.role in (Role.ADVICE, Role.RECIPE)
-        return self.is_random(trial.settings)
+        return [
+            Entry(same, same[0].name, self.is_random(same[0].settings, same[0].role))
+            for same in found.values()
+        ]
 
     def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
         """Sort by what they need: a plain merge, then few stages, no randomness, few changes."""
@@ -204,12 +184,19 @@ class _Contest:
     """Settings and baselines that one evaluator has scored."""
 
     def __init__(self, judge: Judge, entries: Sequence[Entry], resamples: int) -> None:
-        self.entries = entries
+        self.judge, self.entries, self.resamples = judge, entries, resamples
         self.table = resample(entries, judge.objective, resamples=resamples)
         alone = (entry.scored for entry in entries if Role.of(entry.name) is Role.SINGLE)
         self.singles: list[Scores] = [one.scores for scored in alone for one in scored]
         self.standing = [
-            judge.ranked(entry, self.table.estimate(place), self.singles)
+            Ranked(
+                settings={} if entry.name else dict(entry.trials[0].settings),
+                trials=tuple(trial.number for trial in entry.trials),
+                objective=self.table.estimate(place),
+                scores=entry.scores,
+                broken=judge.broken(entry.scores, self.singles),
+                baseline=entry.name,
+            )
             for place, entry in enumerate(entries)
         ]
         self.places: dict[str, int] = {}
@@ -245,12 +232,13 @@ class _Contest:
         return tuple(Difference(name, value, verdict(value)) for name, value in found.items())
 
 
-def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples: int) -> Conclusion:
+def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
     """Take the best setting that keeps to the guards, unless a baseline beats it."""
-    table, standing, entries = contest.table, contest.standing, contest.entries
+    judge, standing, entries = contest.judge, contest.standing, contest.entries
+    values = contest.table.values
     order = sorted(
         (n for n, ranked in enumerate(standing) if not ranked.baseline),
-        key=lambda n: (bool(standing[n].broken), -table.values[n], entries[n].trials[0].number),
+        key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
     )
     feasible = contest.among = [n for n in order if not standing[n].broken]
     rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
@@ -264,7 +252,9 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
         if difference.verdict == NO_DIFFERENCE and not standing[n].broken
     )
     ranking = tuple(standing[n] for n in order)
-    holdout, held, on_holdout = _holdout(data, judge, best, resamples)
+    scores = [ranked.scores for ranked in ranking]
+    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
+    holdout, held, on_holdout = _holdout(data, contest, best)
     contests = [contest, *held]
     rivals = [standing[n] for n in rest if not standing[n].broken]
     better, chosen = _choose(best, rivals, contests) if best else ([], None)
@@ -286,7 +276,7 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
         chosen=chosen,
         simplest=simplest,
         importance=dict(data.importance) if verdicts & {BETTER, NOT_KNOWN} else {},
-        front=_front(ranking, judge),
+        front=tuple(pareto_front(scores, judge.directions(names))),
         noise=noise,
         holdout=holdout,
         notices=(
@@ -295,7 +285,7 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
             *(_of_ends(data.space, best.settings, judge) if best else ()),
             *_of_others(contest, order, feasible, noise, data),
             *_of_failures(data),
-            *_of_scores(judge, contest),
+            *_of_scores(contest),
             *on_holdout,
         ),
     )
@@ -319,12 +309,6 @@ def _choose(
     return better, max(left, key=lambda r: (r in better, r.objective.value), default=None)
 
 
-def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
-    """Return the Pareto front by the scores that the objective or a guard has a direction for."""
-    names = [n for n in ranking[0].scores if all(n in r.scores for r in ranking)] if ranking else []
-    return tuple(pareto_front([r.scores for r in ranking], judge.directions(names)))
-
-
 def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
     """Return how far two scorings of the same weights are apart."""
     once, again = (
@@ -340,14 +324,12 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
     return fmean(map(judge.objective.value, scores)) if scores else None
 
 
-def _among_baselines(
-    data: StudyData, judge: Judge, contest: _Contest, resamples: int
-) -> Conclusion:
+def _among_baselines(data: StudyData, contest: _Contest) -> Conclusion:
     """Take the best baseline, once all are scored."""
     ended = sum(trial.state.is_final for trial in data.baselines)
     rivals = [r for r in contest.standing if 0 < data.planned <= ended and not r.broken]
     best = _unbeaten(rivals, [contest])
-    holdout, held, on_holdout = _holdout(data, judge, best, resamples)
+    holdout, held, on_holdout = _holdout(data, contest, best)
     chosen = _unbeaten(rivals, [contest, *held])
     against = contest.against_all(best) if best else ()
     tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
@@ -358,13 +340,13 @@ def _among_baselines(
         tied=tuple(ranked for ranked in rivals if ranked.baseline in tied),
         chosen=chosen,
         simplest=chosen,
-        noise=_noise(data.baselines, judge),
+        noise=_noise(data.baselines, contest.judge),
         holdout=holdout,
         notices=(
             *_of_simpler(chosen, against),
             *_of_chance(contest),
             *_of_failures(data),
-            *_of_scores(judge, contest),
+            *_of_scores(contest),
             *on_holdout,
         ),
     )
@@ -381,11 +363,12 @@ def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked 
 
 
 def _holdout(
-    data: StudyData, judge: Judge, best: Ranked | None, resamples: int
+    data: StudyData, chosen_by: _Contest, best: Ranked | None
 ) -> tuple[Holdout | None, list[_Contest], list[Notice]]:
     """Compare the winner on the second evaluator with all else that was scored there."""
     if best is None:
         return None, [], []
+    judge = chosen_by.judge
     names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
     winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
@@ -397,7 +380,7 @@ def _holdout(
     others = judge.entries(t for t in data.holdout if t not in winners)
     try:
         winner_entry = Entry(trials, best.baseline, judge.is_random(latest))
-        contest = _Contest(judge, [winner_entry, *others], resamples)
+        contest = _Contest(judge, [winner_entry, *others], chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
         return None, [], [notice("holdout_failed", problem=problem)]
@@ -517,8 +500,8 @@ def _of_failures(data: StudyData) -> Iterator[Notice]:
             yield notice("baseline_failed", name=trial.name, reason=reason)
 
 
-def _of_scores(judge: Judge, contest: _Contest) -> Iterator[Notice]:
-    scores = contest.standing[0].scores
+def _of_scores(contest: _Contest) -> Iterator[Notice]:
+    scores, judge = contest.standing[0].scores, contest.judge
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
         if not guard.is_judged(scores, contest.singles):

@@ -56,6 +56,7 @@ from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 from dare.studies.study import BASELINE, HOLDOUT, Study
 
 OUTPUT = "merged.safetensors"
+SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
 """The end of a recipe's first line: a search writes over its own, and over no others."""
 MOST_NAMED = 3  # settings that are named in a sentence; more are counted
@@ -97,9 +98,9 @@ class SearchResult(Shown):
                 trial["items"] = len(scored.get("items", ()))
         for name in ("advice", "output", "importance"):
             document.pop(name)
-        found = {"best": self.best, "simplest": self.simplest}
         recipes = {
-            name: None if made is None else made.to_document() for name, made in found.items()
+            name: None if made is None else made.to_document()
+            for name, made in (("best", self.best), ("simplest", self.simplest))
         }
         conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
@@ -163,14 +164,9 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
     trials = sorted(latest.values(), key=lambda trial: trial.number)
     data = StudyData(
-        recipe=charter.recipe,
-        space=charter.space,
-        sampler=charter.sampler,
+        **{name: getattr(charter, name) for name in SAME_IN_CHARTER},
         planned=study.note("planned") or len(trials),
         seeds=tuple(recipe.seed + shift for shift in seed_shifts(charter.seeds)),
-        evaluator=charter.evaluator,
-        objective=charter.objective,
-        guards=charter.guards,
         baselines=tuple(study.beside(BASELINE)),
         trials=tuple(trials),
         holdout_evaluator=study.note("holdout"),
@@ -338,13 +334,12 @@ def holdout_text(holdout: Holdout) -> str:
     if holdout.usual_loss is None:
         return text
     excess = holdout.loss - holdout.usual_loss
-    luck = (
-        "So the choice may have favoured settings that were lucky on the data, by about "
-        f"{value_text(excess)} (winner's curse)."
-        if excess > ROUNDING
-        else "So there is no sign of a lucky choice (winner's curse)."
-    )
-    return f"{text} The baselines, on average: {change(holdout.usual_loss)}. {luck}"
+    luck = "there is no sign of a lucky choice"
+    if excess > ROUNDING:
+        luck = "the choice may have favoured settings that were lucky on the data, by about "
+        luck += value_text(excess)
+    usual = f"The baselines, on average: {change(holdout.usual_loss)}."
+    return f"{text} {usual} So {luck} (winner's curse)."
 
 
 def grounds(conclusion: Conclusion) -> Iterator[str]:
@@ -461,9 +456,9 @@ def _trials(data: StudyData) -> SortableTable:
 
 
 def _cell(value: Any) -> float | str | None:
-    if value is None or is_number(value):
-        return None if value is None else finite(value)
-    return None if isinstance(value, float) else value_text(value)
+    if is_number(value):
+        return finite(value)
+    return None if value is None or isinstance(value, float) else value_text(value)
 
 
 def _state(trial: Trial) -> str:

@@ -301,10 +301,10 @@ class _Rules:
         """Refuse scores that cannot be compared with those of the others."""
         if self.reference is None:
             return
-        named = replace(scored, items=self.reference.items)  # then only the names are compared
-        compares_items = self.has_items and not self.rungs
-        difference = compare_items(self.reference, scored if compares_items else named)
-        if difference is not None:
+        found = scored
+        if self.rungs or not self.has_items:  # then only the names are compared
+            found = replace(scored, items=self.reference.items)
+        if difference := compare_items(self.reference, found):
             message = f"the evaluator gave different scores: {difference}"
             raise EvaluationError(message, scored.output)
 
@@ -587,8 +587,8 @@ class SearchProgress:
         has_bar = visible and sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
         self._task = self.bar.add_task("", total=None)
-        self._planned = self._done = self._first = 0
-        self._began = self._concluded = time.monotonic()
+        self._first, self._began = 0, time.monotonic()
+        self._concluded = self._began
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -604,22 +604,19 @@ class SearchProgress:
 
     def begin(self, planned: int, done: int) -> None:
         """Say how many trials are planned, and how many are done."""
-        self._planned, self._done, self._first = planned, done, done
-        self._began = time.monotonic()
+        self._first, self._began = done, time.monotonic()
         self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
         """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
         with self._turn:
-            self._done += 1
-            now = time.monotonic()
-            if self.bar.disable:
-                self.announce(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
-                return
             self.bar.advance(self._task)
-            if now - self._concluded > CONCLUDE_SECONDS:
-                each = (now - self._began) / (self._done - self._first)
-                self.say(live_line(*read(), each * (self._planned - self._done)))
+            (task,), now = self.bar.tasks, time.monotonic()
+            if self.bar.disable:
+                self.announce(f"trial {task.completed} of {task.total}: {trial_line(trial)}")
+            elif now - self._concluded > CONCLUDE_SECONDS:
+                each = (now - self._began) / (task.completed - self._first)
+                self.say(live_line(*read(), each * (task.remaining or 0)))
                 self._concluded = time.monotonic()
 
 

@@ -40,16 +40,13 @@ class Kind(Protocol):
     IS_APART: bool
     """True if it runs in a process of its own, which also makes the candidates."""
 
-    @staticmethod
-    def recognises(evaluator: Any, /) -> bool:
+    def recognises(self, evaluator: Any, /) -> bool:
         """Tell if an evaluator is of this kind."""
 
-    @staticmethod
-    def check(evaluator: Any, /) -> None:
+    def check(self, evaluator: Any, /) -> None:
         """Refuse, before any model is read, what cannot work: by a RecipeError."""
 
-    @staticmethod
-    def find(evaluator: Any, time_limit: float | None, threads: int | None, /) -> Function:
+    def find(self, evaluator: Any, time_limit: float | None, threads: int | None, /) -> Function:
         """Return the function that scores; time and threads are limited already if apart."""
 
 
@@ -77,24 +74,17 @@ def read_scores(returned: object, asked: Iterable[str] | None = None) -> Scored:
     }
     if not scores and not items:
         raise EvaluationError("there are no scores; return a number, or numbers by name")
-    scored = Scored(scores or group_means(items), items)
-    problem = None if asked is None else compare_items(scored, scored, asked)
-    if problem:
-        raise EvaluationError(f"the evaluator returned different items; {problem}")
-    return scored
+    if asked is not None and (wrong := _differences("item", asked, items)):
+        how = f"they are not those asked for: {'; '.join(wrong)}"
+        raise EvaluationError(f"the evaluator returned different items; {how}")
+    return Scored(scores or group_means(items), items)
 
 
-def compare_items(first: Scored, now: Scored, asked: Iterable[str] | None = None) -> str | None:
-    """Return how the items differ from those asked for, or else from those of the first time.
-
-    None if they are the same. Where all were asked for, the names of the scores are compared too.
-    """
-    ids = first.items if asked is None else asked
-    what = "those of the first candidate" if asked is None else "those asked for"
-    found = _differences("item", ids, now.items)
-    if asked is None:
-        found += _differences("score", first.scores, now.scores)
-    return f"they are not {what}: {'; '.join(found)}" if found else None
+def compare_items(first: Scored, now: Scored) -> str | None:
+    """Return how items and names of scores differ from those of the first time; None if not."""
+    found = _differences("item", first.items, now.items)
+    found += _differences("score", first.scores, now.scores)
+    return f"they are not those of the first candidate: {'; '.join(found)}" if found else None
 
 
 def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> list[str]:
