@@ -159,8 +159,8 @@ def make_request(
         names = distinct([entry.name for entry in recipe.models])
         searched = {f"{INCLUDE}{name}": each for name in names} | searched
     table = Search(**fields | {"over": searched})
-    defaults = {name: Search.model_fields[name].default for name in NEEDS_SPACE}
-    idle = [name for name, default in defaults.items() if getattr(table, name) != default]
+    known = Search.model_fields
+    idle = [name for name in NEEDS_SPACE if getattr(table, name) != known[name].default]
     if idle and not searched:
         how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
         raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
@@ -326,12 +326,9 @@ class _Search:
     jobs: int
     work: Path | None
     stop: threading.Event = field(default_factory=threading.Event)
-    known_baselines: dict[str, Trial] = field(default_factory=dict)
-    """The baselines that are scored, by digest."""
 
     def run(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
-        self.rules = _Rules(self.request.judge, self.stop)
         first_new = len(self.study.trials())
         with self._scorers(self.request.evaluator) as scorers:
             self._prepare(advice=advice)
@@ -387,7 +384,7 @@ class _Search:
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
-        self._score_beside(scorers, BASELINE, recipes, self.rules)
+        self._score_beside(scorers, BASELINE, recipes)
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -398,7 +395,6 @@ class _Search:
     def _set_rules(self, scorer: Scorer) -> None:
         """Learn from the baselines which items there are, and whether they can be compared."""
         done = [(t, t.scored) for t in self.study.beside(BASELINE) if t.scored is not None]
-        self.known_baselines = _by_digest(trial for trial, _ in done)
         (_, first), *others = done
         singles = [scored.scores for trial, scored in done if trial.role is Role.SINGLE]
         differences = list(filter(None, (compare_items(first, other) for _, other in others)))
@@ -433,6 +429,7 @@ class _Search:
 
     def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
         choose, planned, space = self._chooser(), self.request.planned, self.request.space
+        baselines = _by_digest(self.study.beside(BASELINE))
 
         def take() -> Scoring | None:
             claim = self.study.take_next(space, planned, choose, retry_before)
@@ -441,7 +438,7 @@ class _Search:
         def score(claim: Claim, scorer: Scorer) -> None:
             trials = _by_digest(placed.trial for placed in self.study.trials())
             recipe = space.candidate(claim.settings, claim.shift)
-            ended = self.rules.score(scorer, claim, recipe, trials | self.known_baselines)
+            ended = self.rules.score(scorer, claim, recipe, trials | baselines)
             self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
         begun = [placed.trial for placed in self.study.trials()]
@@ -462,10 +459,7 @@ class _Search:
             if repeat:  # the setting before, with another seed
                 first = next(p.trial for p in found if p.place == place - repeat)
                 return Planned(first.settings, shifts[repeat])
-            if number < len(starts):
-                return Planned(starts[number])
-            drawn = self.request.sampler == "random"
-            return Planned(space.draw(number, self.request.seed)) if drawn else None
+            return Planned(starts[number]) if number < len(starts) else None
 
         return choose
 
@@ -489,18 +483,17 @@ class _Search:
         ranked |= {found.baseline: found for found in conclusion.baselines}
         recipes = {name: recipe_of(data, found) for name, found in ranked.items()}
         settings = {name: found.settings for name, found in ranked.items()}
-        rules = _Rules(self.request.judge, self.stop)
-        self._score_beside(scorers, HOLDOUT, recipes, rules, settings)
+        self._score_beside(scorers, HOLDOUT, recipes, settings)
 
     def _score_beside(
         self,
         scorers: Sequence[Scorer],
         kind: str,
         recipes: Mapping[str, Recipe],
-        rules: _Rules,
         settings: Mapping[str, Settings] | None = None,
     ) -> None:
         """Score candidates that are no trials, by name; `settings` tell some of them apart."""
+        rules = _Rules(self.request.judge, self.stop)
         wanted = settings or {name: {} for name in recipes}
 
         def take() -> Scoring | None:

@@ -213,8 +213,9 @@ class Study:
                 for placed in found
                 if placed.trial.state is State.FAILED and placed.trial.number < retry_before
             }
-            filled = {placed.place for placed in found if placed.place not in failed}
-            filled |= {placed.place for placed in found if placed.trial.number >= retry_before}
+            filled = {
+                p.place for p in found if p.place not in failed or p.trial.number >= retry_before
+            }
             place = next((p for p in range(planned) if p not in filled), None)
             if place is None:
                 return None

@@ -267,19 +267,14 @@ class Worker:
 
     def run_batch(self, batch: Batch[MeasureStep]) -> Iterator[Measured | Spectrum | None]:
         """Do the steps of a batch."""
-        return (self._run(step, batch.results) for step in batch.steps)
-
-    def _run(self, step: MeasureStep, results: Mapping[Any, Any]) -> Measured | Spectrum | None:
-        result: Measured | Spectrum | None
-        if isinstance(step, AddUp):
-            result = self._add_up(step, [results[need] for need in step.needs])
-        elif isinstance(step, MeasureSpectrum):
-            result = self._spectrum(step)
-        else:
-            assert isinstance(step, MeasureChunk)
-            result = self._measure(step.subject, step.chunk)
-        self._progress(step.nbytes)
-        return result
+        for step in batch.steps:
+            if isinstance(step, AddUp):
+                yield self._add_up(step, [batch.results[need] for need in step.needs])
+            elif isinstance(step, MeasureSpectrum):
+                yield self._spectrum(step)
+            elif isinstance(step, MeasureChunk):
+                yield self._measure(step.subject, step.chunk)
+            self._progress(step.nbytes)
 
     def _sources(self, subject: Subject) -> list[Source]:
         return [self._base, *(self._models[model] for model in subject.models)]
@@ -421,8 +416,9 @@ class Worker:
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
         ]
-        whole = window.is_whole
-        return runs[0] if whole else np.concatenate([run[:, window.columns] for run in runs])
+        if window.is_whole:
+            return runs[0]
+        return np.concatenate([run[:, window.columns] for run in runs])
 
 
 def added_magnitudes(measured: Measured) -> float:
