@@ -205,6 +205,7 @@ class Study:
         study = self._studies[TRIALS]
         with self.turn():
             begun = study.get_trials(deepcopy=False)
+            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(begun)])
             if (left := self._left_behind(study, begun)) is not None:
                 return self._claim(study, left, space, left.user_attrs.get(TAKEN))
             found = list(map(_placed, begun))
@@ -226,9 +227,7 @@ class Study:
                 suggestion = space.suggestion(chosen.settings)
                 study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
             with _quiet():
-                study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(found)])
-                trial = study.ask()
-            return self._claim(study, trial, space, taken)
+                return self._claim(study, study.ask(), space, taken)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
         """Take the first of some baselines, or of what goes to the holdout, by name.
@@ -276,8 +275,7 @@ class Study:
         known = dict(taken or {"place": trial.number})
         if space is not None:
             with _quiet():
-                suggested = space.suggest(trial)
-            known.setdefault("settings", suggested)
+                known.setdefault("settings", space.suggest(trial))
         known["owner"] = self._presence.mark
         trial.set_user_attr(TAKEN, known)
         settings, shift = known["settings"], known.get("shift", 0)
