@@ -37,7 +37,7 @@ _NAMES = {
     "recipe.recipe": "ModelEntry Recipe Request TensorRule",
     "stages.registry": "load_stages",
     "studies.candidates": "Candidate Candidates",
-    "studies.reading": "SearchResult",
+    "studies.document": "SearchResult",
     "studies.searching": "search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }

@@ -62,7 +62,7 @@ from dare.recipe.recipe import (
 from dare.planning.plan import Estimate as Estimate, estimate as estimate
 from dare.stages.registry import load_stages as load_stages
 from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates
-from dare.studies.reading import SearchResult as SearchResult
+from dare.studies.document import SearchResult as SearchResult
 from dare.studies.searching import search as search
 from dare.tensors.mask import MASK_VERSION as MASK_VERSION, keep_mask as keep_mask
 

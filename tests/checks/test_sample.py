@@ -98,9 +98,9 @@ def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path,
     planned = plan(write_recipe(tmp_path, model(), [model()]))
     tensor = next(planned.merged())
     with planned.base as source:
-        whole = _read_rows(source, tensor)
+        whole = _read_rows(source, tensor, "cpu")
         monkeypatch.setattr("dare.checks.sample.WIDEST_READ_WHOLE", 0)
-        assert _read_rows(source, tensor).tolist() == whole.tolist()
+        assert _read_rows(source, tensor, "cpu").tolist() == whole.tolist()
     assert whole.tolist() == model()[tensor.name][36:164].tolist()
 
 

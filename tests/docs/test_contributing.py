@@ -1,15 +1,23 @@
-"""The stage and the input format that CONTRIBUTING.md shows, as if they lay in the package.
+"""Stage, input format and evaluator of CONTRIBUTING.md, as if they lay in the package.
 
 They run in a process of their own, because registering one changes the one table of them.
 """
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+import pytest
 from doc_blocks import ROOT, find_blocks
+
+from dare.errors import RecipeError
+from dare.studies import evaluators
+from helpers import write_recipe
 
 AS_IF_IN_THE_PACKAGE = """
 from pathlib import Path
@@ -100,3 +108,18 @@ def run_tests(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
+
+
+def test_the_evaluator_in_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {block.file_name: block.text for block in find_blocks(ROOT / "CONTRIBUTING.md")}
+    (tmp_path / "near.py").write_text(shown["src/dare/studies/evaluators/near.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    near = importlib.import_module("near")
+    monkeypatch.setattr(evaluators, "KINDS", [near, *evaluators.KINDS])
+    tuned = np.array([2, 4], np.float32)
+    recipe = write_recipe(tmp_path / "models", {"w": 0 * tuned}, [{"w": tuned}], method="sum")
+    with pytest.raises(RecipeError, match="near:nosuch: there is no such file"):
+        evaluators.check_evaluator("near:nosuch")
+    with closing(evaluators.open_scorer(f"near:{recipe.base}", recipe)) as scorer:
+        scorer.make(recipe)
+        assert scorer.score().scores == {"score": -10.0}  # the mean of 4 and 16

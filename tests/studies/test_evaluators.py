@@ -23,13 +23,9 @@ import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.document import with_settings
 from dare.recipe.options import RunOptions
-from dare.studies.evaluators import (
-    check_evaluator,
-    compare_items,
-    find_function,
-    open_scorer,
-    read_scores,
-)
+from dare.studies.evaluators import check_evaluator, open_scorer
+from dare.studies.evaluators.functions import find
+from dare.studies.evaluators.kinds import compare_items, read_scores
 from dare.studies.results import Scored
 from helpers import listing, write_recipe
 
@@ -149,38 +145,41 @@ FIRST = Scored({"add": 0.5}, {"add/1": 1.0, "add/2": 0.0})
 
 
 @pytest.mark.parametrize(
-    ("now", "asked", "said"),
+    ("now", "said"),
     [
-        (FIRST, None, None),
-        (Scored({"add": 1.0}, {"add/2": 1.0, "add/1": 1.0}), None, None),
-        (Scored({"add": 1.0}, {"add/1": 1.0}), ["add/1"], None),
-        (Scored({"sort": 1.0}, {"sort/1": 1.0}), ["sort/1", "sort/1"], None),
+        (FIRST, None),
+        (Scored({"add": 1.0}, {"add/2": 1.0, "add/1": 1.0}), None),
         (
             Scored({"add": 1.0}, {"add/1": 1.0}),
-            None,
             "they are not those of the first candidate: 1 item of 2 missing (add/2)",
         ),
         (
             Scored({"sum": 1.0}, {"add/1": 1.0, "add/2": 1.0, "add/3": 1.0}),
-            None,
             "they are not those of the first candidate: 1 item new (add/3); "
             "1 score of 1 missing (add); 1 score new (sum)",
         ),
-        (
-            Scored({"add": 1.0}),
-            ["add/1", "add/2", "add/3", "add/4"],
-            "they are not those asked for: 4 items of 4 missing (add/1, add/2, add/3 and 1 more)",
-        ),
-        (
-            Scored({"add": 1.0}, {"add/2": 1.0}),
-            ["add/1"],
-            "1 item of 1 missing (add/1); 1 item new",
-        ),
     ],
 )
-def test_other_items_are_told(now, asked, said):
-    found = compare_items(FIRST, now, asked)
-    assert found == said or (said is not None and said in found)
+def test_other_items_than_at_first_are_told(now, said):
+    assert compare_items(FIRST, now) == said
+
+
+@pytest.mark.parametrize(
+    ("returned", "asked", "said"),
+    [
+        (
+            1.0,
+            ["add/1", "add/2", "add/3", "add/4"],
+            "4 items of 4 missing (add/1, add/2, add/3 and 1",
+        ),
+        ({"items": {"add/2": 1.0}}, ["add/1"], "1 item of 1 missing (add/1); 1 item new"),
+    ],
+)
+def test_other_items_than_asked_for_are_refused(returned, asked, said):
+    with pytest.raises(EvaluationError) as caught:
+        read_scores(returned, asked)
+    assert f"they are not those asked for: {said}" in str(caught.value)
+    assert read_scores({"items": {"sort/1": 1.0}}, ["sort/1", "sort/1"]).scores == {"sort": 1.0}
 
 
 # ---------------------------------------------------------------- commands
@@ -401,7 +400,7 @@ def modules(monkeypatch, tmp_path):
 )
 def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message):
     with pytest.raises(RecipeError) as caught:
-        find_function(evaluator)
+        find(evaluator)
     assert message in str(caught.value)
 
 
@@ -415,7 +414,7 @@ def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message)
     ],
 )
 def test_parameters_say_what_a_function_takes(modules, evaluator, form, takes_items):
-    found = find_function(evaluator)
+    found = find(evaluator)
     assert (found.form, found.takes_items) == (form, takes_items)
     assert found.load_model.__name__ == "load_model"
 
@@ -441,7 +440,7 @@ def test_a_crash_at_import_is_told(recipe):
 
 
 def test_a_hang_at_import_ends(recipe, monkeypatch):
-    monkeypatch.setattr("dare.studies.evaluators.READY_SECONDS", 0.5)
+    monkeypatch.setattr("dare.studies.evaluators.functions.READY_SECONDS", 0.5)
     write_module("import time; time.sleep(60)")
     error = raised(lambda: open_scorer("own:f", recipe, time_limit=0.1))
     assert str(error) == "own:f: took longer than 0.5 s and was stopped"

@@ -15,7 +15,7 @@ from dare.demo.tasks import TASKS
 from dare.errors import EvaluationError, RecipeError
 from dare.recipe.document import with_settings
 from dare.studies.evaluators import open_scorer
-from dare.studies.harness import _by_task, split_tasks
+from dare.studies.evaluators.harness import _by_task, split_tasks
 
 MODELS = Path(dare.__file__).parent / "demo" / "models"
 COUNT = 24

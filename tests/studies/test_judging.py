@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dare.errors import RecipeError
 from dare.recipe.search import Guard, Objective, Search
-from dare.studies.judging import Judge, doubts
+from dare.studies.conclusions import Judge, doubts
 
 SCORES = {"add": 0.75, "sort": 0.5, "english": 1.25}
 

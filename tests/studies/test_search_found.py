@@ -18,8 +18,7 @@ from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.recipe import Recipe
 from dare.studies.conclusions import conclude
-from dare.studies.document import study_document
-from dare.studies.reading import read_result
+from dare.studies.document import read_result, study_document
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import trial_line
 from dare.studies.space import Space, is_random

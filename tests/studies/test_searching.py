@@ -15,8 +15,7 @@ import dare
 from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.recipe.recipe import Recipe
-from dare.studies.document import study_document
-from dare.studies.reading import read_result
+from dare.studies.document import read_result, study_document
 from dare.studies.results import Role, State
 from helpers import save
 

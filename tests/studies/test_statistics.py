@@ -10,8 +10,7 @@ from scipy import stats
 
 from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
-from dare.studies.judging import Entry
-from dare.studies.results import Estimate, Scored, State, Trial, group_means
+from dare.studies.results import Entry, Estimate, Scored, State, Trial, group_means
 from dare.studies.statistics import pareto_front, resample, verdict
 
 MEAN = Objective()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import study_sample as sample
 
-from dare.studies.reading import SearchResult
+from dare.studies.document import SearchResult
 from pages import Tab, open_address
 
 DESKTOP = {"width": 1280, "height": 900}

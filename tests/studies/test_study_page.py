@@ -17,8 +17,7 @@ from dare.documents.notices import notice
 from dare.documents.page import _version, render_page
 from dare.errors import RecipeError
 from dare.studies import figures
-from dare.studies.document import study_document
-from dare.studies.reading import SearchResult
+from dare.studies.document import SearchResult, study_document
 from dare.studies.results import Estimate, State, Trial
 from pages import Outline
 

@@ -45,12 +45,9 @@ from dare.documents.words import (
 from dare.output.receipt import short_name
 from dare.recipe.entries import write_toml
 
-MOST_NAMES = 3
-"""Names and groups of models that a sentence lists; more are counted."""
-MOST_PAIRS = 6
-"""Pairs of models that are listed: those that have most to do with each other."""
-BASE_IN_DOUBT = ("contained", "other_base")
-"""Findings that ask whether the base is the right one."""
+MOST_NAMES = 3  # names and groups of models that a sentence lists; more are counted
+MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
+BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
 ORIGINS = {
     Origin.UNCHANGED: "unchanged",
     Origin.LORA: "LoRA",
@@ -100,6 +97,10 @@ def make_document(
 ) -> Document:
     """Return everything that there is to show; `outcome` is what a finished merge did."""
     base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
+    nothing = "Nothing was found that speaks against merging these models."
+    is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
+    caveats = tuple(f"{doubt}." for doubt in advice.doubts)
+    why: list[Part] = [advice.reasons, *([Listing("Caveats", caveats)] if caveats else [])]
     return Document(
         title=readiness.headline,
         kind="merge report",
@@ -110,10 +111,10 @@ def make_document(
         code=_recipe(advice),
         sections=(
             *([_merge_section(outcome)] if outcome else []),
-            _findings_section(readiness),
+            Section("notices", "Problems found", (nothing,) if is_clear else ()),
             _models_section(analysis, readiness, advice),
             *FIGURE_SECTIONS,
-            _advice_section(advice),
+            Section("advice", "Why these settings", tuple(why)),
             _inputs_section(analysis),
         ),
         notices=readiness.findings,
@@ -217,12 +218,6 @@ def _merge_section(outcome: Outcome) -> Section:
     return Section("merge", "The merge", tuple(parts), ("survival", "kept"))
 
 
-def _findings_section(readiness: Readiness) -> Section:
-    nothing = "Nothing was found that speaks against merging these models."
-    is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
-    return Section("notices", "Problems found", (nothing,) if is_clear else ())
-
-
 def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> Section:
     changes = [model.total.relative_norm for model in analysis.models]
     scale = "; its bars follow the logarithm" if spans_decades(changes) else ""
@@ -265,13 +260,6 @@ def _remark(model: str, readiness: Readiness, advice: Advice) -> str:
         title = CATALOGUE[finding.code].title
         said.append(f"{title}, with {_some(together)}" if together else title)
     return ": ".join(said)
-
-
-def _advice_section(advice: Advice) -> Section:
-    parts: list[Part] = [advice.reasons]
-    if advice.doubts:
-        parts.append(Listing("Caveats", tuple(f"{doubt}." for doubt in advice.doubts)))
-    return Section("advice", "Why these settings", tuple(parts))
 
 
 def _inputs_section(analysis: AnalysisData) -> Section:

@@ -25,6 +25,7 @@ from dare.analysis.results import (
     Spectrum,
     Statistics,
 )
+from dare.checks.sample import spread
 from dare.documents.charts import (
     DASHES,
     FAINT,
@@ -50,29 +51,24 @@ from dare.errors import InputError
 ALL_KINDS = "all"
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""
-MOST_MAPS = 4
-"""Models with a heat map each; of more there is one for all, and theirs are folded."""
-MOST_LAYERS_BESIDE = 48
-"""Heat maps with more layers need the whole width."""
+MOST_MAPS = 4  # models with a heat map each; of more there is one for all, and theirs are folded
+MOST_LAYERS_BESIDE = 48  # heat maps with more layers need the whole width
 MOST_SPECTRA, MOST_SPECTRA_OF_A_MODEL = 96, 24
 """Matrices whose spectra are drawn, of all models together and of one."""
 FAINTEST = 1e-4
 """Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
 ROOM_FOR_TEXT = 5
 """Models whose matrices have a text in every cell; of more only what is notable has one."""
-NOISE = 0.05
-"""Shares that differ by less look alike, and their figures are folded."""
+NOISE = 0.05  # shares that differ by less look alike, and their figures are folded
 LEAST_RANGE = 2.0
 """Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
-WIDE_RANGE = 5
-"""Largest over smallest change from which colours follow the logarithm."""
+WIDE_RANGE = 5  # largest over smallest change from which colours follow the logarithm
 RATES = tuple(percent / 100 for percent in range(1, 100))
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
-LEFT_OUT = "left_out"
-"""The parameter with the names of models that the advice does not merge."""
+LEFT_OUT = "left_out"  # the parameter with the names of models that the advice does not merge
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
 """A model's name on an axis or in a legend; a sign stands before those that are left out."""
 TEXTS = read_texts("dare.analysis")
@@ -260,11 +256,13 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
 def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
     """Return the changes in each layer that any of the columns has."""
     layers = sorted({layer for by_layer in columns.values() for layer in by_layer})
-    cells = [
-        [share(by[layer].relative_norm) if layer in by else NOTHING for by in columns.values()]
-        for layer in layers
+    rows = [
+        (
+            layer_name(n),
+            *(share(c[n].relative_norm) if n in c else NOTHING for c in columns.values()),
+        )
+        for n in layers
     ]
-    rows = ((layer_name(layer), *row) for layer, row in zip(layers, cells, strict=True))
     return Table(("layer", *(f"{name} >" for name in columns)), tuple(rows))
 
 
@@ -313,25 +311,20 @@ def chosen_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
             for tensor in model.tensors
             if tensor.spectrum and any(tensor.spectrum.values)
         ]
-        count = min(most, len(known))
-        chosen += [known[(2 * place + 1) * len(known) // (2 * count)] for place in range(count)]
+        chosen += [known[place] for place in spread(len(known), most)]
     return chosen
 
 
 def _spectrum_row(line: int, model: str, tensor: str, spectrum: Spectrum) -> Row:
     """Return one matrix; ranks and singular values as lists, relative to the largest."""
-    largest = spectrum.values[0]
-    points = [
-        (rank, finite(value / largest))
-        for rank, value in zip(spectrum.ranks, spectrum.values, strict=True)
-        if value > FAINTEST * largest
-    ]
+    values = [value / spectrum.values[0] for value in spectrum.values]
+    drawn = [finite(value) for value in values if value > FAINTEST]
     return {
         "model": model,
         "tensor": tensor,
         "line": line,
-        "rank": [rank for rank, _ in points],
-        "value": [value for _, value in points],
+        "rank": list(spectrum.ranks[: len(drawn)]),
+        "value": drawn,
         "effective": finite(spectrum.effective_rank),
         "of": min(spectrum.rows, spectrum.columns),
         "outliers": spectrum.outliers,

@@ -54,11 +54,9 @@ from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, DeltaInfo, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 
-Given = Arrays | str | PathLike[str]
-"""Arrays by name (or lists of numbers), or a file or directory."""
+Given = Arrays | str | PathLike[str]  # arrays by name (or lists of numbers), or a file or directory
 
-SIGNIFICANT = 0.9
-"""A layer has significant updates if its sparsity is below this."""
+SIGNIFICANT = 0.9  # a layer has significant updates if its sparsity is below this
 NAME = "delta"
 
 

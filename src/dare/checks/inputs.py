@@ -1,17 +1,14 @@
-"""Inputs with elements that are not finite: a merge refuses them unless the recipe allows it.
+"""Inputs that a merge refuses: elements that are not finite, and models that are there by mistake.
 
-Finding them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN
-results, and only where these say so are the stored elements read again. An infinity that a model
-and the base share, as in a stored causal mask, is no change and never refused. Overflow of finite
-inputs is a notice in the report.
+Finding what is not finite costs nothing: the figures of every chunk hold its largest |δ| and the
+number of NaN results, and only where these say so are the stored elements read again. An infinity
+that a model and the base share, as in a stored causal mask, is no change and never refused.
+Overflow of finite inputs is a notice in the report.
 
-
-Models that are in a merge by mistake: the base, the same model again, an earlier output of it.
-
-A pattern such as `*.safetensors` catches them all. Files are known by device and inode, so that a
-link is known for what it leads to. Whoever means it says so: a model with a weight, a seed or
-parameters of its own is taken as it is. The base belongs there only in an interpolation. Copies
-under other names are found by their weights.
+A pattern such as `*.safetensors` also catches the base, the same model again, or an earlier output
+of the merge. Files are known by device and inode, so that a link is known for what it leads to.
+Whoever means it says so: a model with a weight, a seed or parameters of its own is taken as it is.
+The base belongs there only in an interpolation. Copies under other names are found by weights.
 """
 
 from __future__ import annotations
@@ -51,10 +48,9 @@ def check_chunk(
     must be open.
     """
     weights = dict(zip(tensor.models, tensor.weights, strict=True))
-    taking_part = [model for model in tuned if weights[model] or nans]
-    values = {model: tuned[model] for model in taking_part}
-    if any(_count_not_finite(plan, tensor, base, values).values()):
-        raise NotFiniteError(_refusal(plan, tensor, taking_part))
+    taking_part = {model: raw for model, raw in tuned.items() if weights[model] or nans}
+    if any(_count_not_finite(plan, tensor, base, taking_part).values()):
+        raise NotFiniteError(_refusal(plan, tensor, list(taking_part)))
 
 
 def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, int]]) -> None:
@@ -117,7 +113,7 @@ def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
     )
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- models by mistake
 
 
 EarlierInput = tuple[Path, Path]  # as an earlier manifest names it, and where that leads
@@ -190,12 +186,11 @@ def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
 def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
     stage, _ = recipe.chain[-1]
     others = [entry.file for entry in recipe.models if entry not in bases]
+    is_short = 0 < len(others) <= SHORT_LIST
+    remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
     if stage.interpolates is not None:
         settings = [f"{name} = {write_value(value)}" for name, value in stage.interpolates.items()]
         remedy = f"to interpolate whole models set {', '.join(settings)} in [{stage.name}]"
-    else:
-        is_short = 0 < len(others) <= SHORT_LIST
-        remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
     return RecipeError(
         f"{bases[0].file}: is the base and one of the models; {remedy}; to stay nearer "
         "to the base, lower scale"
@@ -223,14 +218,8 @@ def _merged_before(
     base: Path, models: Sequence[ModelEntry], earlier: Iterable[Sequence[EarlierInput]]
 ) -> list[str]:
     """Return those of the models that an earlier merge on the same base was made of."""
-    for earlier_base, *earlier_models in earlier:
-        if _is_same(earlier_base, base):
-            return [
-                model.name
-                for model in models
-                if any(_is_same(each, model.file) for each in earlier_models)
-            ]
-    return []
+    found = next((merged for first, *merged in earlier if _is_same(first, base)), [])
+    return [each.name for each in models if any(_is_same(one, each.file) for one in found)]
 
 
 def _is_same(earlier: EarlierInput, given: Path) -> bool:

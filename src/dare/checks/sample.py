@@ -1,39 +1,35 @@
-"""The structure of a delta: magnitudes counted in bins, outliers, and a low rank as a LoRA's.
+"""What a few rows of a few matrices tell before a merge, and what deltas are too large to drop.
 
-A bin is the upper 16 bits of a float32's 31 bits without the sign: it is 2⁻⁸ of its magnitude wide.
-One element of a million can hold half of a delta's squares, and says nothing about the others. So
-deltas are judged without outliers: the thousandth or so of elements that are far above all others
-and hold much of the fourth powers. Gaussian, Laplace and sparse deltas have none.
+**The sample.** Some rows, spread over the model, are enough to tell a fine-tune from another model,
+a LoRA's low-rank delta from a full one, and two models from one that is there twice. It takes
+milliseconds and proves nothing: only tensors that are not finite are read again, whole.
 
-Noise of standard deviation s in a matrix of m rows and n columns has singular values up to about
-s·(√m + √n), distributed by the law of Marchenko and Pastur. The median of the singular values tells
-how strong the noise is: a few strong directions hardly move it. They are taken out and the noise is
-estimated again, until their number stays the same. The edge includes two standard units of the
-largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred exceeds. A single
-large element makes a direction of its own, and is left out (`without_spikes`).
+**Magnitudes** are counted in bins. A bin is the upper 16 bits of a float32's 31 bits without the
+sign: it is 2⁻⁸ of its magnitude wide. One element of a million can hold half of a delta's squares,
+and says nothing about the others. So deltas are judged without outliers: the thousandth or so of
+elements that are far above all others and hold much of the fourth powers. Gaussian, Laplace and
+sparse deltas have none.
 
+**A low rank.** Noise of standard deviation s in a matrix of m rows and n columns has singular
+values up to about s·(√m + √n), distributed by the law of Marchenko and Pastur. The median of the
+singular values tells how strong the noise is: a few strong directions hardly move it. They are
+taken out and the noise is estimated again, until their number stays the same. The edge includes two
+standard units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a
+hundred exceeds. A single large element makes a direction of its own, and is left out
+(`without_spikes`).
 
-Deltas that are too large to drop at random: the predicted error, and the notice after a merge.
-
-Random dropping replaces a change by a gamble whose noise is in proportion to it. With
-δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0, the error ‖δ̂ - δ‖² = Σ δᵢ²·ξᵢ, where
-ξ is (p/(1 - p))² for what is kept and 1 for what is dropped: E[ξ] = p/(1 - p) and
-Var[ξ] = p·(2p - 1)²/(1 - p)³. Relative to ‖δ‖² its standard deviation is √(Var[ξ]/c), where
-c = (Σδ²)²/Σδ⁴ is the number of elements that carry the change: all n of them if they have one
-magnitude, n/3 for a Gaussian, few for heavy tails or many zeros. By Cantelli's inequality the
-squared error is with probability 0.95 no more than
+**Too large to drop.** Random dropping replaces a change by a gamble whose noise is in proportion to
+it. With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0, the error
+‖δ̂ - δ‖² = Σ δᵢ²·ξᵢ, where ξ is (p/(1 - p))² for what is kept and 1 for what is dropped:
+E[ξ] = p/(1 - p) and Var[ξ] = p·(2p - 1)²/(1 - p)³. Relative to ‖δ‖² its standard deviation is
+√(Var[ξ]/c), where c = (Σδ²)²/Σδ⁴ is the number of elements that carry the change: all n of them if
+they have one magnitude, n/3 for a Gaussian, few for heavy tails or many zeros. By Cantelli's
+inequality the squared error is with probability 0.95 no more than
 
     p/(1 - p) + √19·|2p - 1|·√(p/((1 - p)³·c)),
 
 whatever the distribution. It is taken for the inputs of one output (a row of the matrix), relative
 to the base, without outliers.
-
-
-A sample of the weights before a merge.
-
-A few rows of a few matrices, spread over the model, are enough to tell a fine-tune from another
-model, a LoRA's low-rank delta from a full one, and two models from one that is there twice. It
-takes milliseconds and proves nothing: only tensors that are not finite are read again, whole.
 """
 
 from __future__ import annotations
@@ -247,8 +243,7 @@ def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float
     short = values.size
     outliers = 0
     while True:
-        bulk = values[outliers:]
-        edge = _edge(float(np.median(bulk)), short - outliers, max(long - outliers, 1))
+        edge = _edge(values[outliers:], max(long - outliers, 1))
         edge = max(edge, NOISE * float(values[0]), least)
         count = int(np.count_nonzero(values > edge))
         if count <= outliers or count > short // 2:
@@ -256,9 +251,10 @@ def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float
         outliers = count
 
 
-def _edge(median: float, short: int, long: int) -> float:
-    """Return the end of the singular values of noise whose median is known."""
-    deviation = median / math.sqrt(long * median_of_noise(short / long))
+def _edge(noise: Doubles, long: int) -> float:
+    """Return the end of the singular values of noise, by their median."""
+    short = noise.size
+    deviation = float(np.median(noise)) / math.sqrt(long * median_of_noise(short / long))
     center = (math.sqrt(short) + math.sqrt(long)) ** 2
     unit = math.sqrt(center) * (1 / math.sqrt(short) + 1 / math.sqrt(long)) ** (1 / 3)
     return deviation * math.sqrt(center + 2 * unit)
@@ -285,23 +281,18 @@ def low_rank_of(values: Doubles, outliers: int, rounding: float) -> int | None:
     outliers: rounding of changes that are smaller than a step is no even noise, and some of its
     own directions stand out.
     """
-    short = values.size
     energies = np.square(values)
-    left = np.append(energies[::-1].cumsum()[::-1], 0)
-    most = min(outliers, short // 2)
+    most = min(outliers, values.size // 2)
     cliffs = np.flatnonzero(values[:most] >= CLIFF * values[1 : most + 1])
-    if cliffs.size:
-        rank = int(cliffs[-1]) + 1
-    elif 0 < outliers <= short // FEW:
-        rank = outliers
-    else:
-        return None
+    few = outliers if outliers <= values.size // FEW else 0
+    rank = int(cliffs[-1]) + 1 if cliffs.size else few
+    left = np.append(energies[::-1].cumsum()[::-1], 0)
     total, tail = float(left[0]), float(left[rank])
-    explained = max(rounding, NEGLIGIBLE_TAIL * total)
-    return rank if tail <= explained and tail <= (1 - DOMINANT) * total else None
+    explained = min(max(rounding, NEGLIGIBLE_TAIL * total), (1 - DOMINANT) * total)
+    return rank if rank and tail <= explained else None
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- the error of dropping
 
 
 DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
@@ -459,16 +450,15 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
     """Say why that matters and what to do, where changes are dropped at random."""
     if not gambled:
         return "", ""
+    first, elements = gambled[0], sum(each.tensor.elements for each in gambled)
+    asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
     reason = "DARE works best where changes are small"
     if is_too_large:
-        elements = sum(each.tensor.elements for each in gambled)
-        asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of its layers' outputs is above the bound of "
             f"{LIMIT.output_error:.0%}"
         )
-    first = gambled[0]
     draws = first.tensor.draws_of(first.plan.stages, first.model)
     stages = zip(first.plan.stages, draws, strict=False)
     names = [stage.name for stage, draw in stages if draw is not None]
@@ -476,7 +466,7 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
     return f". {reason}", f"Lower drop_rate{leave}"
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- the sample
 
 
 MATRICES, ROWS, COLUMNS = 4, 128, 256  # the most that is sampled
@@ -569,19 +559,19 @@ def _read_samples(plan: Plan) -> list[list[SampledMatrix]]:
         and not is_embedding(tensor.name)
     ]
     chosen = [matrices[place] for place in spread(len(matrices), MATRICES)]
-    bases = [_read_rows(plan.base, tensor) for tensor in chosen]
+    bases = [_read_rows(plan.base, tensor, plan.backend) for tensor in chosen]
     samples: list[list[SampledMatrix]] = []
     for model, source in enumerate(plan.models):
         samples.append([])
         for tensor, base in zip(chosen, bases, strict=True):
             if model in tensor.models and tensor.name in source.tensors:
-                values = _read_rows(source, tensor)
+                values = _read_rows(source, tensor, plan.backend)
                 delta = values if source.delta_of(tensor.name).is_change else values - base
                 samples[-1].append(SampledMatrix(tensor, base, delta))
     return samples
 
 
-def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
+def _read_rows(source: Source, tensor: TensorPlan, backend: str) -> Floats:
     """Read rows from the middle of a matrix, from their first column on."""
     height, width = tensor.shape
     rows, columns = min(ROWS, height), min(COLUMNS, width)
@@ -594,7 +584,7 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
         raw = np.empty((rows, columns), carrier)
         for row, into in enumerate(raw, start=first):
             source.read(tensor.name, row * width, into)
-    return decoded(raw)
+    return decoded(raw.reshape(-1), backend).reshape(rows, columns)
 
 
 def _sum_of_squares(values: NDArray[np.floating]) -> float:
@@ -615,8 +605,8 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notic
 
 
 def _highest_rate(model: int, sample: Sequence[SampledMatrix]) -> float:
-    settings = (settings for each in sample for settings in each.tensor.settings_of(model))
-    return max((table["drop_rate"] for table in settings if "drop_rate" in table), default=0.0)
+    settings = (table for each in sample for table in each.tensor.settings_of(model))
+    return max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
 
 
 def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
@@ -624,12 +614,11 @@ def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
     largest = None
     with one_blas_thread():  # the matrices are small, and more threads take ten times as long
         for each in (each for each in sample if each.delta.any()):
-            if not (np.isfinite(each.delta).all() and np.isfinite(each.base).all()):
-                return None
             info = source.tensors[each.tensor.name]
             is_exact = source.delta_of(info.name).is_change
             rounding = 0.0 if is_exact else rounding_energy(each.base, info.dtype.name)
-            rank = find_low_rank(each.delta, rounding)
+            is_finite = np.isfinite(each.delta).all() and np.isfinite(each.base).all()
+            rank = find_low_rank(each.delta, rounding) if is_finite else None
             if rank is None:  # one is enough: no need to try the others
                 return None
             largest = max(rank, largest or 0)

@@ -141,7 +141,7 @@ def advise(
     if study is not None:
         if inputs:
             raise UsageError("models and --study given; a study knows its models: leave one out")
-        from dare.studies.reading import read_result
+        from dare.studies.document import read_result
 
         result = read_result(study)
         if json:

@@ -33,7 +33,7 @@ from dare.documents.words import times
 from dare.errors import OutputError, RecipeError
 from dare.recipe.document import read_value
 from dare.recipe.search import Choices, Range, Sampler, Search
-from dare.studies.reading import SIGNED, SearchResult, read_result
+from dare.studies.document import SIGNED, SearchResult, read_result
 from dare.studies.searching import make_search, study_place
 from dare.studies.searching import search as run_search
 

@@ -1,21 +1,28 @@
-"""The conclusion of a study: the best setting, what it cannot be told apart from, and caveats."""
+"""The conclusion of a study: the best setting, what it cannot be told apart from, and caveats.
+
+A judge holds merges against the objective and the guards, and says which are simplest; a contest
+compares all that one evaluator has scored.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from dare.documents.notices import Notice, notice
 from dare.documents.words import listed, times
 from dare.errors import RecipeError
-from dare.recipe.search import Scores
-from dare.studies.judging import LEVELS, Entry, Judge, doubts
+from dare.recipe.document import request_from_document, with_settings
+from dare.recipe.recipe import Recipe
+from dare.recipe.search import Guard, Objective, Scores
 from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
     Difference,
+    Entry,
     Holdout,
     Ranked,
     Role,
@@ -26,6 +33,7 @@ from dare.studies.results import (
     is_number,
     key_of,
 )
+from dare.studies.space import is_random
 from dare.studies.statistics import (
     BETTER,
     NO_DIFFERENCE,
@@ -33,34 +41,162 @@ from dare.studies.statistics import (
     WORSE,
     pareto_front,
     resample,
+    sounds_like_an_error,
     verdict,
 )
 
 _NEAR = 0.02  # a value is at the end of a range if it is nearer to it than this share of the range
 
 
+_PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)
+"""Baselines that are merges, and need no setting."""
+LEVELS = (
+    (Role.BASE,),
+    (Role.SINGLE,),
+    (Role.AVERAGE, Role.WITHOUT_STRANGERS),
+    (Role.SUM, Role.PART),
+    (Role.ADVICE,),
+    (Role.RECIPE,),
+)
+"""Baselines, the simplest first."""
+
+
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Rank the settings, compare the best with all else, and say what that is worth."""
-    judge = Judge.of(data)
+    document = {key: value for key, value in data.recipe.items() if key != "search"}
+    try:
+        recipe = request_from_document(document, "the study's recipe").recipe
+    except RecipeError:
+        recipe = None
+    judge = Judge.by(data.objective, data.guards, recipe)
     entries = judge.entries([*data.trials, *data.baselines])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(judge, entries, resamples)
-    if not data.is_searched:
-        return _among_baselines(data, judge, contest, resamples)
-    return _among_settings(data, judge, contest, resamples)
+    return (_among_settings if data.is_searched else _among_baselines)(data, contest)
+
+
+# ---------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The demands on merges in a study."""
+
+    objective: Objective
+    guards: tuple[Guard, ...]
+    recipe: Recipe | None = None
+    """None if it cannot be read here, as when a stage of its own is missing."""
+
+    @classmethod
+    def by(
+        cls, weights: Mapping[str, float], guards: Iterable[str], recipe: Recipe | None = None
+    ) -> Judge:
+        objective = Objective(weights)
+        return cls(objective, tuple(Guard.parse(text, objective) for text in guards), recipe)
+
+    def check_names(self, scores: Iterable[str]) -> None:
+        """Refuse an objective or a guard that asks for scores which there are not."""
+        names = list(scores)
+        self.objective.shares(names)
+        for guard in self.guards:
+            guard.check(names)
+
+    def broken(self, scores: Scores, singles: Sequence[Scores]) -> tuple[str, ...]:
+        """Return a sentence for each guard that is broken."""
+        return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
+
+    def directions(self, names: Sequence[str]) -> dict[str, int]:
+        """Return 1 for scores of which more is better, -1 for less; others are left out."""
+        bounds = [pair for guard in self.guards for pair in guard.directions(names).items()]
+        found = {name: sign for name, sign in bounds if name in names}
+        return found | self.objective.directions(names)
+
+    def with_settings(self, settings: Settings) -> Recipe | None:
+        """Return the recipe of a setting, if it can be had."""
+        try:
+            return with_settings(self.recipe, settings) if self.recipe else None
+        except RecipeError:
+            return None
+
+    def is_random(self, settings: Settings, role: Role = Role.SETTING) -> bool:
+        """Tell if another seed gives other weights; assumed if that is not known."""
+        if role is not Role.SETTING and not settings:  # of plain baselines, only recipes may draw
+            return role in (Role.ADVICE, Role.RECIPE)
+        recipe = self.with_settings(settings)
+        return recipe is None or is_random(recipe)
+
+    def entries(self, trials: Iterable[Trial]) -> list[Entry]:
+        """Put done trials together by name or setting, but for the one that tells the noise."""
+        found: dict[str, tuple[Trial, ...]] = {}
+        for trial in trials:
+            if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
+                key = trial.name or key_of(trial.settings)
+                found[key] = (*found.get(key, ()), trial)
+        return [
+            Entry(same, same[0].name, self.is_random(same[0].settings, same[0].role))
+            for same in found.values()
+        ]
+
+    def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
+        """Sort by what they need: a plain merge, then few stages, no randomness, few changes."""
+        merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
+        return sorted(merges, key=lambda one: (self._complexity(one), -one.objective.value))
+
+    def _complexity(self, ranked: Ranked) -> tuple[int, int, bool, int]:
+        if ranked.baseline:
+            return 0, 0, False, 0
+        recipe = self.with_settings(ranked.settings)
+        if recipe is None:
+            stages = len(str(ranked.settings.get("method", "")).split("+"))
+            return 1, stages, True, sum(map(_count, ranked.settings.values()))
+        return 1, len(recipe.chain), is_random(recipe), self._changes(ranked.settings)
+
+    def _changes(self, settings: Settings) -> int:
+        """Count settings that differ in effect from the recipe's; each layer's value counts."""
+        method = {name: value for name, value in settings.items() if name == "method"}
+        start, changes = self.with_settings(method), 0
+        if start is not None and self.recipe is not None:
+            before, now = ([s.name for s, _ in r.chain] for r in (self.recipe, start))
+            changes = int(before != now)
+        for name, value in settings.items():
+            if name != "method":
+                changed = self.with_settings({**method, name: value})
+                differs = changed is None or start is None or _effect(changed) != _effect(start)
+                changes += _count(value) if differs else 0
+        return changes
+
+
+def _effect(recipe: Recipe) -> tuple[Any, ...]:
+    return (
+        [(stage.name, dict(settings)) for stage, settings in recipe.chain],
+        [entry.settings for entry in recipe.models],
+        (recipe.weights(), recipe.seeds()),
+        (recipe.scale, recipe.embedding_drop_rate),
+    )
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) else 1
 
 
 class _Contest:
     """Settings and baselines that one evaluator has scored."""
 
     def __init__(self, judge: Judge, entries: Sequence[Entry], resamples: int) -> None:
-        self.entries = entries
+        self.judge, self.entries, self.resamples = judge, entries, resamples
         self.table = resample(entries, judge.objective, resamples=resamples)
         alone = (entry.scored for entry in entries if Role.of(entry.name) is Role.SINGLE)
         self.singles: list[Scores] = [one.scores for scored in alone for one in scored]
         self.standing = [
-            judge.ranked(entry, self.table.estimate(place), self.singles)
+            Ranked(
+                settings={} if entry.name else dict(entry.trials[0].settings),
+                trials=tuple(trial.number for trial in entry.trials),
+                objective=self.table.estimate(place),
+                scores=entry.scores,
+                broken=judge.broken(entry.scores, self.singles),
+                baseline=entry.name,
+            )
             for place, entry in enumerate(entries)
         ]
         self.places: dict[str, int] = {}
@@ -96,12 +232,13 @@ class _Contest:
         return tuple(Difference(name, value, verdict(value)) for name, value in found.items())
 
 
-def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples: int) -> Conclusion:
+def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
     """Take the best setting that keeps to the guards, unless a baseline beats it."""
-    table, standing, entries = contest.table, contest.standing, contest.entries
+    judge, standing, entries = contest.judge, contest.standing, contest.entries
+    values = contest.table.values
     order = sorted(
         (n for n, ranked in enumerate(standing) if not ranked.baseline),
-        key=lambda n: (bool(standing[n].broken), -table.values[n], entries[n].trials[0].number),
+        key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
     )
     feasible = contest.among = [n for n in order if not standing[n].broken]
     rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
@@ -115,7 +252,9 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
         if difference.verdict == NO_DIFFERENCE and not standing[n].broken
     )
     ranking = tuple(standing[n] for n in order)
-    holdout, held, on_holdout = _holdout(data, judge, best, resamples)
+    scores = [ranked.scores for ranked in ranking]
+    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
+    holdout, held, on_holdout = _holdout(data, contest, best)
     contests = [contest, *held]
     rivals = [standing[n] for n in rest if not standing[n].broken]
     better, chosen = _choose(best, rivals, contests) if best else ([], None)
@@ -137,7 +276,7 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
         chosen=chosen,
         simplest=simplest,
         importance=dict(data.importance) if verdicts & {BETTER, NOT_KNOWN} else {},
-        front=_front(ranking, judge),
+        front=tuple(pareto_front(scores, judge.directions(names))),
         noise=noise,
         holdout=holdout,
         notices=(
@@ -146,7 +285,7 @@ def _among_settings(data: StudyData, judge: Judge, contest: _Contest, resamples:
             *(_of_ends(data.space, best.settings, judge) if best else ()),
             *_of_others(contest, order, feasible, noise, data),
             *_of_failures(data),
-            *_of_scores(judge, contest),
+            *_of_scores(contest),
             *on_holdout,
         ),
     )
@@ -170,12 +309,6 @@ def _choose(
     return better, max(left, key=lambda r: (r in better, r.objective.value), default=None)
 
 
-def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
-    """Return the Pareto front by the scores that the objective or a guard has a direction for."""
-    names = [n for n in ranking[0].scores if all(n in r.scores for r in ranking)] if ranking else []
-    return tuple(pareto_front([r.scores for r in ranking], judge.directions(names)))
-
-
 def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
     """Return how far two scorings of the same weights are apart."""
     once, again = (
@@ -191,14 +324,12 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
     return fmean(map(judge.objective.value, scores)) if scores else None
 
 
-def _among_baselines(
-    data: StudyData, judge: Judge, contest: _Contest, resamples: int
-) -> Conclusion:
+def _among_baselines(data: StudyData, contest: _Contest) -> Conclusion:
     """Take the best baseline, once all are scored."""
     ended = sum(trial.state.is_final for trial in data.baselines)
     rivals = [r for r in contest.standing if 0 < data.planned <= ended and not r.broken]
     best = _unbeaten(rivals, [contest])
-    holdout, held, on_holdout = _holdout(data, judge, best, resamples)
+    holdout, held, on_holdout = _holdout(data, contest, best)
     chosen = _unbeaten(rivals, [contest, *held])
     against = contest.against_all(best) if best else ()
     tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
@@ -209,13 +340,13 @@ def _among_baselines(
         tied=tuple(ranked for ranked in rivals if ranked.baseline in tied),
         chosen=chosen,
         simplest=chosen,
-        noise=_noise(data.baselines, judge),
+        noise=_noise(data.baselines, contest.judge),
         holdout=holdout,
         notices=(
             *_of_simpler(chosen, against),
             *_of_chance(contest),
             *_of_failures(data),
-            *_of_scores(judge, contest),
+            *_of_scores(contest),
             *on_holdout,
         ),
     )
@@ -232,11 +363,12 @@ def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked 
 
 
 def _holdout(
-    data: StudyData, judge: Judge, best: Ranked | None, resamples: int
+    data: StudyData, chosen_by: _Contest, best: Ranked | None
 ) -> tuple[Holdout | None, list[_Contest], list[Notice]]:
     """Compare the winner on the second evaluator with all else that was scored there."""
     if best is None:
         return None, [], []
+    judge = chosen_by.judge
     names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
     winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
@@ -248,7 +380,7 @@ def _holdout(
     others = judge.entries(t for t in data.holdout if t not in winners)
     try:
         winner_entry = Entry(trials, best.baseline, judge.is_random(latest))
-        contest = _Contest(judge, [winner_entry, *others], resamples)
+        contest = _Contest(judge, [winner_entry, *others], chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
         return None, [], [notice("holdout_failed", problem=problem)]
@@ -368,12 +500,28 @@ def _of_failures(data: StudyData) -> Iterator[Notice]:
             yield notice("baseline_failed", name=trial.name, reason=reason)
 
 
-def _of_scores(judge: Judge, contest: _Contest) -> Iterator[Notice]:
-    scores = contest.standing[0].scores
+def _of_scores(contest: _Contest) -> Iterator[Notice]:
+    scores, judge = contest.standing[0].scores, contest.judge
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
         if not guard.is_judged(scores, contest.singles):
             yield notice("guard_unchecked", guard=guard.text)
+
+
+def doubts(
+    objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()
+) -> list[Notice]:
+    """Return a notice for each score that should not count as better when it grows."""
+    bounded = {guard.name for guard in guards if guard.kind == "max"}
+    return [
+        notice(
+            "larger_is_better",
+            name=name,
+            reason="a guard sets its maximum" if name in bounded else "its name is of an error",
+        )
+        for name, sign in objective.directions(names).items()
+        if sign > 0 and (name in bounded or sounds_like_an_error(name))
+    ]
 
 
 def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[Notice]:

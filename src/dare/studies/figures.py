@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dare.documents.charts import (
@@ -28,7 +27,7 @@ from dare.documents.charts import (
 )
 from dare.documents.document import Columns, Figure, Row, Spec, finite, tabulate
 from dare.documents.words import NOTHING, listed, share, times, value_text
-from dare.studies.judging import Judge
+from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
@@ -388,9 +387,10 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         *corner_labels("across", "up"),
     ]
     chart = alt.layer(*layers).add_params(alt.param(name="signs", value=signs), *chosen)
+    scores = {f"{n} >": lambda row, n=n: value_text(row["scores"].get(n)) for n in names}
     columns: Columns = {
         "setting": lambda row: row["label"],
-        **{f"{name} >": partial(_score_text, name) for name in names},
+        **scores,
         "": lambda row: "on the front" if row["front"] else "",
     }
     count = sum(row["kind"] == "setting" for row in rows)
@@ -404,10 +404,6 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         baselines=times(len(rows) - count, "baseline"),
         scores=listed(names),
     )
-
-
-def _score_text(name: str, row: Row) -> str:
-    return value_text(row["scores"].get(name))
 
 
 def _score_rows(conclusion: Conclusion) -> list[Row]:

@@ -189,6 +189,27 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """The scored trials of a setting with its seeds, or of a baseline."""
+
+    trials: tuple[Trial, ...]
+    name: str = ""  # the name of a baseline
+    is_random: bool = True
+    """True if another seed would give other weights; if not, one trial is all there is."""
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        return tuple(trial.scored for trial in self.trials if trial.scored is not None)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The means over the seeds, of the scores that all have."""
+        scores = [scored.scores for scored in self.scored]
+        names = [n for n in scores[0] if all(n in given for given in scores)]
+        return {n: math.fsum(given[n] for given in scores) / len(scores) for n in names}
+
+
+@dataclass(frozen=True)
 class StudyData:
     """Everything that a study holds; recipe, space and advice are documents, as TOML has them."""
 

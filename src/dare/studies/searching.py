@@ -34,10 +34,10 @@ from dare.recipe.entries import distinct
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
-from dare.studies.document import counted
-from dare.studies.evaluators import Evaluator, Scorer, check_evaluator, compare_items, open_scorer
-from dare.studies.judging import Judge
-from dare.studies.reading import SearchResult, read_study, result_of, winners
+from dare.studies.conclusions import Judge
+from dare.studies.document import SearchResult, counted, read_study, result_of, winners
+from dare.studies.evaluators import Scorer, check_evaluator, open_scorer
+from dare.studies.evaluators.kinds import Evaluator, compare_items
 from dare.studies.results import (
     Conclusion,
     Role,
@@ -160,8 +160,8 @@ def make_search(
         names = distinct([entry.name for entry in recipe.models])
         searched = {f"{INCLUDE}{name}": each for name in names} | searched
     table = Search(**fields | {"over": searched})
-    defaults = {name: Search.model_fields[name].default for name in NEEDS_SPACE}
-    idle = [name for name, default in defaults.items() if getattr(table, name) != default]
+    known = Search.model_fields
+    idle = [name for name in NEEDS_SPACE if getattr(table, name) != known[name].default]
     if idle and not searched:
         how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
         raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
@@ -305,10 +305,10 @@ class _Rules:
         """Refuse scores that cannot be compared with those of the others."""
         if self.reference is None:
             return
-        named = replace(scored, items=self.reference.items)  # then only the names are compared
-        compares_items = self.has_items and not self.rungs
-        difference = compare_items(self.reference, scored if compares_items else named)
-        if difference is not None:
+        found = scored
+        if self.rungs or not self.has_items:  # then only the names are compared
+            found = replace(scored, items=self.reference.items)
+        if difference := compare_items(self.reference, found):
             message = f"the evaluator gave different scores: {difference}"
             raise EvaluationError(message, scored.output)
 
@@ -330,12 +330,9 @@ class _Search:
     jobs: int
     work: Path | None
     stop: threading.Event = field(default_factory=threading.Event)
-    known_baselines: dict[str, Trial] = field(default_factory=dict)
-    """The baselines that are scored, by digest."""
 
     def run(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
-        self.rules = _Rules(self.request.judge, self.stop)
         first_new = len(self.study.trials())
         with self._scorers(self.request.evaluator) as scorers:
             self._prepare(advice=advice)
@@ -392,7 +389,7 @@ class _Search:
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
-        self._score_beside(scorers, BASELINE, recipes, self.rules)
+        self._score_beside(scorers, BASELINE, recipes)
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -403,7 +400,6 @@ class _Search:
     def _set_rules(self, scorer: Scorer) -> None:
         """Learn from the baselines which items there are, and whether they can be compared."""
         done = [(t, t.scored) for t in self.study.beside(BASELINE) if t.scored is not None]
-        self.known_baselines = _by_digest(trial for trial, _ in done)
         (_, first), *others = done
         singles = [scored.scores for trial, scored in done if trial.role is Role.SINGLE]
         differences = list(filter(None, (compare_items(first, other) for _, other in others)))
@@ -438,6 +434,7 @@ class _Search:
 
     def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
         choose, planned, space = self._chooser(), self.request.planned, self.request.space
+        baselines = _by_digest(self.study.beside(BASELINE))
 
         def take() -> Scoring | None:
             claim = self.study.take_next(space, planned, choose, retry_before)
@@ -446,7 +443,7 @@ class _Search:
         def score(claim: Claim, scorer: Scorer) -> None:
             trials = _by_digest(placed.trial for placed in self.study.trials())
             recipe = space.candidate(claim.settings, claim.shift)
-            ended = self.rules.score(scorer, claim, recipe, trials | self.known_baselines)
+            ended = self.rules.score(scorer, claim, recipe, trials | baselines)
             self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
         begun = [placed.trial for placed in self.study.trials()]
@@ -467,10 +464,7 @@ class _Search:
             if repeat:  # the setting before, with another seed
                 first = next(p.trial for p in found if p.place == place - repeat)
                 return Planned(first.settings, shifts[repeat])
-            if number < len(starts):
-                return Planned(starts[number])
-            drawn = self.request.sampler == "random"
-            return Planned(space.draw(number, self.request.seed)) if drawn else None
+            return Planned(starts[number]) if number < len(starts) else None
 
         return choose
 
@@ -494,18 +488,17 @@ class _Search:
         ranked |= {found.baseline: found for found in conclusion.baselines}
         recipes = {name: recipe_of(data, found) for name, found in ranked.items()}
         settings = {name: found.settings for name, found in ranked.items()}
-        rules = _Rules(self.request.judge, self.stop)
-        self._score_beside(scorers, HOLDOUT, recipes, rules, settings)
+        self._score_beside(scorers, HOLDOUT, recipes, settings)
 
     def _score_beside(
         self,
         scorers: Sequence[Scorer],
         kind: str,
         recipes: Mapping[str, Recipe],
-        rules: _Rules,
         settings: Mapping[str, Settings] | None = None,
     ) -> None:
         """Score candidates that are no trials, by name; `settings` tell some of them apart."""
+        rules = _Rules(self.request.judge, self.stop)
         wanted = settings or {name: {} for name in recipes}
 
         def take() -> Scoring | None:
@@ -594,8 +587,8 @@ class SearchProgress:
         has_bar = visible and sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
         self._task = self.bar.add_task("", total=None)
-        self._planned = self._done = self._first = 0
-        self._began = self._concluded = time.monotonic()
+        self._first, self._began = 0, time.monotonic()
+        self._concluded = self._began
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -611,22 +604,19 @@ class SearchProgress:
 
     def begin(self, planned: int, done: int) -> None:
         """Say how many trials are planned, and how many are done."""
-        self._planned, self._done, self._first = planned, done, done
-        self._began = time.monotonic()
+        self._first, self._began = done, time.monotonic()
         self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
         """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
         with self._turn:
-            self._done += 1
-            now = time.monotonic()
-            if self.bar.disable:
-                self.announce(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
-                return
             self.bar.advance(self._task)
-            if now - self._concluded > CONCLUDE_SECONDS:
-                each = (now - self._began) / (self._done - self._first)
-                self.say(live_line(*read(), each * (self._planned - self._done)))
+            (task,), now = self.bar.tasks, time.monotonic()
+            if self.bar.disable:
+                self.announce(f"trial {task.completed} of {task.total}: {trial_line(trial)}")
+            elif now - self._concluded > CONCLUDE_SECONDS:
+                each = (now - self._began) / (task.completed - self._first)
+                self.say(live_line(*read(), each * (task.remaining or 0)))
                 self._concluded = time.monotonic()
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from dare.errors import RecipeError
 from dare.recipe.document import (
     FIELDS,
@@ -128,14 +126,6 @@ class Space:
                     settings.setdefault(key_of(found), found)
         return list(settings.values())
 
-    def draw(self, number: int, seed: int) -> dict[str, Any]:
-        """Draw a setting by chance, which depends on its number alone."""
-        chance = np.random.default_rng([seed, number])
-        while True:
-            drawn = {name: _drawn(dimension, chance) for name, dimension in self.over.items()}
-            if self.has_models(drawn):
-                return self.counting(drawn)
-
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Return a setting as a sampler suggests it through a trial of Optuna."""
         settings: dict[str, Any] = {}
@@ -234,21 +224,6 @@ def _ends(dimension: Choices | Range) -> Sequence[Any]:
 def _parts(name: str, dimension: Range) -> list[str]:
     count = dimension.layers
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
-
-
-def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
-    if isinstance(dimension, tuple):
-        return dimension[int(chance.integers(len(dimension)))]
-    if dimension.values is not None and dimension.layers is None:
-        return _drawn(dimension.values, chance)
-    start, to = dimension.start, dimension.to
-    found = [
-        float(start * (to / start) ** share if dimension.log else start + (to - start) * share)
-        for share in chance.random(dimension.layers or 1)
-    ]
-    if dimension.values is not None:
-        found = [min(dimension.values, key=lambda value: abs(value - f)) for f in found]
-    return found[0] if dimension.layers is None else found
 
 
 def _snapped(dimension: Choices | Range, value: Any) -> Any:

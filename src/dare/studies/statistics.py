@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,7 @@ import numpy as np
 
 from dare.errors import InputError
 from dare.recipe.search import Objective
-from dare.studies.judging import Entry, sounds_like_an_error
-from dare.studies.results import Estimate, Scored, groups_of, groups_of_scores
+from dare.studies.results import Entry, Estimate, Scored, groups_of, groups_of_scores
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
 LEAST_ITEMS = 10  # a part of fewer items tells too little to stop anything
@@ -38,6 +38,7 @@ REDUCTION = 3  # each part makes three times as many items, and one in three can
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling holds at once
 _ROUNDING = 1e-12
+_SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
 _BOTH_SIDES = math.log(0.05) / math.log(0.025)
 """Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one."""
 
@@ -164,6 +165,11 @@ def resample(
         ),
         freedom=sum(len(group.values) - 1 for group in columns.values()),
     )
+
+
+def sounds_like_an_error(name: str) -> bool:
+    """Tell if a score is called like something that has no upper end, and should be small."""
+    return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _is_share(name: str, values: np.ndarray) -> bool:

@@ -207,6 +207,7 @@ class Study:
         study = self._studies[TRIALS]
         with self.turn():
             begun = study.get_trials(deepcopy=False)
+            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(begun)])
             if (left := self._left_behind(study, begun)) is not None:
                 return self._claim(study, left, space, left.user_attrs.get(TAKEN))
             found = list(map(_placed, begun))
@@ -215,8 +216,9 @@ class Study:
                 for placed in found
                 if placed.trial.state is State.FAILED and placed.trial.number < retry_before
             }
-            filled = {placed.place for placed in found if placed.place not in failed}
-            filled |= {placed.place for placed in found if placed.trial.number >= retry_before}
+            filled = {
+                p.place for p in found if p.place not in failed or p.trial.number >= retry_before
+            }
             place = next((p for p in range(planned) if p not in filled), None)
             if place is None:
                 return None
@@ -227,9 +229,7 @@ class Study:
                 suggestion = space.suggestion(chosen.settings)
                 study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
             with _quiet():
-                study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(found)])
-                trial = study.ask()
-            return self._claim(study, trial, space, taken)
+                return self._claim(study, study.ask(), space, taken)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
         """Take the first of some baselines, or of what goes to the holdout, by name.
@@ -277,8 +277,7 @@ class Study:
         known = dict(taken or {"place": trial.number})
         if space is not None:
             with _quiet():
-                suggested = space.suggest(trial)
-            known.setdefault("settings", suggested)
+                known.setdefault("settings", space.suggest(trial))
         known["owner"] = self._presence.mark
         trial.set_user_attr(TAKEN, known)
         settings, shift = known["settings"], known.get("shift", 0)

@@ -62,10 +62,8 @@ class Outcome:
     record: str
     scale: float = 1.0
     models: int | None = None
-    cosine: float = -math.inf
-    """The least mean cosine of two of them."""
-    change: float = math.inf
-    """The largest change of any of them."""
+    cosine: float = -math.inf  # the least mean cosine of two of them
+    change: float = math.inf  # the largest change of any of them
 
     def applies(self, models: int, cosine: float, change: float) -> bool:
         """Tell if it is for such models."""
@@ -82,8 +80,7 @@ class Guideline:
     highest: float
     parameters: tuple[float, float] = (0.0, math.inf)
     """The sizes of model that it is for, from and to."""
-    steps: tuple[int, int] | None = None
-    """Steps of fine-tuning that it is for; None: any."""
+    steps: tuple[int, int] | None = None  # steps of fine-tuning that it is for; None: any
     is_lora: bool = False
 
 

@@ -30,11 +30,7 @@ HEADLINES = {
     Verdict.WITH_CHANGES: "Changes are needed",
     Verdict.UNFIT: "Cannot be merged as given",
 }
-VERDICT_TONES = {
-    Verdict.NO_DEFECT: Tone.GOOD,
-    Verdict.WITH_CHANGES: Tone.FAIR,
-    Verdict.UNFIT: Tone.POOR,
-}
+VERDICT_TONES = dict(zip(Verdict, (Tone.GOOD, Tone.FAIR, Tone.POOR), strict=True))
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,10 +25,8 @@ from dare.checks.sample import Exposure, combined_error
 from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
-STEPS = 100
-"""Recommended drop rates are hundredths."""
-OUTER = (Kind.EMBEDDING, Kind.HEAD)
-"""Kinds of tensors whose rows are tokens."""
+STEPS = 100  # recommended drop rates are hundredths
+OUTER = (Kind.EMBEDDING, Kind.HEAD)  # kinds of tensors whose rows are tokens
 
 
 @dataclass(frozen=True)

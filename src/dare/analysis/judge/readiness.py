@@ -23,7 +23,7 @@ from dare.analysis.judge.prediction import (
     mean_bounded_error,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.relations import Link, Span, Values, find_groups, first_few
+from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
 from dare.checks.sample import is_far_from_base
 from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity, notice
@@ -31,7 +31,7 @@ from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
 from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.names import is_embedding
+from dare.tensors.names import is_embedding, some_of
 
 Configs = Mapping[str, Mapping[str, Any]]
 """The contents of config.json, by model; the base's under `BASE`."""
@@ -42,8 +42,7 @@ DECISIVE_KEYS = (
     "tie_word_embeddings",
 )
 """Keys of config.json that decide what weights do."""
-STOPPING = {"nothing_compared", "not_finite"}
-"""Findings with which a model cannot be merged at all."""
+STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
 GRAVITY = list(reversed(Severity))
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
@@ -169,7 +168,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "about": "model",
         "concerns": (model.name,),
         "broken": times(total.not_finite, "element is", "elements are"),
-        "where": first_few(t.name for t in model.tensors if t.statistics.not_finite),
+        "where": some_of([t.name for t in model.tensors if t.statistics.not_finite], 3),
         "left_out": f", {times(body.outliers, 'outlier')} left out" if body.outliers else "",
         "is_foreign": body.is_foreign,
         "is_changed": any(exposure.carriers for exposure in exposures),
@@ -178,7 +177,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "bound": bound,
         "missing": len(model.missing),
         "missing_count": times(len(model.missing), "tensor"),
-        "missing_names": first_few(model.missing),
+        "missing_names": some_of(model.missing, 3),
         "is_lora": model.origin is Origin.LORA,
         "rank": float(model.likely_rank or 0),
         "about_rank": f" of about {model.likely_rank}" if model.likely_rank else "",
@@ -212,7 +211,7 @@ def _outliers(model: ModelAnalysis) -> Iterator[Values]:
             "outliers": count,
             "share": max(shares.values()),
             "count": times(count, "outlier"),
-            "names": first_few(named),
+            "names": some_of(named, 3),
         }
 
 
@@ -231,7 +230,7 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
             "their_change": "Its change is" if len(small) == 1 else "Their changes are",
             "span": Span(list(small.values())),
             "largest": largest,
-            "weights": first_few(f"{ratio:.2g} to {name}" for name, ratio in small.items()),
+            "weights": some_of([f"{ratio:.2g} to {name}" for name, ratio in small.items()], 3),
         }
 
 
@@ -245,7 +244,7 @@ def _together(analysis: AnalysisData) -> Iterator[Values]:
         model.by_kind[k].norm for model in analysis.models for k in OUTER if k in model.by_kind
     ]
     if analysis.tied and any(outer):
-        names = first_few(analysis.tied)
+        names = some_of(analysis.tied, 3)
         yield {"about": "tied", "concerns": (), "tensors": len(analysis.tied), "names": names}
 
 
@@ -268,11 +267,10 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "tensors": len(tensors),
                 "models": len(differing),
                 "count": times(len(tensors), "tensor"),
-                "line": first_few(
-                    [*map(str, tensors), *(f"{name}: {text}" for name, text in differing.items())],
-                    1,
+                "line": some_of(
+                    [*map(str, tensors), *(f"{name}: {text}" for name, text in differing.items())]
                 ),
-                "names": first_few(tensor.tensor for tensor in tensors),
+                "names": some_of([tensor.tensor for tensor in tensors], 3),
             }
 
 
@@ -295,8 +293,7 @@ class Body:
     """A model's change without its embeddings, head and norms, if there is anything else."""
 
     mean_magnitude: float
-    ratio: float
-    """‖δ‖ / ‖base‖, outliers left out."""
+    ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
 
     @property

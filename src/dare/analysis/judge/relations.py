@@ -12,6 +12,7 @@ from typing import Any
 
 from dare.analysis.results import PairAnalysis
 from dare.documents.notices import LIMIT
+from dare.tensors.names import some_of
 
 Values = dict[str, Any]
 """The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in."""
@@ -22,8 +23,7 @@ class Link:
     """Two models and their relation."""
 
     pair: PairAnalysis
-    distances: tuple[float, float]
-    """The distance of their layers from the base's."""
+    distances: tuple[float, float]  # the distance of their layers from the base's
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
     return {
         "about": rule,
         "concerns": names,
-        "who": "They" if whole else first_few(" and ".join(link.ends) for link in held),
+        "who": "They" if whole else some_of([" and ".join(link.ends) for link in held], 3),
         "all": every,
         "how": f": {every} make the same change ({cosines_text(cosines)})",
         "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
@@ -133,7 +133,7 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     is_opposite = min(ratios.values(), default=0) < 0
     return {
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
-        "multiples": first_few(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
+        "multiples": some_of([f"{name} is {r:.3g} times {first}" for name, r in others.items()], 3),
         "direction": "opposite directions" if is_opposite else "one direction",
         "effect": "they cancel each other" if is_opposite else "it counts repeatedly",
     }
@@ -203,10 +203,3 @@ def cosines_text(values: Sequence[float]) -> str:
     """
     ends = f"{Span(values):+.3f}"
     return f"cosines {ends}" if " to " in ends else f"cosine {ends}"
-
-
-def first_few(names: Iterable[str], shown: int = 3) -> str:
-    """Return the first few names, and how many more there are."""
-    known = list(names)
-    more = len(known) - shown
-    return ", ".join(known[:shown]) + (f" and {more} more" if more > 0 else "")

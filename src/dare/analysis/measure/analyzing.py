@@ -459,8 +459,7 @@ def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------- on a cluster
 
-PIECE_BYTES = 256 << 20
-"""The most bytes that a piece reads, unless a single tensor has more."""
+PIECE_BYTES = 256 << 20  # the most bytes that a piece reads, unless a single tensor has more
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 
 summing = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
-RUN = 64
-"""Elements that are sampled together."""
+RUN = 64  # elements that are sampled together
 ABOVE = u64(0x5555555555555555)
 """The bit of each pair that says that an element is above zero; the other says below."""
 
@@ -105,10 +104,15 @@ def sum_squares(values, scale):
 
 
 @kernel
-def encode_signs(values, out):
-    """1 for what is above zero, 2 for what is below, 0 from the last value on."""
+def encode_signs(values, least, out):
+    """1 for what is above zero, 2 for what is below; 0 from the last value on.
+
+    Also 0 for magnitudes whose bits are below `least`, and for what is not finite.
+    """
     for i in range(values.size):
-        out[i] = u8(values[i] > f32(0)) | u8(u8(values[i] < f32(0)) << u8(1))
+        magnitude = magnitude_of(values[i])
+        is_seen = u8(magnitude >= least) & u8(magnitude < INFINITY)
+        out[i] = u8(is_seen << u8(bits_of(values[i]) >> u32(31)))
     for i in range(values.size, out.size):
         out[i] = u8(0)
 
@@ -259,7 +263,7 @@ def measure(
             scales[model] = measure_model(
                 delta, peak, least, sums[model], counts[model], magnitudes[model]
             )
-            encode_signs(delta, codes)
+            encode_signs(delta, i32(1), codes)
             pack_signs(codes, signs[model])
             counts[model, CHANGED] += count_changed(signs[model])
         shared_sums[0] += squares_of_base(base[:used])
@@ -360,12 +364,3 @@ def sample(raw, base_raw, given, start, period, out):
             subtract(raw[first:last], base_raw[first:last], values)
         for i in range(place * RUN + last - first, min((place + 1) * RUN, out.size)):
             out[i] = f32(0)
-
-
-@kernel
-def encode_top(values, least, out):
-    """The signs, as `encode_signs` has them, of magnitudes whose bits are not below `least`."""
-    for i in range(values.size):
-        magnitude = magnitude_of(values[i])
-        top = u8(magnitude >= least) & u8(magnitude < INFINITY)
-        out[i] = u8(top << u8(bits_of(values[i]) >> u32(31)))

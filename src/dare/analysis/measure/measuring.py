@@ -40,12 +40,9 @@ Floats = NDArray[np.float32]
 
 AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
 """Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each."""
-TOP = 0.01
-"""Share of a tensor's elements that count as its top."""
-SAMPLE = CHUNK
-"""About how many elements of a tensor are looked at for the overlap of the tops."""
-TOGETHER = 8
-"""Chunks that are added up at once, so that no more of them have to be kept."""
+TOP = 0.01  # share of a tensor's elements that count as its top
+SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
+TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
 
 
 def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -> list[Any]:
@@ -73,8 +70,7 @@ class Subject:
     kind: Kind
     layer: int
     models: tuple[int, ...]
-    unchanged: tuple[int, ...] = ()
-    """Adapters that do not change it."""
+    unchanged: tuple[int, ...] = ()  # adapters that do not change it
 
     @property
     def name(self) -> str:
@@ -97,8 +93,7 @@ class PairSums(Additive):
     dot: float = 0.0
     both: int = 0
     agreeing: int = 0
-    tops: int = 0
-    """Elements in the top of the one, and in that of the other, added up."""
+    tops: int = 0  # elements in the top of the one, and in that of the other, added up
     shared_top: int = 0
     opposed_top: int = 0
 
@@ -110,12 +105,9 @@ class Measured(Additive):
     sums: dict[int, Sums] = field(default_factory=dict)
     magnitudes: dict[int, Magnitudes] = field(default_factory=dict)
     pairs: dict[tuple[int, int], PairSums] = field(default_factory=dict)
-    summed_magnitude: float = 0.0
-    """Σ|Σδ|."""
-    shared: int = 0
-    """Elements that two models or more change."""
-    conflicted: int = 0
-    """The elements of those that are changed in both directions."""
+    summed_magnitude: float = 0.0  # Σ|Σδ|
+    shared: int = 0  # elements that two models or more change
+    conflicted: int = 0  # the elements of those that are changed in both directions
     samples: tuple[Floats, ...] = ()
     """Some deltas of each chunk, models × elements, if there are two models or more."""
 
@@ -275,19 +267,14 @@ class Worker:
 
     def run_batch(self, batch: Batch[MeasureStep]) -> Iterator[Measured | Spectrum | None]:
         """Do the steps of a batch."""
-        return (self._run(step, batch.results) for step in batch.steps)
-
-    def _run(self, step: MeasureStep, results: Mapping[Any, Any]) -> Measured | Spectrum | None:
-        result: Measured | Spectrum | None
-        if isinstance(step, AddUp):
-            result = self._add_up(step, [results[need] for need in step.needs])
-        elif isinstance(step, MeasureSpectrum):
-            result = self._spectrum(step)
-        else:
-            assert isinstance(step, MeasureChunk)
-            result = self._measure(step.subject, step.chunk)
-        self._progress(step.nbytes)
-        return result
+        for step in batch.steps:
+            if isinstance(step, AddUp):
+                yield self._add_up(step, [batch.results[need] for need in step.needs])
+            elif isinstance(step, MeasureSpectrum):
+                yield self._spectrum(step)
+            elif isinstance(step, MeasureChunk):
+                yield self._measure(step.subject, step.chunk)
+            self._progress(step.nbytes)
 
     def _sources(self, subject: Subject) -> list[Source]:
         return [self._base, *(self._models[model] for model in subject.models)]
@@ -408,7 +395,7 @@ class Worker:
         codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
         if magnitudes.counts.size:
             least = top_bin(magnitudes, math.ceil(TOP * subject.elements)) << BIN_SHIFT
-            KERNELS.encode_top(sample, np.int32(max(least, 1)), codes)
+            KERNELS.encode_signs(sample, np.int32(max(least, 1)), codes)
             KERNELS.pack_signs(codes, signs)
         return signs
 
@@ -429,8 +416,9 @@ class Worker:
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
         ]
-        whole = window.is_whole
-        return runs[0] if whole else np.concatenate([run[:, window.columns] for run in runs])
+        if window.is_whole:
+            return runs[0]
+        return np.concatenate([run[:, window.columns] for run in runs])
 
 
 def added_magnitudes(measured: Measured) -> float:

@@ -33,42 +33,33 @@ from dare.checks.sample import (
     outlier_bin,
     singular_values,
     spread,
+    top_bin,
     without_spikes,
 )
 
-NEGLIGIBLE = 0.01
-"""Share of the largest magnitude under which an element counts as negligible."""
+NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
 ROUNDING = 1e-6
 """Relative error of power sums; a variance below this share of the mean square is none."""
 
-TILE = 4096
-"""Elements that the kernels look at together."""
+TILE = 4096  # elements that the kernels look at together
 ROW = TILE + 16
 """Distance between a tile's rows: not a power of two, or they would share cache sets."""
-WORDS = TILE // 32
-"""Words of a tile's signs, two bits for each element."""
-WAYS = 2
-"""Rows of counters that take turns, because equal magnitudes often follow each other."""
-COUNTERS = BINS + 16
-"""Length of such a row, for the same reason as ROW's."""
-SUMS = 5
-"""Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|."""
+WORDS = TILE // 32  # words of a tile's signs, two bits for each element
+WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
+COUNTERS = BINS + 16  # length of such a row, for the same reason as ROW's
+SUMS = 5  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|
 CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
 """Elements that are not zero, those that are not finite, and the bits of the extremes; the least
 is that of a magnitude that is not zero, less 1."""
 COUNTS = 4
 LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
 
-WINDOW = (256, 1024)
-"""The shorter and the longer side of a window, at the most."""
-RUN = 16
-"""Rows of a window that are read together."""
-KEPT = 64
-"""Singular values that are kept for a look at them."""
+WINDOW = (256, 1024)  # the shorter and the longer side of a window, at the most
+RUN = 16  # rows of a window that are read together
+KEPT = 64  # singular values that are kept for a look at them
 WHOLE_COST = 1e11
 """The most that taking all matrices whole may cost (see `cost_of`), about 5 s; else windows."""
-WINDOWS_COST = 2e10
-"""The most that all windows together may cost: about 1 s of one core."""
+WINDOWS_COST = 2e10  # the most that all windows together may cost: about 1 s of one core
 
 
 # ---------------------------------------------------------------- sums
@@ -102,8 +93,7 @@ class Inside(Additive):
     magnitude: float = 0.0
     squares: float = 0.0
     fourths: float = 0.0
-    largest: float = 0.0
-    """A bound that no magnitude exceeds."""
+    largest: float = 0.0  # a bound that no magnitude exceeds
 
 
 @dataclass(frozen=True)
@@ -113,19 +103,15 @@ class Sums(Additive):
     elements: int = 0
     zeros: int = 0
     not_finite: int = 0
-    total: float = 0.0
-    """Σδ; the next three are of its second, third and fourth powers."""
+    total: float = 0.0  # Σδ; the next three are of its second, third and fourth powers
     squares: float = 0.0
     cubes: float = 0.0
     fourths: float = 0.0
-    magnitude: float = 0.0
-    """Σ|δ|."""
-    smallest: float = math.inf
-    """The smallest magnitude above zero."""
+    magnitude: float = 0.0  # Σ|δ|
+    smallest: float = math.inf  # the smallest magnitude above zero
     largest: float = 0.0
     base_squares: float = 0.0
-    inside: Inside = Inside()
-    """Known when all of a tensor has been counted."""
+    inside: Inside = Inside()  # known when all of a tensor has been counted
 
     @property
     def finite(self) -> int:
@@ -209,13 +195,13 @@ def _moments(sums: Sums) -> tuple[float, float, float]:
 
 def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
     """Return quantiles of all finite magnitudes: of n the ⌈share·n⌉-th, counted from the least."""
-    reached = sums.zeros + np.cumsum(magnitudes.counts)
+    changed = int(magnitudes.counts.sum())
 
     def at(share: float) -> float:
-        rank = max(1, math.ceil(share * sums.finite))
-        if rank <= sums.zeros or not reached.size:
+        rank = max(1, math.ceil(share * sums.finite)) - sums.zeros
+        if rank <= 0 or not changed:
             return 0.0
-        place = magnitudes.first + min(int(np.searchsorted(reached, rank)), reached.size - 1)
+        place = top_bin(magnitudes, changed - rank + 1)
         middle = float(bin_edge(place) + bin_edge(place + 1)) / 2
         return min(max(middle, sums.smallest), sums.largest)
 
@@ -239,8 +225,7 @@ def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
 class Window:
     """The part of a matrix that is looked at."""
 
-    runs: tuple[tuple[int, int], ...]
-    """Its rows: the first of a run and how many."""
+    runs: tuple[tuple[int, int], ...]  # its rows: the first of a run and how many
     columns: NDArray[np.intp]
     is_whole: bool
 

@@ -16,13 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
+from dare.studies.evaluators.kinds import Evaluator, Function
 
 PREFIX = "lm_eval:"
+WRITTEN = f"{PREFIX}task@folder"
+IS_APART = True
 INSTALL = "pip install 'dare-merge[eval]'"
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
 """Metrics by preference: a task's score is the first that it has, otherwise its own first."""
 BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
 SEED = 1234  # for everything that the harness draws
+
+
+def recognises(evaluator: Evaluator) -> bool:
+    """Tell if it begins like one."""
+    return isinstance(evaluator, str) and evaluator.startswith(PREFIX)
+
+
+def find(evaluator: str, _time_limit: float | None, _threads: int | None) -> Function:
+    """Load the tasks."""
+    tasks = Harness(evaluator)
+    return Function(tasks.score, "model", tasks.takes_items, tasks.load_model)
 
 
 def split_tasks(text: str) -> tuple[list[str], Path | None]:
@@ -36,7 +50,7 @@ def split_tasks(text: str) -> tuple[list[str], Path | None]:
     return tasks, Path(folder) if folder else None
 
 
-def check_name(text: str) -> None:
+def check(text: str) -> None:
     """Refuse a text that names no tasks, or a folder that is not there."""
     tasks, folder = split_tasks(text)
     if not tasks:
@@ -51,7 +65,7 @@ class Harness:
     """Tasks that are loaded once, and score one model after the other."""
 
     def __init__(self, text: str) -> None:
-        check_name(text)
+        check(text)
         self._tasks = _load(*split_tasks(text))
         self._metrics = {name: _metric_of(name, task) for name, task in self._tasks.items()}
         self._base = ""

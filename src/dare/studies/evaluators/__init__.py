@@ -1,0 +1,234 @@
+"""Evaluators: found, checked and run, one module for each kind.
+
+    evaluator                   what it is
+    "module:function"           a function, in a process of its own
+    "folder/file.py:function"   the same
+    "python score.py {model}"   a command; its last line is a JSON object of numbers
+    "lm_eval:task@folder"       tasks of lm-evaluation-harness, from YAML files in a folder
+    a callable                  a function, in this process
+
+All are used the same way: make a candidate, then score it. Whatever an evaluator does wrong is an
+EvaluationError; after that, the next candidate can be made.
+
+What is apart runs in a process of its own, so that a crash or a hang costs one candidate. That
+process also holds the models and makes the candidates. It imports little at first: whether there is
+such a function is known in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dare.errors import DareError, EvaluationError, RecipeError
+from dare.run.processes import AnsweringProcess, foreign_error
+from dare.studies.evaluators import commands, functions, harness
+from dare.studies.evaluators.kinds import Evaluator, Function, Kind, read_scores
+from dare.studies.results import Scored
+
+if TYPE_CHECKING:
+    from dare.recipe.options import RunOptions
+    from dare.recipe.recipe import Recipe
+    from dare.studies.candidates import Form
+
+KINDS: list[Kind] = [harness, commands, functions]
+"""The kinds of evaluators; the first that recognises one takes it."""
+
+
+def kind_of(evaluator: Evaluator) -> Kind:
+    """Return the kind that recognises an evaluator; RecipeError if none does."""
+    for kind in KINDS:
+        if kind.recognises(evaluator):
+            return kind
+    *most, last = [kind.WRITTEN for kind in reversed(KINDS)]
+    raise RecipeError(f"{evaluator!r}: is not an evaluator. Write {', '.join(most)}, or {last}")
+
+
+def check_evaluator(evaluator: str) -> None:
+    """Refuse an evaluator that cannot work: a function is imported, a command is not run."""
+    kind_of(evaluator).check(evaluator)
+
+
+def open_scorer(
+    evaluator: Evaluator,
+    recipe: Recipe,
+    *,
+    time_limit: float | None = None,
+    work: Path | None = None,
+    options: RunOptions | None = None,
+) -> Scorer:
+    """Get an evaluator ready to score candidates of a recipe's models.
+
+    Scoring one may take `time_limit` seconds. Files that it needs are written in `work`, and
+    deleted. It may use as many threads as the options say; by default, all cores.
+    """
+    from dare.recipe.options import USUAL
+
+    options = options or USUAL
+    if time_limit is not None and not time_limit > 0:
+        raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
+    kind = kind_of(evaluator)
+    if kind.IS_APART and isinstance(evaluator, str):
+        return ProcessScorer(evaluator, recipe, time_limit, work, options)
+    return Scorer(kind.find(evaluator, time_limit, options.threads), recipe, work, options)
+
+
+class Scorer:
+    """Makes candidates and scores them, one at a time, by a function in this process."""
+
+    takes_items = False  # True if `score` may be given some of the items
+    _is_made = False
+
+    def __init__(
+        self, function: Function, recipe: Recipe, work: Path | None, options: RunOptions
+    ) -> None:
+        from dare.studies.candidates import make_form
+
+        self._call, self.takes_items = function.call, function.takes_items
+        try:
+            self._form: Form = make_form(function.form, recipe, work, options, function.load_model)
+        except DareError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise foreign_error("the model to score could not be made", error) from error
+
+    def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe; return the digest of its weights."""
+        self._is_made = False
+        digest = self._make(recipe)
+        self._is_made = True
+        return digest
+
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        """Score the candidate that was made last, on all items or on these."""
+        if not self._is_made:
+            raise EvaluationError("there is no candidate to score; make one first")
+        if items is not None and not self.takes_items:
+            lack = "the evaluator has no `items` and cannot score a part of the items"
+            raise EvaluationError(lack)
+        return self._score(None if items is None else list(items))
+
+    def close(self) -> None:
+        """End what was started, and delete what was written."""
+        self._is_made = False
+        self._form.close()
+
+    def _make(self, recipe: Recipe) -> str:
+        return self._form.make(recipe)
+
+    def _score(self, items: list[str] | None) -> Scored:
+        more = {"items": items} if self.takes_items else {}
+        started = time.perf_counter()
+        try:
+            returned = self._call(self._form.candidate, **more)
+        except EvaluationError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise foreign_error("the evaluator failed", error) from error
+        seconds = time.perf_counter() - started
+        scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
+        return replace(scored, seconds=seconds)
+
+
+class ProcessScorer(Scorer):
+    """Scores candidates by a function in a process, which is started anew when it has ended."""
+
+    _process: AnsweringProcess | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __init__(
+        self,
+        evaluator: str,
+        recipe: Recipe,
+        time_limit: float | None,
+        work: Path | None,
+        options: RunOptions,
+    ) -> None:
+        self._evaluator, self._recipe, self._work = evaluator, recipe, work
+        self._time_limit, self._options = time_limit, options
+        self._start()
+
+    def _start(self) -> AnsweringProcess:
+        from dare.recipe.recipe import Request
+        from dare.stages import STAGES
+        from dare.studies.candidates import temporary_folder
+
+        process = self._process = AnsweringProcess(
+            self._evaluator, Answering, self._options.threads
+        )
+        try:
+            limit = (
+                None if self._time_limit is None else max(self._time_limit, functions.READY_SECONDS)
+            )
+            found = process.ask("find", self._evaluator, limit)
+            self.takes_items = found["takes_items"]
+            if found["form"] == "path":  # ours, so that it goes away even if the process crashes
+                self._folder = temporary_folder(self._work)
+            request = {
+                "recipe": Request(self._recipe, self._options).to_document(),
+                "work": self._folder and str(Path(self._folder.name).absolute()),
+                # The files of stages that are no package's: who makes candidates needs them too.
+                "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
+            }
+            process.ask("open", request, limit)
+        except BaseException:
+            self.close()
+            raise
+        return process
+
+    def _make(self, recipe: Recipe) -> str:
+        digest, _ = self._ask("make", recipe.to_document(), None)
+        return str(digest)
+
+    def _score(self, items: list[str] | None) -> Scored:
+        scored, printed = self._ask("score", items, self._time_limit)
+        return Scored(**{**scored, "output": printed})
+
+    def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
+        """Return the reply, and what was printed meanwhile."""
+        process = self._process or self._start()
+        try:
+            return process.ask(verb, given, limit), process.printed.shown()
+        except BaseException:
+            if not process.is_running:
+                self.close()
+            raise
+
+    def close(self) -> None:
+        self._is_made = False
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class Answering:
+    """The function and the scorer of a process; the requests come in this order."""
+
+    def find(self, evaluator: str) -> dict[str, Any]:
+        self.function = kind_of(evaluator).find(evaluator, None, None)
+        return {"form": self.function.form, "takes_items": self.function.takes_items}
+
+    def open(self, given: dict[str, Any]) -> None:
+        from dare.recipe.document import request_from_document
+        from dare.stages.registry import load_stages
+
+        for file in given["stages"]:
+            load_stages(file)
+        self.read = partial(request_from_document, where="recipe")
+        work = given["work"] and Path(given["work"])
+        request = self.read(given["recipe"])
+        self.scorer = Scorer(self.function, request.recipe, work, request.options)
+
+    def make(self, document: dict[str, Any]) -> str:
+        return self.scorer.make(self.read(document).recipe)
+
+    def score(self, items: list[str] | None) -> dict[str, Any]:
+        return asdict(self.scorer.score(items))

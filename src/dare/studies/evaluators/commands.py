@@ -1,0 +1,112 @@
+"""Shell commands that score: `python score.py {model}`.
+
+`{model}` stands for the candidate's path, `{items}` for that of a JSON file with a list of ids, or
+for the word `all`. The last line that a command prints is a JSON object of numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dare.errors import EvaluationError, RecipeError, did_you_mean
+from dare.run.processes import SHELL, Watched, describe_status
+from dare.studies.evaluators.kinds import Evaluator, Function, read_scores
+from dare.studies.results import Scored
+
+MODEL, ITEMS = "{model}", "{items}"
+WRITTEN = f"a command with {MODEL} in it"
+IS_APART = False
+ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
+QUOTED_LINE = 200  # characters of a last line that a message quotes
+
+_PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
+_FIRST_WORD = re.compile(r"\s*(?:\w+=[\w./:-]*\s+)*(?P<program>[\w./+-]+)(?=\s)")
+"""The program of a command, after variables that it sets, where it is a plain word."""
+
+
+def recognises(evaluator: Evaluator) -> bool:
+    """Tell if it has a place for a candidate."""
+    return isinstance(evaluator, str) and MODEL in evaluator
+
+
+def check(command: str) -> None:
+    """Refuse a command that the shell cannot read, or whose program is not there."""
+    words = _PLACEHOLDER.findall(command)
+    if "model" not in words:  # but ${model} is
+        raise RecipeError(f"{command!r}: ${MODEL} is a variable of the shell; write {MODEL}")
+    for word in words:
+        if f"{{{word}}}" not in (MODEL, ITEMS):
+            raise RecipeError(
+                f"{command!r}: {{{word}}} is not known{did_you_mean(word, ('model', 'items'))}; "
+                f"there are {MODEL} and {ITEMS}. If it is meant for the shell, put a space after "
+                "the brace"
+            )
+    read = _run_shell("-n", "-c", _filled(command, Path("model"), ALL_ITEMS))
+    if read.returncode:
+        reason = read.stderr.decode(errors="replace").strip()
+        raise RecipeError(f"{command!r}: the shell cannot read it: {reason}")
+    first = _FIRST_WORD.match(command)
+    if first and _run_shell("-c", 'command -v "$0"', first["program"]).returncode:
+        raise RecipeError(f"{command!r}: there is no program {first['program']!r}")
+
+
+def _run_shell(*words: str) -> subprocess.CompletedProcess[bytes]:
+    command = [SHELL, *words]
+    return subprocess.run(command, check=False, capture_output=True)  # noqa: S603
+
+
+def find(command: str, time_limit: float | None, threads: int | None) -> Function:
+    """Return the function that runs a command."""
+    check(command)
+    return Function(partial(_run, command, time_limit, threads), "path", ITEMS in command)
+
+
+def _run(
+    command: str,
+    time_limit: float | None,
+    threads: int | None,
+    candidate: Path,
+    items: list[str] | None = None,
+) -> Scored:
+    asked = ALL_ITEMS
+    if items is not None:
+        file = candidate.with_name("items.json")
+        file.write_text(json.dumps(items), encoding="utf-8")
+        asked = str(file)
+    words = [SHELL, "-c", _filled(command, candidate, asked)]
+    with closing(Watched(words, name=repr(command), threads=threads)) as process:
+        status = process.pump(lambda: False, time_limit)
+    printed = process.printed.shown()
+    try:
+        if status:
+            raise EvaluationError(describe_status(status))
+        scored = read_scores(_parsed(process.stdout.last_line()), items)
+    except EvaluationError as error:
+        raise EvaluationError(f"{command!r}: {error}", printed) from None
+    return replace(scored, output=printed)
+
+
+def _filled(command: str, model: Path, items: str) -> str:
+    known = {"model": shlex.quote(str(model)), "items": shlex.quote(items)}
+    return _PLACEHOLDER.sub(lambda found: known.get(found[1], found[0]), command)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    if not line:
+        raise EvaluationError("printed nothing; its last line must be a JSON object of numbers")
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        shown = line if len(line) <= QUOTED_LINE else f"{line[:QUOTED_LINE]}…"
+        raise EvaluationError(f"its last line must be a JSON object of numbers, not {shown!r}")
+    return parsed

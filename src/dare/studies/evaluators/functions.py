@@ -1,0 +1,100 @@
+"""Functions that score: `module:function`, `folder/file.py:function`, or a callable.
+
+The first parameter says by its name what the function is given: `tensors`, `model` or `path`. A
+parameter `items` says that it can score some of the items alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import closing
+from operator import attrgetter
+from typing import Any
+
+from dare.errors import RecipeError, did_you_mean
+from dare.run.processes import FILE_SUFFIX, AnsweringProcess, import_program
+from dare.studies.evaluators.kinds import Evaluator, Function, LoadModel
+
+WRITTEN = "module:function or file.py:function"
+IS_APART = True
+FORMS = ("tensors", "model", "path")
+READY_SECONDS = 600.0
+"""The least time limit for importing an evaluator and its model, if scoring has a limit."""
+
+
+def recognises(evaluator: Evaluator) -> bool:
+    """Tell if it is a callable, or names a function in a module or a file."""
+    if not isinstance(evaluator, str):
+        return True
+    place, name = split_name(evaluator)
+    parts = name.split(".") + ([] if place.endswith(FILE_SUFFIX) else place.split("."))
+    return all(part.isidentifier() for part in parts)
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """Return place and function of `module:function` or `folder/file.py:function`.
+
+    >>> split_name("scores.demo:validation"), split_name("my scores.py:test")
+    (('scores.demo', 'validation'), ('my scores.py', 'test'))
+    """
+    place, _, name = text.rpartition(":")
+    return place, name
+
+
+def check(evaluator: str) -> None:
+    """Have another process import the function, which takes a tenth of a second."""
+    with closing(AnsweringProcess(evaluator, Importing, threads=1)) as process:
+        process.ask("find", evaluator, READY_SECONDS)
+
+
+class Importing:
+    """A process that only looks for a function."""
+
+    def find(self, evaluator: str) -> None:
+        find(evaluator)
+
+
+def find(
+    evaluator: Evaluator, time_limit: float | None = None, _threads: int | None = None
+) -> Function:
+    """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
+    if isinstance(evaluator, str):
+        place, name = split_name(evaluator)
+        module = import_program(place)
+        try:
+            function = attrgetter(name)(module)
+        except AttributeError:
+            known = [n for n, value in vars(module).items() if callable(value)]
+            hint = did_you_mean(name, known)
+            raise RecipeError(f"{place}: has no function {name!r}{hint}") from None
+        return read_signature(function, evaluator, vars(module).get("load_model"))
+    if time_limit is not None:
+        raise RecipeError('a time limit needs a function by name, as "module:function"')
+    module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
+    shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
+    return read_signature(evaluator, shown, getattr(module, "load_model", None))
+
+
+def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> Function:
+    """Return what a function takes, by the names of its parameters."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise RecipeError(f"{shown}: is not a function whose parameters can be read") from None
+    forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}; the name decides what the function receives"
+    if not parameters:
+        raise RecipeError(f"{shown}: takes no parameters; the first must be {forms}")
+    first, *others = parameters
+    if first.name not in FORMS:
+        hint = did_you_mean(first.name, FORMS)
+        raise RecipeError(f"{shown}: its first parameter is {first.name!r}{hint}, not {forms}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for other in others:
+        if other.name != "items" and other.default is other.empty and other.kind not in variable:
+            raise RecipeError(
+                f"{shown}: there is no value for its parameter {other.name!r}; only "
+                f"{first.name} and items are known, and other parameters need a default"
+            )
+    takes_items = any(other.name == "items" for other in others)
+    return Function(function, first.name, takes_items, load_model)
