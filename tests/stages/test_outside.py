@@ -15,7 +15,7 @@ import dare
 from dare.errors import InputError, RecipeError
 from dare.output.manifest import read_manifest
 from dare.output.writer import manifest_path
-from dare.stages import STAGES
+from dare.stages import STAGES, registry
 from dare.studies.evaluators import open_scorer
 from helpers import save
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from dare import __version__
 from dare.checks.sample import sample_models
-from dare.deltas.packing import Bits, Keep, LosslessCoder, Packer, Scheme, choose_scheme
+from dare.deltas.packing import Bits, Keep, Lossless, Packer, Scheme, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.progress import COMPILING, show_progress
@@ -71,7 +71,8 @@ from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Recipe, TensorRule
-from dare.run.execute import MakeWorker, confirm_inputs, execute
+from dare.run.execute import confirm_inputs, execute
+from dare.run.worker import MakeCoder
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest, chunk_span, model_digest, tensor_digest
@@ -91,7 +92,7 @@ class Compression:
     """The work for a delta file, of one kind or another."""
 
     plan: Plan  # its first input is what the chunks' first digests are of
-    make_worker: MakeWorker
+    make_coder: MakeCoder
     describe: Callable[[Records], DeltaNotes]  # makes the header's notes when all chunks are coded
     settings: Mapping[str, Any]  # the user's settings, for the manifest
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
@@ -152,7 +153,7 @@ def compress(
             done=partial.resumed,
             progress=display.advance,
             announce=lambda: display.announce(COMPILING),
-            make_worker=work.make_worker,
+            make_coder=work.make_coder,
         )
         header = _assemble(work, partial, group_by_tensor(records))
         report = make_report(
@@ -402,7 +403,7 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
         stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
         return _make_notes(base, model, stored, files, scheme="lossless")
 
-    return Compression(plan, LosslessCoder, describe, {"lossless": True}, files)
+    return Compression(plan, Lossless, describe, {"lossless": True}, files)
 
 
 def _open_files(path: Path) -> FileSource:

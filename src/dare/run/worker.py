@@ -7,8 +7,8 @@ A step names the tensor it is for, and by id the results that it needs. Chunks t
 written, and their results are records; the results of the others are passed on. The order of the
 list only serves speed: bytes depend on the plan and the inputs alone.
 
-
-One worker: reads what a step needs, has it computed, writes the result.
+A worker does steps: it reads what they need, and has its backend compute. Chunks that are read
+together go through a coder, which makes records of them: the merger here, or those of delta files.
 
 A merge refuses inputs with elements that are not finite, unless the recipe allows them. Finding
 them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN results,
@@ -23,8 +23,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
@@ -34,9 +34,8 @@ from dare.output.writer import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Made, Summaries
 from dare.run.threads import Batch, Id, Results, Step
-from dare.stages.blocks import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
@@ -176,10 +175,13 @@ def _making(
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- doing the steps
 
 
 Progress = Callable[[int], None]  # called with the number of bytes that were just read
+Coder = Callable[[Sequence[Chunk]], list[Record]]
+"""Makes chunks, puts them away, and returns their records in order."""
+MakeCoder = Callable[[Plan, Backend, Any], Coder]  # the last is a sink
 
 
 class Stopped(Exception):  # noqa: N818
@@ -194,15 +196,13 @@ def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[So
 class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
 
-    takes_spans = True  # tells that `_code` takes several chunks as one, where the backend does
-
     def __init__(
-        self, plan: Plan, backend: Backend, sink: Sink, progress: Progress, stop: threading.Event
+        self, plan: Plan, backend: Backend, code: Coder, progress: Progress, stop: threading.Event
     ) -> None:
         self._plan = plan
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._backend = backend
-        self._sink = sink
+        self._code = code
         self._progress = progress
         self._stop = stop
 
@@ -216,10 +216,11 @@ class Worker:
     def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
         results = batch.results
-        for steps in _spans(batch.steps, self._backend.chunks_at_once):
-            match steps[0]:
-                case Make():
-                    yield from self._make(cast("Sequence[Make]", steps), results)
+        for steps in _batches(batch.steps, self._backend.batch_elements):
+            if isinstance(steps, list):
+                yield from self._code(list(self._read(steps, results)))
+                continue
+            match steps:
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -238,8 +239,9 @@ class Worker:
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
         observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        walk = self._walk(tensor, model, summaries, position, None)
-        return observe(walk, _conclusion_before(census, step.round, results), **census.settings)
+        chunks = partial(self._chunks, tensor, [model])
+        view = self._backend.view(chunks, tensor, model, summaries, position, None)
+        return observe(view, _conclusion_before(census, step.round, results), **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
         census = self._plan.censuses[step.census]
@@ -260,152 +262,172 @@ class Worker:
         """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
+        chunks = partial(self._chunks, tensor, [model])
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:
                 break
             survey = self._plan.stages[position].survey
             assert survey is not None  # surveyed_stages has seen to it
-            walk = self._walk(tensor, model, summaries, position, concluded.get(position))
-            summaries[position] = survey(walk, **tensor.settings_of(model)[position])
+            census = concluded.get(position)
+            view = self._backend.view(chunks, tensor, model, summaries, position, census)
+            summaries[position] = survey(view, **tensor.settings_of(model)[position])
         return summaries
 
-    def _walk(
-        self, tensor: TensorPlan, model: int, summaries: Summaries, position: int, census: Any
-    ) -> _Walk:
-        """Return the blocks as they come to a stage, which knows the surveys before it."""
-
-        def blocks() -> Iterator[Block]:
-            for chunk in self._chunks(tensor, [model]):
-                yield self._backend.block(chunk, model, summaries, before=position)
-
-        return _Walk(self._plan.cost.spare_bytes, tensor.shape, blocks, census)
-
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
-        def deltas() -> Iterator[Deltas]:
-            for chunk in self._chunks(tensor, tensor.models):
-                yield self._backend.deltas(chunk, summaries_of(tensor, results))
-
         survey = self._plan.combine.survey
         assert survey is not None  # the step exists because there is one
-        walk = _Walk(self._plan.cost.spare_bytes, tensor.shape, deltas)
-        return survey(walk, **tensor.combine)
+        summaries = _summaries_of(tensor, results)
+        chunks = partial(self._chunks, tensor, tensor.models, summaries=summaries)
+        return survey(self._backend.joint_view(chunks, tensor), **tensor.combine)
 
-    def _chunks(
-        self,
-        tensor: TensorPlan,
-        models: Sequence[int],
-        start: int = 0,
-        count: int | None = None,
-        together: int = 1,
-    ) -> Iterator[Chunk]:
-        """Read the base and some models chunk by chunk, unless the work is to stop."""
+    def _chunks(self, tensor: TensorPlan, models: Sequence[int], **found: Any) -> Iterator[Chunk]:
+        """Read a whole tensor of the base and some models, chunk by chunk."""
         sources = sources_of(self._plan, tensor, models)
-        is_plain = not any(source.reading_bytes for source in sources)
+        at_once = CHUNK if _holds_a_chunk(sources) else self._backend.batch_elements
+        buffers = [self._backend.inputs[row] for row in (0, *(1 + m for m in models))]
         for place, (base, *tuned) in read_chunks(
-            *(sources, tensor.name, start, count),
-            buffers=[self._backend.inputs[row] for row in (0, *(1 + m for m in models))],
-            base_first=True,
-            at_once=CHUNK * (self._backend.chunks_at_once if is_plain else 1),
-            together=CHUNK * together,
+            sources, tensor.name, buffers=buffers, base_first=True, at_once=at_once
         ):
-            if self._stop.is_set():
-                raise Stopped
-            self._progress(sum(s.bytes_for(tensor.name, base.size) for s in sources))
-            yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)))
+            self._go_on(sources, tensor, base.size)
+            yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)), **found)
+
+    def _go_on(self, sources: Sequence[Source], tensor: TensorPlan, elements: int) -> None:
+        """Say what was read, unless the work is to stop."""
+        if self._stop.is_set():
+            raise Stopped
+        self._progress(sum(source.bytes_for(tensor.name, elements) for source in sources))
 
     # ------------------------------------------------------------ chunks
 
-    def _make(self, steps: Sequence[Make], results: Results) -> list[Record]:
-        """Make the chunks of one tensor that follow each other, and write them together."""
-        tensor = self._tensors[steps[0].tensor]
-        together = self._backend.chunks_together if self.takes_spans else 1
-        start, count = steps[0].chunk * CHUNK, sum(step.elements for step in steps)
-        room, is_in_place = self._room(tensor, start, count)
+    def _read(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
+        """Read the chunks of a batch, each to its own place in the buffers."""
+        for span in spans:
+            tensor = self._tensors[span.tensor]
+            sources = sources_of(self._plan, tensor, tensor.models)
+            step = CHUNK if _holds_a_chunk(sources) else span.elements
+            found = _summaries_of(tensor, results), results.get(survey_id(tensor))
+            for first in range(0, span.elements, step):
+                start, count = span.start + first, min(step, span.elements - first)
+                buffers = self._backend.inputs[:, (span.place + first) * self._plan.cost.widest :]
+                ((_, (base, *tuned)),) = read_chunks(
+                    *(sources, tensor.name, start, count),
+                    buffers=[buffers[row] for row in (0, *(1 + m for m in tensor.models))],
+                    base_first=True,
+                    at_once=count,
+                    together=count,
+                )
+                self._go_on(sources, tensor, count)
+                numbers = range(start // CHUNK, start // CHUNK + chunk_count(count))
+                digests = [[s.chunk_digest(tensor.name, n) or "" for n in numbers] for s in sources]
+                known = [each if all(each) else [] for each in digests]
+                of_models = dict(zip(tensor.models, tuned, strict=True))
+                yield Chunk(tensor, start, base, of_models, *found, known)
+
+
+def _holds_a_chunk(sources: Sequence[Source]) -> bool:
+    """Tell if a source keeps something of its own for each chunk, and must be asked for few."""
+    return any(source.reading_bytes for source in sources)
+
+
+@dataclass
+class Span:
+    """Chunks of one tensor that follow each other, and their place in the buffers of a batch."""
+
+    tensor: str
+    start: int
+    elements: int
+    place: int  # in elements of the widest type
+
+    @property
+    def end(self) -> int:
+        """The next place in the buffers, on a page: there is a page between what they hold."""
+        return (-(-(self.place + self.elements) // ALIGNMENT) + 1) * ALIGNMENT
+
+    def takes(self, step: Make) -> bool:
+        """Tell if a chunk follows these."""
+        return (step.tensor, step.chunk * CHUNK) == (self.tensor, self.start + self.elements)
+
+
+def _batches(steps: Sequence[Step], most: int) -> Iterator[list[Span] | Step]:
+    """Yield steps one by one, but chunks to be made together, as far as the buffers have room."""
+    spans: list[Span] = []
+    for step in steps:
+        if not isinstance(step, Make):
+            if spans:
+                yield spans
+            yield step
+            spans = []
+            continue
+        last = spans[-1] if spans else None
+        if last and last.takes(step) and last.place + last.elements + step.elements <= most:
+            last.elements += step.elements
+            continue
+        if last and last.end + step.elements > most:
+            yield spans
+            spans, last = [], None
+        place = last.end if last else 0
+        spans.append(Span(step.tensor, step.chunk * CHUNK, step.elements, place))
+    if spans:
+        yield spans
+
+
+class Merger:
+    """The coder of a merge: has chunks merged into their place in the output, or writes them."""
+
+    def __init__(self, plan: Plan, backend: Backend, sink: Sink) -> None:
+        self._plan = plan
+        self._backend = backend
+        self._sink = sink
+
+    def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
+        rooms = list(self._rooms(batch))
+        made = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
         records: list[Record] = []
-        for chunk in self._chunks(tensor, tensor.models, start, count, together):
-            first, nbytes = (n * tensor.dtype.itemsize for n in (chunk.start - start, chunk.size))
-            records += self._code(chunk, results, room[first : first + nbytes])
-        if not is_in_place:
-            self._sink.write(tensor.name, start * tensor.dtype.itemsize, room)
+        for chunk in batch:
+            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+            found = made[len(records) : len(records) + len(numbers)]
+            self._check(chunk, found)
+            name = chunk.tensor.name
+            records += [Record(name, n, *each) for n, each in zip(numbers, found, strict=True)]
+        for chunk, room, is_in_place in rooms:
+            if not is_in_place:
+                offset = chunk.start * chunk.tensor.dtype.itemsize
+                self._sink.write(chunk.tensor.name, offset, room)
         return records
 
-    def _code(self, chunk: Chunk, results: Results, into: Bytes) -> list[Record]:
-        """Make the stored bytes of some chunks."""
-        tensor = chunk.tensor
-        if tensor.is_merged:
-            summary = results.get(survey_id(tensor))
-            figures = self._backend.merge(chunk, summaries_of(tensor, results), summary, into)
-            self._check_finite(chunk, figures)
-        else:
-            figures = self._backend.convert(chunk, into)
-        *inputs, output = self._digests(chunk, into.view(tensor.dtype.carrier))
-        if not tensor.is_merged:
-            self._check_copies(tensor, inputs)
-        return [
-            Record(tensor.name, chunk.number + place, of_inputs, made, *found)
-            for place, (of_inputs, made, found) in enumerate(
-                zip(zip(*inputs, strict=True), output, figures, strict=True)
-            )
-        ]
+    def _check(self, chunk: Chunk, made: Sequence[Made]) -> None:
+        """Refuse inputs that are not finite, and copies that differ from the base."""
+        if not chunk.tensor.is_merged:
+            self._check_copies(chunk.tensor, made)
+        elif not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
+            nans = sum(each.exceptions[1] for each in made)
+            check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
 
-    def _digests(self, chunk: Chunk, *others: Raw) -> list[list[str]]:
-        """Return the digests of every chunk of base, models and others; some are known."""
-        numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-        known = [
-            [source.chunk_digest(chunk.tensor.name, number) or "" for number in numbers]
-            for source in sources_of(self._plan, chunk.tensor, chunk.tuned)
-        ]
-        known = [digests if all(digests) else [] for digests in known]
-        raws = (chunk.base, *chunk.tuned.values(), *others)
-        unknown = [raw for raw, digests in zip_longest(raws, known) if not digests]
-        found = iter(self._backend.digests(unknown))
-        return [digests or next(found) for _, digests in zip_longest(raws, known)]
-
-    def _check_finite(self, chunk: Chunk, figures: Sequence[Figures]) -> None:
-        """Refuse inputs that are not finite; their elements are only read if a figure says so."""
-        if self._plan.recipe.allow_not_finite or not any(is_suspect(*found) for found in figures):
-            return
-        nans = sum(found.exceptions[1] for found in figures)
-        check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
-
-    def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
-        for model, found in zip(tensor.models, digests[1:], strict=True):
-            if found != digests[0]:
+    def _check_copies(self, tensor: TensorPlan, made: Sequence[Made]) -> None:
+        for place, model in enumerate(tensor.models, start=1):
+            if any(each.inputs[place] != each.inputs[0] for each in made):
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(
                     f"{tensor.name}: the {whose} differ from the base's and cannot be merged; set "
                     'on_integer_mismatch = "base" to keep the base\'s'
                 )
 
-    def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
-        """Return the output's own place (True), or a buffer that is to be written.
+    def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Bytes, bool]]:
+        """Yield chunks with their own place in the output (True), or a buffer to be written.
 
-        The buffer begins in its page where the output will in the file, for direct writes.
+        In the buffer each begins in a page where it will in the file, for direct writes.
         """
-        offset, nbytes = (n * tensor.dtype.itemsize for n in (start, count))
-        place = self._sink.place(tensor.name, offset, nbytes)
-        if place is not None:
-            return place, True
-        alignment = self._sink.position(tensor.name, offset) % ALIGNMENT
-        return self._backend.output[alignment : alignment + nbytes], False
-
-
-def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
-    """Yield steps one by one, but chunks of one tensor that follow each other together."""
-    span: list[Step] = []
-    for step in steps:
-        if span and (len(span) == most or not _follows(span[-1], step)):
-            yield span
-            span = []
-        span.append(step)
-    if span:
-        yield span
-
-
-def _follows(step: Step, after: Step) -> bool:
-    if not (isinstance(step, Make) and isinstance(after, Make)):
-        return False
-    return (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
+        used = 0
+        for chunk in batch:
+            name, width = chunk.tensor.name, chunk.tensor.dtype.itemsize
+            offset, nbytes = chunk.start * width, chunk.size * width
+            place = self._sink.place(name, offset, nbytes)
+            if place is not None:
+                yield chunk, place, True
+                continue
+            used += (self._sink.position(name, offset) - used) % ALIGNMENT
+            yield chunk, self._backend.output[used : used + nbytes], False
+            used += nbytes
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:
@@ -413,19 +435,6 @@ def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any
     return results[conclusion_id(census, number - 1)] if number else None
 
 
-def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
+def _summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
     """Return the findings of the surveys of each model."""
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
-
-
-@dataclass(eq=False)
-class _Walk:
-    """Blocks of a tensor in order, as often as a survey asks."""
-
-    spare_bytes: int
-    shape: tuple[int, ...]
-    walk: Callable[[], Iterator[Any]]
-    census: Any = None
-
-    def __call__(self) -> Iterator[Any]:
-        return self.walk()

@@ -12,7 +12,7 @@ A stage declares in `sees` how much it must have seen before it can work on a ch
 
 - `element`: nothing; any chunk will do
 - `tensor`: something of the whole tensor. It has a *survey*: a function of the same parameters
-  that walks over the tensor's chunks; its result is in `summary` later. A stage that must know
+  of a view of the tensor; its result is in `summary` later. A stage that must know
   something of all tensors of a model has a *census* before its surveys.
 - `matrix`: the whole matrix at once. It is registered by `matrices`, as a function of matrices.
 
@@ -165,7 +165,7 @@ class Round:
     """
 
     observe: Callable[..., Any]
-    """`observe(walk, known, **settings)` returns the observation of one tensor."""
+    """`observe(view, known, **settings)` returns the observation of one tensor."""
     conclude: Callable[..., Any]
     """`conclude(observed, known, **settings)` has the observations by tensor, ordered by name."""
 
@@ -174,7 +174,7 @@ class Round:
 class Census:
     """A survey of all tensors of a model that have the same settings of a stage.
 
-    The conclusion of the last round, a mapping by tensor, is in `walk.census` for the surveys.
+    The conclusion of the last round, a mapping by tensor, is in `view.census` for the surveys.
     """
 
     when: Callable[[Settings], bool]
