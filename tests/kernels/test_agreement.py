@@ -91,13 +91,11 @@ def test_results_are_encoded_alike(case):
     raw, merged, scale = case
     results = []
     for backend in (reference, native):
-        same, other = np.zeros_like(raw), np.zeros_like(raw)
+        same, other = np.zeros_like(raw), np.zeros(raw.size, np.uint16)
         peaks = [
-            comparable([backend.add_to_base(raw, merged, scale, same)]),
-            comparable([backend.add_to_base_as(raw, merged, scale, other)]),
+            comparable([backend.add_to_base(raw, merged, scale, out)]) for out in (same, other)
         ]
-        counts = backend.count_exceptions(raw, merged, scale, np.int32(0x7F7F8000))
-        results.append((peaks, tuple(map(int, counts)), same.tobytes(), other.tobytes()))
+        results.append((peaks, same.tobytes(), other.tobytes()))
     assert results[0] == results[1]
 
 
@@ -233,12 +231,9 @@ def test_counting_magnitudes(values, high):
     assert_same("count_equal", found, ends, cut, np.zeros(3, np.int64))
 
 
-@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]), st.integers(0, 20))
-def test_trimming(values, cut, ties_kept):
-    bits = np.float32(cut).view(np.uint32)
-    assert_same("trim", values, bits, ties_kept)
-    assert_same("keep_largest", values, np.int32(bits))
-    assert_same("drop_largest", values, bits, ties_kept)
+@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]))
+def test_trimming(values, cut):
+    assert_same("keep_largest", values, np.float32(cut).view(np.int32))
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(raws(n), near_zero(n), lanes(-(-n // 8) * 8))))
@@ -257,7 +252,6 @@ def test_gathering_magnitudes(case):
 def test_adding(case):
     total, values, weight = case
     assert_same("add_scaled", total, values, weight)
-    assert_same("add_onto", total, values, weight, np.zeros_like(total))
 
 
 @given(
@@ -267,19 +261,17 @@ def test_voting_and_electing(models, weight):
     results = []
     for backend in (reference, native):
         sums = np.zeros(4 * models[0].size, np.float32)
-        out, other = np.ones((2, models[0].size), np.float32)
+        out = np.ones(models[0].size, np.float32)
         for values in models:
             backend.vote(sums, values, weight, np.float32(abs(weight)))
-        backend.elect(sums, out)
-        backend.elect_by(sums, models[-1], other)
-        results.append([without_nan_payload(found).tobytes() for found in (out, other)])
+        backend.elect(sums, models[-1], out)
+        results.append(without_nan_payload(out).tobytes())
     assert results[0] == results[1]
 
 
 @given(st.integers(0, 300).flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))))
 def test_sums_have_one_order(case):
     left, right = case
-    assert reference.sum_magnitudes(left) == native.sum_magnitudes(left)
     assert reference.sum_products(left, right) == native.sum_products(left, right)
 
 
@@ -291,44 +283,6 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
     out = np.zeros(4, np.uint16)
     backend.add_to_base(raw, np.zeros(4, np.float32), np.float32(scale), out)
     assert (out == raw).all()
-
-
-@given(
-    SIZES.flatmap(lambda n: st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4)), WEIGHTS
-)
-def test_extremes(models, weight):
-    results = []
-    for backend in (reference, native):
-        total, most, least = np.zeros((3, models[0].size), np.float32)
-        for values in models:
-            backend.add_extremes(values, weight, total, most, least)
-        backend.elect_extremes(total, most, least)
-        results.append([without_nan_payload(a).tobytes() for a in (total, most, least)])
-    assert results[0] == results[1]
-
-
-@given(
-    SIZES.flatmap(
-        lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n) | any_floats(n), WEIGHTS)
-    ),
-    st.sampled_from([0.2, 0.4, 1.0]).map(np.float32),
-)
-def test_counting_who_needs_an_element(case, selectivity):
-    values, total, factor = case
-    results = []
-    for backend in (reference, native):
-        kept, counts = total.copy(), np.zeros(total.size, np.int32)
-        for needing in (values, -values, total):
-            backend.count_needing(needing, factor, total, selectivity, counts)
-        backend.keep_needed(kept, counts, 2)
-        results.append((counts.tolist(), kept.tobytes()))
-    assert results[0] == results[1]
-
-
-def test_the_largest_are_dropped_by_hand():
-    values = np.array([1, -2, 3, 2, -1, 2], np.float32)
-    native.drop_largest(values, np.float32(2).view(np.uint32), 2)
-    assert values.tolist() == [1, 0, 0, 0, -1, 2]
 
 
 @given(
@@ -353,17 +307,6 @@ def test_ranks_are_marked_by_hand(backend):
     marks = np.ones((2, 4), np.uint8)
     backend.mark_ranks(keys, 2, 4, marks)
     assert marks.tolist() == [[0, 255, 255, 0], [255, 255, 0, 0]]
-
-
-@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n))))
-def test_multiplying_what_is_kept(case):
-    values, factors = case
-    results = []
-    for backend in (reference, native):
-        kept = values.copy()
-        backend.multiply_kept(kept, factors)
-        results.append(without_nan_payload(kept).tobytes())
-    assert results[0] == results[1]
 
 
 @given(

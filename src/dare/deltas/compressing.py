@@ -24,7 +24,7 @@ import numpy as np
 
 from dare import __version__
 from dare.checks.sample import sample_models
-from dare.deltas.packing import Bits, Keep, Lossless, Packer, Scheme, choose_scheme
+from dare.deltas.packing import Bits, Keep, Packer, Scheme, choose_scheme, code_lossless
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.progress import COMPILING, show_progress
@@ -403,7 +403,7 @@ def _plan_lossless(given: Mapping[str, Any]) -> Compression:
         stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
         return _make_notes(base, model, stored, files, scheme="lossless")
 
-    return Compression(plan, Lossless, describe, {"lossless": True}, files)
+    return Compression(plan, code_lossless, describe, {"lossless": True}, files)
 
 
 def _open_files(path: Path) -> FileSource:

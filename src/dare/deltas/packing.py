@@ -17,6 +17,7 @@ from dare.output.journal import Record
 from dare.output.writer import PieceOutput
 from dare.planning.plan import Plan
 from dare.run.backend import Backend, Chunk
+from dare.run.worker import Coder
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.planes import pack
@@ -56,24 +57,18 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Sch
     return Scheme(drop_rate, bits, keep)
 
 
-class Lossless:
-    """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
+def code_lossless(_plan: Plan, backend: Backend, output: PieceOutput) -> Coder:
+    """Code the chunks of a model (the plan's base) against those of another, where it has them."""
 
-    def __init__(self, _plan: Plan, backend: Backend, output: PieceOutput) -> None:
-        self._backend = backend
-        self._output = output
-
-    def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
-        return [self._pack(part) for chunk in batch for part in chunk.split()]
-
-    def _pack(self, chunk: Chunk) -> Record:
-        digests = _digests(self._backend, chunk)
+    def code(chunk: Chunk) -> Record:
+        digests = _digests(backend, chunk)
         if len(digests) == 2 and digests[0] == digests[1]:
-            return _put(self._output, chunk, digests, (), AS_IN_BASE)
-        against = next(iter(chunk.tuned.values()), None)
-        other = None if against is None else against.view(np.uint8)
-        blob = pack(chunk.base.view(np.uint8), other, chunk.base.itemsize)
-        return _put(self._output, chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+            return _put(output, chunk, digests, (), AS_IN_BASE)
+        against = next((raw.view(np.uint8) for raw in chunk.tuned.values()), None)
+        blob = pack(chunk.base.view(np.uint8), against, chunk.base.itemsize)
+        return _put(output, chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+
+    return lambda batch: [code(part) for chunk in batch for part in chunk.split()]
 
 
 def _digests(backend: Backend, chunk: Chunk) -> list[str]:

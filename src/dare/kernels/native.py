@@ -366,7 +366,6 @@ ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
     "count_magnitudes": lambda *_: [np.empty(TILE, kind) for kind in (np.float32, np.uint32)],
-    "sum_magnitudes": lambda *_: [np.zeros(SUM_LANES)],
     "sum_products": lambda *_: [np.zeros(SUM_LANES)],
     "draw_uniform": _group_room,
     "drop_by_rank": _group_room,

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
+from dare.kernels.reference import magnitude_bits
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
-from dare.stages.blocks import Block, Deltas, DeltaView, JointView, Scratch
+from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Scratch
 from dare.stages.dare import make_up_for
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.dtypes import StorageType
@@ -74,6 +75,18 @@ class Chunk(NamedTuple):
             )
 
 
+ReadChunks = Callable[[], Iterator[Chunk]]
+"""Reads a whole tensor, chunk by chunk, as often as it is called."""
+
+
+class Place(NamedTuple):
+    """A surveying stage's place in a chain, the findings of those before it, and its census."""
+
+    position: int
+    before: Summaries
+    census: Any = None
+
+
 class Made(NamedTuple):
     """What the journal has of a chunk that was made."""
 
@@ -106,19 +119,11 @@ class Backend(ABC):
         """Return 255 for each element that a model's stages keep, else 0; until the next call."""
 
     @abstractmethod
-    def view(
-        self,
-        chunks: Callable[[], Iterator[Chunk]],
-        tensor: TensorPlan,
-        model: int,
-        summaries: Summaries,
-        position: int,
-        census: Any,
-    ) -> DeltaView:
-        """Show one model's tensor to the survey of the stage at a position of the chain."""
+    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+        """Show one model's tensor to the survey of a stage of its chain."""
 
     @abstractmethod
-    def joint_view(self, chunks: Callable[[], Iterator[Chunk]], tensor: TensorPlan) -> JointView:
+    def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         """Show a tensor of all models to the survey of the combine stage."""
 
 
@@ -174,12 +179,11 @@ class ArrayBackend(Backend):
         """Take chunks through all stages, add the result to the base, and store it there."""
         deltas = self._deltas(chunk)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
-        base, kind = chunk.base, chunk.tensor.base.dtype
+        base = chunk.base
         if self._plan.is_model(chunk.tensor):  # the stages were run for their figures
             merged.fill(0)
-            ((model, info),) = self._plan.copies_of(chunk.tensor)
-            base, kind = chunk.tuned[model], info.dtype
-        exceptions = self._add(base, kind, merged, chunk.tensor.dtype, into)
+            (base,) = chunk.tuned.values()
+        exceptions = self._add(base, merged, chunk.tensor.dtype, into)
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [
             (tuple(map(tuple, models)), counts)
@@ -188,12 +192,12 @@ class ArrayBackend(Backend):
 
     def _convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Store the base in the type of the output."""
-        kind, dtype = chunk.tensor.base.dtype, chunk.tensor.dtype
-        if dtype == kind:
+        dtype = chunk.tensor.dtype
+        if dtype == chunk.tensor.base.dtype:
             into[:] = chunk.base.view(np.uint8)
             return [((), (0, 0))] * chunk_count(chunk.size)
         nothing = np.zeros(chunk.size, np.float32)
-        return [((), counts) for counts in self._add(chunk.base, kind, nothing, dtype, into)]
+        return [((), counts) for counts in self._add(chunk.base, nothing, dtype, into)]
 
     def digests(self, raws: Sequence[Raw], known: Sequence[Sequence[str]]) -> list[list[str]]:
         pairs = list(zip(raws, known, strict=True))
@@ -203,28 +207,19 @@ class ArrayBackend(Backend):
     def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
         return self._block(chunk, model, chunk.summaries.get(model, {})).kept_lanes()
 
-    def view(
-        self,
-        chunks: Callable[[], Iterator[Chunk]],
-        tensor: TensorPlan,
-        model: int,
-        summaries: Summaries,
-        position: int,
-        census: Any,
-    ) -> DeltaView:
+    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
         def blocks() -> Iterator[Block]:
-            return (self._block(chunk, model, summaries, position) for chunk in chunks())
-
-        return DeltaView(
-            self._kernels, tensor.shape, self._plan.cost.spare_bytes, blocks, census=census
-        )
-
-    def joint_view(self, chunks: Callable[[], Iterator[Chunk]], tensor: TensorPlan) -> JointView:
-        def deltas() -> Iterator[Deltas]:
-            return map(self._deltas, chunks())
+            return (self._block(chunk, model, place.before, place.position) for chunk in read())
 
         spare_bytes = self._plan.cost.spare_bytes
-        return JointView(self._kernels, tensor.shape, spare_bytes, deltas, weights=tensor.weights)
+        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census)
+
+    def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
+        def deltas() -> Iterator[Deltas]:
+            return map(self._deltas, read())
+
+        spare_bytes = self._plan.cost.spare_bytes
+        return JointView(self._kernels, tensor.shape, spare_bytes, deltas, tensor.weights)
 
     def _block(
         self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
@@ -273,27 +268,25 @@ class ArrayBackend(Backend):
         return Deltas(self._kernels, chunk.base, blocks, weights, *arrays, chunk.summary)
 
     def _add(
-        self, base: Raw, kind: StorageType, merged: Floats, dtype: StorageType, into: Bytes
+        self, base: Raw, merged: Floats, dtype: StorageType, into: Bytes
     ) -> list[tuple[int, int]]:
         """Encode base + scale·merged; count for each chunk results that overflow or are NaN."""
-        scale = np.float32(self._plan.recipe.scale)
-        add = self._kernels.add_to_base if dtype == kind else self._kernels.add_to_base_as
-        limit = np.int32(dtype.overflow_bits)
-        if add(base, merged, scale, into.view(dtype.carrier)) < limit:
+        scale, limit = np.float32(self._plan.recipe.scale), dtype.overflow_bits
+        if self._kernels.add_to_base(base, merged, scale, into.view(dtype.carrier)) < limit:
             return [(0, 0)] * chunk_count(base.size)
         has_infinities = np.isinf(np.array(np.inf).astype(dtype.numpy_type))
         counts = []
         for first, size in chunk_spans(base.size):
-            raw, change = base[first : first + size], merged[first : first + size]
-            overflowed, nans = self._kernels.count_exceptions(raw, change, scale, limit)
-            kept = 0  # infinities of the base, which do not count
-            if has_infinities:
-                origin = np.empty(size, np.float32)
-                self._kernels.decode(raw, origin)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    is_kept = np.isinf(origin) & (origin + scale * change == origin)
-                kept = int(np.count_nonzero(is_kept))
-            counts.append((int(overflowed) - kept, int(nans)))
+            origin = np.empty(size, np.float32)
+            self._kernels.decode(base[first : first + size], origin)
+            with np.errstate(invalid="ignore", over="ignore"):
+                moved = origin + scale * merged[first : first + size]
+            found = magnitude_bits(moved)
+            overflowed = (found >= limit) & (found <= INFINITY)
+            if has_infinities:  # those of the base do not count
+                overflowed &= ~(np.isinf(origin) & (moved == origin))
+            nans = np.count_nonzero(found > INFINITY)
+            counts.append((int(np.count_nonzero(overflowed)), int(nans)))
         return counts
 
 

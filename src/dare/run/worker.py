@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from dare.checks.inputs import check_chunk, is_suspect
@@ -34,7 +35,7 @@ from dare.output.writer import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Made, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
@@ -216,11 +217,10 @@ class Worker:
     def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
         results = batch.results
-        for steps in _batches(batch.steps, self._backend.batch_elements):
-            if isinstance(steps, list):
-                yield from self._code(list(self._read(steps, results)))
-                continue
-            match steps:
+        for work in self._batches(batch.steps):
+            match work:
+                case list():
+                    yield from self._code(list(self._read_batch(work, results)))
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -239,8 +239,8 @@ class Worker:
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
         observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        chunks = partial(self._chunks, tensor, [model])
-        view = self._backend.view(chunks, tensor, model, summaries, position, None)
+        read = partial(self._read, tensor, [model])
+        view = self._backend.view(read, tensor, model, Place(position, summaries))
         return observe(view, _conclusion_before(census, step.round, results), **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
@@ -262,71 +262,96 @@ class Worker:
         """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
-        chunks = partial(self._chunks, tensor, [model])
+        read = partial(self._read, tensor, [model])
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:
                 break
             survey = self._plan.stages[position].survey
             assert survey is not None  # surveyed_stages has seen to it
-            census = concluded.get(position)
-            view = self._backend.view(chunks, tensor, model, summaries, position, census)
+            place = Place(position, summaries, concluded.get(position))
+            view = self._backend.view(read, tensor, model, place)
             summaries[position] = survey(view, **tensor.settings_of(model)[position])
         return summaries
 
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
         survey = self._plan.combine.survey
         assert survey is not None  # the step exists because there is one
-        summaries = _summaries_of(tensor, results)
-        chunks = partial(self._chunks, tensor, tensor.models, summaries=summaries)
-        return survey(self._backend.joint_view(chunks, tensor), **tensor.combine)
+        read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
+        return survey(self._backend.joint_view(read, tensor), **tensor.combine)
 
-    def _chunks(self, tensor: TensorPlan, models: Sequence[int], **found: Any) -> Iterator[Chunk]:
-        """Read a whole tensor of the base and some models, chunk by chunk."""
+    def _read(
+        self,
+        tensor: TensorPlan,
+        models: Sequence[int],
+        summaries: Mapping[int, Summaries] = MappingProxyType({}),
+        span: Span | None = None,
+    ) -> Iterator[Chunk]:
+        """Read the base and some models, unless the work is to stop: a span, or all by chunks."""
         sources = sources_of(self._plan, tensor, models)
-        at_once = CHUNK if _holds_a_chunk(sources) else self._backend.batch_elements
-        buffers = [self._backend.inputs[row] for row in (0, *(1 + m for m in models))]
-        for place, (base, *tuned) in read_chunks(
-            sources, tensor.name, buffers=buffers, base_first=True, at_once=at_once
+        start, count, place = (span.start, span.elements, span.place) if span else (0, None, 0)
+        at_once = self._backend.batch_elements if _are_plain(sources) else CHUNK
+        buffers = self._backend.inputs[:, place * self._plan.cost.widest :]
+        for first, (base, *tuned) in read_chunks(
+            *(sources, tensor.name, start, count),
+            buffers=[buffers[row] for row in (0, *(1 + m for m in models))],
+            base_first=True,
+            at_once=at_once,
+            together=count or CHUNK,
         ):
-            self._go_on(sources, tensor, base.size)
-            yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)), **found)
+            if self._stop.is_set():
+                raise Stopped
+            self._progress(sum(s.bytes_for(tensor.name, base.size) for s in sources))
+            yield Chunk(tensor, first, base, dict(zip(models, tuned, strict=True)), summaries)
 
-    def _go_on(self, sources: Sequence[Source], tensor: TensorPlan, elements: int) -> None:
-        """Say what was read, unless the work is to stop."""
-        if self._stop.is_set():
-            raise Stopped
-        self._progress(sum(source.bytes_for(tensor.name, elements) for source in sources))
-
-    # ------------------------------------------------------------ chunks
-
-    def _read(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
+    def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
         """Read the chunks of a batch, each to its own place in the buffers."""
         for span in spans:
             tensor = self._tensors[span.tensor]
-            sources = sources_of(self._plan, tensor, tensor.models)
-            step = CHUNK if _holds_a_chunk(sources) else span.elements
-            found = _summaries_of(tensor, results), results.get(survey_id(tensor))
-            for first in range(0, span.elements, step):
-                start, count = span.start + first, min(step, span.elements - first)
-                buffers = self._backend.inputs[:, (span.place + first) * self._plan.cost.widest :]
-                ((_, (base, *tuned)),) = read_chunks(
-                    *(sources, tensor.name, start, count),
-                    buffers=[buffers[row] for row in (0, *(1 + m for m in tensor.models))],
-                    base_first=True,
-                    at_once=count,
-                    together=count,
-                )
-                self._go_on(sources, tensor, count)
-                numbers = range(start // CHUNK, start // CHUNK + chunk_count(count))
-                digests = [[s.chunk_digest(tensor.name, n) or "" for n in numbers] for s in sources]
-                known = [each if all(each) else [] for each in digests]
-                of_models = dict(zip(tensor.models, tuned, strict=True))
-                yield Chunk(tensor, start, base, of_models, *found, known)
+            summaries = _summaries_of(tensor, results)
+            (chunk,) = self._read(tensor, tensor.models, summaries, span)
+            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+            digests = [
+                [source.chunk_digest(tensor.name, number) or "" for number in numbers]
+                for source in sources_of(self._plan, tensor, tensor.models)
+            ]
+            known = [each if all(each) else [] for each in digests]
+            yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
+
+    def _batches(self, steps: Sequence[Step]) -> Iterator[list[Span] | Step]:
+        """Yield steps one by one, but chunks to be made together, as far as there is room."""
+        most, spans = self._backend.batch_elements, list[Span]()
+        for step in steps:
+            if not isinstance(step, Make):
+                if spans:
+                    yield spans
+                    spans = []
+                yield step
+                continue
+            last = spans[-1] if spans else None
+            if last and self._follows(step, last):
+                last.elements += step.elements
+                continue
+            if last and last.end + step.elements > most:
+                yield spans
+                spans, last = [], None
+            place = last.end if last else 0
+            spans.append(Span(step.tensor, step.chunk * CHUNK, step.elements, place))
+        if spans:
+            yield spans
+
+    def _follows(self, step: Make, span: Span) -> bool:
+        """Tell if a chunk can be read with those before it; some sources have room for one."""
+        tensor, end = self._tensors[step.tensor], span.start + span.elements
+        return (
+            (step.tensor, step.chunk * CHUNK) == (span.tensor, end)
+            and span.place + span.elements + step.elements <= self._backend.batch_elements
+            and _are_plain(sources_of(self._plan, tensor, tensor.models))
+        )
 
 
-def _holds_a_chunk(sources: Sequence[Source]) -> bool:
-    """Tell if a source keeps something of its own for each chunk, and must be asked for few."""
-    return any(source.reading_bytes for source in sources)
+def _are_plain(sources: Iterable[Source]) -> bool:
+    """Tell if no source keeps anything of its own for the chunk that is read, as LoRAs do."""
+    return not any(source.reading_bytes for source in sources)
 
 
 @dataclass
@@ -342,33 +367,6 @@ class Span:
     def end(self) -> int:
         """The next place in the buffers, on a page: there is a page between what they hold."""
         return (-(-(self.place + self.elements) // ALIGNMENT) + 1) * ALIGNMENT
-
-    def takes(self, step: Make) -> bool:
-        """Tell if a chunk follows these."""
-        return (step.tensor, step.chunk * CHUNK) == (self.tensor, self.start + self.elements)
-
-
-def _batches(steps: Sequence[Step], most: int) -> Iterator[list[Span] | Step]:
-    """Yield steps one by one, but chunks to be made together, as far as the buffers have room."""
-    spans: list[Span] = []
-    for step in steps:
-        if not isinstance(step, Make):
-            if spans:
-                yield spans
-            yield step
-            spans = []
-            continue
-        last = spans[-1] if spans else None
-        if last and last.takes(step) and last.place + last.elements + step.elements <= most:
-            last.elements += step.elements
-            continue
-        if last and last.end + step.elements > most:
-            yield spans
-            spans, last = [], None
-        place = last.end if last else 0
-        spans.append(Span(step.tensor, step.chunk * CHUNK, step.elements, place))
-    if spans:
-        yield spans
 
 
 class Merger:
@@ -397,13 +395,12 @@ class Merger:
 
     def _check(self, chunk: Chunk, made: Sequence[Made]) -> None:
         """Refuse inputs that are not finite, and copies that differ from the base."""
-        if not chunk.tensor.is_merged:
-            self._check_copies(chunk.tensor, made)
-        elif not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
-            nans = sum(each.exceptions[1] for each in made)
-            check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
-
-    def _check_copies(self, tensor: TensorPlan, made: Sequence[Made]) -> None:
+        tensor = chunk.tensor
+        if tensor.is_merged:
+            if not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
+                nans = sum(each.exceptions[1] for each in made)
+                check_chunk(self._plan, tensor, chunk.base, chunk.tuned, nans=nans)
+            return
         for place, model in enumerate(tensor.models, start=1):
             if any(each.inputs[place] != each.inputs[0] for each in made):
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"

@@ -146,7 +146,7 @@ class Block:
         if ties_kept in (0, ties) and self.is_noted and not self.least:
             self.least = cut if ties_kept else cut + 1
             return
-        self.kernels.trim(self.values, np.uint32(cut), ties_kept)
+        reference.trim(self.values, cut, ties_kept)  # seldom: in one chunk of a tensor
         self.leave_nonzero()
 
     def magnitudes(
@@ -338,7 +338,9 @@ class Deltas:
         for block, weight, share in zip(self.blocks, weights, shares, strict=True):
             combined = np.float32(weight * block.factor)
             self.kernels.vote(sums, block.values, combined, np.float32(share))
-        self.kernels.elect(sums, merged)
+        with np.errstate(invalid="ignore", over="ignore"):
+            balance = sums[: self.size] + sums[self.size : 2 * self.size]
+        self.kernels.elect(sums, balance, merged)
         return merged
 
     def _combine(
@@ -421,9 +423,9 @@ class DeltaView(View):
         """Return the sum of all magnitudes before and after a change to every block."""
         before = after = 0.0
         for block in self():
-            before += self.kernels.sum_magnitudes(block.values)
+            before += self.kernels.sum_products(block.values, np.sign(block.values))
             change(block)
-            after += self.kernels.sum_magnitudes(block.values)
+            after += self.kernels.sum_products(block.values, np.sign(block.values))
         return before, after
 
     def _magnitudes(
@@ -494,8 +496,11 @@ class JointView(View):
 
     def _tensors(self, deltas: Deltas, with_base: bool) -> list[Floats]:
         """Turn deltas, which are used once, into the models' chunks: base + delta, or the delta."""
-        origin = deltas.base if with_base else np.zeros(deltas.size, np.float32)
-        for block in deltas.blocks:
-            if with_base or block.factor != 1:  # else it would only turn -0 into 0
-                self.kernels.add_onto(origin, block.values, np.float32(block.factor), block.values)
-        return [block.values for block in deltas.blocks]
+        found = [block.values for block in deltas.blocks]
+        with np.errstate(invalid="ignore", over="ignore"):
+            for values, block in zip(found, deltas.blocks, strict=True):
+                if block.factor != 1:
+                    np.multiply(values, np.float32(block.factor), out=values)
+                if with_base:
+                    np.add(values, deltas.base, out=values)
+        return found

@@ -12,6 +12,7 @@ from dare.stages.blocks import Block, DeltaView
 from dare.stages.ranks import (
     CutRows,
     Keys,
+    magnitude_bits,
     magnitudes_left,
     marks,
     row_length,
@@ -78,8 +79,9 @@ def breadcrumbs(
     chunk = block.start // CHUNK
     block.keep_largest(lowest.bits, int(lowest.ties_kept[chunk]), int(lowest.ties[chunk]))
     if highest is not None:
-        ties = int(highest.ties_kept[chunk])
-        block.kernels.drop_largest(block.values, np.uint32(highest.bits), ties)
+        found, values = magnitude_bits(block), block.values
+        values[np.flatnonzero(found == highest.bits)[: highest.ties_kept[chunk]]] = 0
+        np.copyto(values, 0, where=found > highest.bits)
         block.leave_nonzero()
 
 
