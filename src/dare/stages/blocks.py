@@ -146,7 +146,9 @@ class Block:
         if ties_kept in (0, ties) and self.is_noted and not self.least:
             self.least = cut if ties_kept else cut + 1
             return
-        reference.trim(self.values, cut, ties_kept)  # seldom: in one chunk of a tensor
+        ties_found = np.flatnonzero(reference.magnitude_bits(self.values) == cut)
+        self.values[ties_found[ties_kept:]] = 0
+        self.kernels.keep_largest(self.values, np.int32(cut))
         self.leave_nonzero()
 
     def magnitudes(
