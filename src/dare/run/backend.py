@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     start: int
     base: Raw
     tuned: Mapping[int, Raw]  # the elements by model
-    summaries: Mapping[int, Summaries] = {}
+    summaries: Mapping[int, Summaries]  # the findings of their surveys
     summary: Any = None  # the finding of the combine stage
     known: Sequence[Sequence[str]] = ()
     """The digests of every chunk of base and models; none of those that must be computed."""

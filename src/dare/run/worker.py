@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from dare.checks.inputs import check_chunk, is_suspect
@@ -239,7 +238,7 @@ class Worker:
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
         observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        read = partial(self._read, tensor, [model])
+        read = partial(self._read, tensor, [model], {})
         view = self._backend.view(read, tensor, model, Place(position, summaries))
         return observe(view, _conclusion_before(census, step.round, results), **census.settings)
 
@@ -262,7 +261,7 @@ class Worker:
         """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
-        read = partial(self._read, tensor, [model])
+        read = partial(self._read, tensor, [model], {})
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:
                 break
@@ -283,7 +282,7 @@ class Worker:
         self,
         tensor: TensorPlan,
         models: Sequence[int],
-        summaries: Mapping[int, Summaries] = MappingProxyType({}),
+        summaries: Mapping[int, Summaries],
         span: Span | None = None,
     ) -> Iterator[Chunk]:
         """Read the base and some models, unless the work is to stop: a span, or all by chunks."""

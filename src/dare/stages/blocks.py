@@ -19,7 +19,6 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
-Counts = NDArray[np.int64]
 
 HIGH_COUNTS, LOW_COUNTS = 1 << 16, 1 << 15
 """Bins of histograms of magnitudes: by their upper 16 bits, and by the lower 15 below those."""
@@ -395,10 +394,10 @@ class DeltaView(View):
     """The conclusion of the stage's census for the tensor, if it has one."""
     survivors: int = 0
     """The number of elements that no earlier stage has dropped, once there is a histogram."""
-    _remembered: tuple[NDArray[np.uint32], Counts] | None = None
+    _remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
     """All magnitudes but zero, and the end of each chunk."""
 
-    def histogram(self, prefix: int | None = None) -> Counts:
+    def histogram(self, prefix: int | None = None) -> NDArray[np.int64]:
         """Count the magnitudes that are not zero by their upper 16 bits.
 
         With a prefix, count those that have these upper bits by their lower 15.
@@ -413,7 +412,7 @@ class DeltaView(View):
             self.kernels.count_low(found, np.uint32(prefix), counts)
         return counts
 
-    def count_equal(self, bits: int) -> Counts:
+    def count_equal(self, bits: int) -> NDArray[np.int64]:
         """Count the magnitudes with these bits in each chunk."""
         counted = [np.empty(0, np.int64)]
         for found, ends in self._magnitudes():
@@ -431,8 +430,8 @@ class DeltaView(View):
         return before, after
 
     def _magnitudes(
-        self, counts: Counts | None = None
-    ) -> Iterator[tuple[NDArray[np.uint32], Counts]]:
+        self, counts: NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
         """Yield pieces, with the ends of chunks in each; one piece if all are remembered.
 
         They can be counted by their upper 16 bits on the way.
