@@ -286,6 +286,38 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
 
 
 @given(
+    SIZES.flatmap(lambda n: st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4)), WEIGHTS
+)
+def test_extremes(models, weight):
+    results = []
+    for backend in (reference, native):
+        total, most, least = np.zeros((3, models[0].size), np.float32)
+        for values in models:
+            backend.add_extremes(values, weight, total, most, least)
+        backend.elect_extremes(total, most, least)
+        results.append([without_nan_payload(a).tobytes() for a in (total, most, least)])
+    assert results[0] == results[1]
+
+
+@given(
+    SIZES.flatmap(
+        lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n) | any_floats(n), WEIGHTS)
+    ),
+    st.sampled_from([0.2, 0.4, 1.0]).map(np.float32),
+)
+def test_counting_who_needs_an_element(case, selectivity):
+    values, total, factor = case
+    results = []
+    for backend in (reference, native):
+        kept, counts = total.copy(), np.zeros(total.size, np.int32)
+        for needing in (values, -values, total):
+            backend.count_needing(needing, factor, total, selectivity, counts)
+        backend.keep_needed(kept, counts, 2)
+        results.append((counts.tolist(), kept.tobytes()))
+    assert results[0] == results[1]
+
+
+@given(
     st.sampled_from([1, 3, 4, 8, 16, 64, 100]).flatmap(
         lambda columns: st.tuples(
             st.integers(0, 5).flatmap(lambda rows: near_zero((rows, columns))),
@@ -307,6 +339,17 @@ def test_ranks_are_marked_by_hand(backend):
     marks = np.ones((2, 4), np.uint8)
     backend.mark_ranks(keys, 2, 4, marks)
     assert marks.tolist() == [[0, 255, 255, 0], [255, 255, 0, 0]]
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n))))
+def test_multiplying_what_is_kept(case):
+    values, factors = case
+    results = []
+    for backend in (reference, native):
+        kept = values.copy()
+        backend.multiply_kept(kept, factors)
+        results.append(without_nan_payload(kept).tobytes())
+    assert results[0] == results[1]
 
 
 @given(

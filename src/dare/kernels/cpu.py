@@ -607,6 +607,41 @@ def elect(sums, balance, out):
         out[i] = outcome(sums, balance[i], i, out.size)
 
 
+@kernel
+def add_extremes(values, weight, total, most, least):
+    for i in range(values.size):
+        term = weight * values[i]
+        total[i] += term
+        is_nan = term != term
+        above = all_ones((term > most[i]) | is_nan)
+        below = all_ones((term < least[i]) | is_nan)
+        most[i] = float_of(choose(above, bits_of(term), bits_of(most[i])))
+        least[i] = float_of(choose(below, bits_of(term), bits_of(least[i])))
+
+
+@kernel
+def elect_extremes(total, most, least):
+    for i in range(total.size):
+        value = total[i]
+        elected = choose(all_ones(value > f32(0)), bits_of(most[i]), bits_of(value))
+        total[i] = float_of(choose(all_ones(value < f32(0)), bits_of(least[i]), elected))
+
+
+@kernel
+def count_needing(values, factor, total, selectivity, counts):
+    for i in range(values.size):
+        own = values[i] * factor
+        counts[i] = i32(counts[i] + i32(abs(own) >= selectivity * abs(total[i] - own)))
+
+
+@kernel
+def keep_needed(total, counts, least):
+    for i in range(total.size):
+        value = total[i]
+        keep = (counts[i] >= least) | (value != value)
+        total[i] = float_of(u32(bits_of(value) & all_ones(keep)))
+
+
 # ---------------------------------------------------------------- all of it, tile by tile
 
 
@@ -938,6 +973,13 @@ def mark_ranks(keys, least, end, out, ranks, items, places):
             for i in range(columns):
                 inside = (ranks[0, i] >= least) & (ranks[0, i] < end)
                 out[row, i] = u8(255) if inside else u8(0)
+
+
+@kernel
+def multiply_kept(values, factors):
+    for i in range(values.size):
+        product = bits_of(values[i] * factors[i])
+        values[i] = float_of(u32(product & all_ones(factors[i] != f32(0))))
 
 
 @kernel

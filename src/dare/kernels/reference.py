@@ -24,6 +24,7 @@ Floats = NDArray[np.float32]
 Raw = NDArray[Any]
 Bits = NDArray[np.uint32]
 Lanes = NDArray[np.uint8]
+Integers = NDArray[np.int32]
 Doubles = NDArray[np.float64]
 
 SUM_LANES = 64
@@ -216,6 +217,36 @@ def elect(sums: Floats, balance: Floats, out: Floats) -> None:
         out[:] = np.where(np.isnan(above + below), np.float32(np.nan), elected)
 
 
+def add_extremes(
+    values: Floats, weight: np.float32, total: Floats, most: Floats, least: Floats
+) -> None:
+    """Add weight·values to the total, and take them into the largest and the least so far."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        term = weight * values
+        total += term
+        most[:] = np.where((term > most) | np.isnan(term), term, most)
+        least[:] = np.where((term < least) | np.isnan(term), term, least)
+
+
+def elect_extremes(total: Floats, most: Floats, least: Floats) -> None:
+    """total = the largest where it is positive, the least where it is negative."""
+    total[:] = np.where(total > 0, most, np.where(total < 0, least, total))
+
+
+def count_needing(
+    values: Floats, factor: np.float32, total: Floats, selectivity: np.float32, counts: Integers
+) -> None:
+    """Count a model where |v| ≥ selectivity·|total - v|, with v = factor·values."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        own = values * factor
+        counts += np.abs(own) >= selectivity * np.abs(total - own)
+
+
+def keep_needed(total: Floats, counts: Integers, least: int) -> None:
+    """Zero what fewer than `least` models need, but for NaN."""
+    total[(counts < least) & ~np.isnan(total)] = 0
+
+
 def combine(
     base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
 ) -> NDArray[np.int64]:
@@ -381,6 +412,12 @@ def mark_ranks(keys: NDArray[Any], least: int, end: int, out: Lanes) -> None:
     ranks = np.empty(keys.shape, np.uint32)
     rank_rows(keys, ranks)
     out[:] = np.where((ranks >= least) & (ranks < end), np.uint8(255), np.uint8(0))
+
+
+def multiply_kept(values: Floats, factors: Floats) -> None:
+    """values *= factors, and zero where the factor is."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values[:] = np.where(factors == 0, np.float32(0), values * factors)
 
 
 def drop_by_rank(

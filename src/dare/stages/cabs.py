@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.ranks import Keys, magnitude_bits, marks, multiply_kept
+from dare.stages.ranks import Keys, magnitude_bits, marks
 from dare.stages.registry import combine_stage, meaning
 from dare.tensors.chunks import CHUNK
 
@@ -54,7 +54,7 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
         taken |= keep
         if rescale and survivors is not None:
             shares = _shares(survivors, keep != 0, m) * np.float32(min(n, m) / m)
-            multiply_kept(block.values, shares)
+            deltas.kernels.multiply_kept(block.values, shares)
     factor = m / min(n, m) if rescale else 1.0
     return deltas.sum([weight * factor for weight in deltas.weights])
 

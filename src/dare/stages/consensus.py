@@ -30,14 +30,13 @@ def consensus(deltas: Deltas, *, selectivity: Selectivity = 0.4, agree: Agree = 
     The authors' code keeps nothing if there are fewer than k models.
     """
     total = deltas.sum(deltas.weights)
-    needed = np.zeros(deltas.size, np.int16)
+    needed = np.zeros(deltas.size, np.int32)
     asked = 0
     for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
         if weight == 0:
             continue
         asked += 1
-        with np.errstate(invalid="ignore", over="ignore"):
-            own = block.values * np.float32(block.factor)
-            needed += np.abs(own) >= np.float32(selectivity) * np.abs(total - own)
-    np.copyto(total, 0, where=(needed < min(agree, asked)) & ~np.isnan(total))
+        factor = np.float32(block.factor)
+        deltas.kernels.count_needing(block.values, factor, total, np.float32(selectivity), needed)
+    deltas.kernels.keep_needed(total, needed, min(agree, asked))
     return total

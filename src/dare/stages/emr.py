@@ -18,13 +18,9 @@ def emr(deltas: Deltas) -> Floats:
     code a sum of zero counts as minus.
     """
     total, most, least = np.zeros((3, deltas.size), np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
-            if weight != 0:  # and not 0·∞
-                term = np.float32(weight * block.factor) * block.values
-                total += term
-                np.maximum(most, term, out=most)
-                np.minimum(least, term, out=least)
-        np.copyto(most, least, where=total < 0)
-        np.copyto(total, most, where=np.abs(total) > 0)
+    for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
+        if weight != 0:  # and not 0·∞
+            combined = np.float32(weight * block.factor)
+            deltas.kernels.add_extremes(block.values, combined, total, most, least)
+    deltas.kernels.elect_extremes(total, most, least)
     return total

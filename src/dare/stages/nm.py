@@ -15,7 +15,6 @@ from dare.stages.ranks import (
     KeysOf,
     magnitudes_left,
     marks,
-    multiply_kept,
     row_length,
     survey_rows,
     work_on_rows,
@@ -85,7 +84,7 @@ def nm(
         return
     selection = partial(_select, n, m, turn, rescale)
     factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
-    multiply_kept(block.values, factors)
+    block.kernels.multiply_kept(block.values, factors)
     block.leave(factors != 0)
     if rescale:
         block.factor *= m / n

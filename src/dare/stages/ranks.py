@@ -140,10 +140,3 @@ def ranks(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
     found = np.empty(keys.shape, np.uint32)
     kernels.rank_rows(np.ascontiguousarray(keys), found)
     return found
-
-
-def multiply_kept(values: NDArray[np.float32], factors: NDArray[np.float32]) -> None:
-    """Multiply values in place, and set them to zero where the factor is."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(values, factors, out=values)
-    np.copyto(values, 0, where=factors == 0)
