@@ -19,6 +19,7 @@ from small_deltas import KINDS, apply_quietly, compress_quietly
 import dare
 from dare import InputError, MismatchError, OutputError, VerificationError
 from dare.deltas.compressing import compress
+from dare.kernels import DEVICES, Device
 from dare.output.output import Output
 from dare.output.sink import PIECES_NAME, FileSink, PieceSink
 from helpers import flip_bit, listing, save, sha256
@@ -118,7 +119,7 @@ def stopping(way: Way, monkeypatch, error: BaseException, after: int = SOME) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, stop)
-        patch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
+        patch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
         yield
 
 

@@ -91,13 +91,11 @@ def test_results_are_encoded_alike(case):
     raw, merged, scale = case
     results = []
     for backend in (reference, native):
-        same, other = np.zeros_like(raw), np.zeros_like(raw)
+        same, other = np.zeros_like(raw), np.zeros(raw.size, np.uint16)
         peaks = [
-            comparable([backend.add_to_base(raw, merged, scale, same)]),
-            comparable([backend.add_to_base_as(raw, merged, scale, other)]),
+            comparable([backend.add_to_base(raw, merged, scale, out)]) for out in (same, other)
         ]
-        counts = backend.count_exceptions(raw, merged, scale, np.int32(0x7F7F8000))
-        results.append((peaks, tuple(map(int, counts)), same.tobytes(), other.tobytes()))
+        results.append((peaks, same.tobytes(), other.tobytes()))
     assert results[0] == results[1]
 
 
@@ -233,12 +231,9 @@ def test_counting_magnitudes(values, high):
     assert_same("count_equal", found, ends, cut, np.zeros(3, np.int64))
 
 
-@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]), st.integers(0, 20))
-def test_trimming(values, cut, ties_kept):
-    bits = np.float32(cut).view(np.uint32)
-    assert_same("trim", values, bits, ties_kept)
-    assert_same("keep_largest", values, np.int32(bits))
-    assert_same("drop_largest", values, bits, ties_kept)
+@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]))
+def test_trimming(values, cut):
+    assert_same("keep_largest", values, np.float32(cut).view(np.int32))
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(raws(n), near_zero(n), lanes(-(-n // 8) * 8))))
@@ -257,7 +252,6 @@ def test_gathering_magnitudes(case):
 def test_adding(case):
     total, values, weight = case
     assert_same("add_scaled", total, values, weight)
-    assert_same("add_onto", total, values, weight, np.zeros_like(total))
 
 
 @given(
@@ -267,19 +261,17 @@ def test_voting_and_electing(models, weight):
     results = []
     for backend in (reference, native):
         sums = np.zeros(4 * models[0].size, np.float32)
-        out, other = np.ones((2, models[0].size), np.float32)
+        out = np.ones(models[0].size, np.float32)
         for values in models:
             backend.vote(sums, values, weight, np.float32(abs(weight)))
-        backend.elect(sums, out)
-        backend.elect_by(sums, models[-1], other)
-        results.append([without_nan_payload(found).tobytes() for found in (out, other)])
+        backend.elect(sums, models[-1], out)
+        results.append(without_nan_payload(out).tobytes())
     assert results[0] == results[1]
 
 
 @given(st.integers(0, 300).flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))))
 def test_sums_have_one_order(case):
     left, right = case
-    assert reference.sum_magnitudes(left) == native.sum_magnitudes(left)
     assert reference.sum_products(left, right) == native.sum_products(left, right)
 
 
@@ -323,12 +315,6 @@ def test_counting_who_needs_an_element(case, selectivity):
         backend.keep_needed(kept, counts, 2)
         results.append((counts.tolist(), kept.tobytes()))
     assert results[0] == results[1]
-
-
-def test_the_largest_are_dropped_by_hand():
-    values = np.array([1, -2, 3, 2, -1, 2], np.float32)
-    native.drop_largest(values, np.float32(2).view(np.uint32), 2)
-    assert values.tolist() == [1, 0, 0, 0, -1, 2]
 
 
 @given(

@@ -9,11 +9,12 @@ import pytest
 from dare.api import merge_arrays, plan
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
+from dare.kernels import DEVICES, Device
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.planning.plan import INTERPRETER_BYTES, TENSOR_BYTES, Plan
 from dare.recipe.recipe import ModelEntry, Request, TensorRule
-from dare.run.backend import Backend
+from dare.run.backend import open_backend
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
 
@@ -240,7 +241,7 @@ def test_models_of_other_types_cost_what_they_are():
 
 def allocated_bytes(made: Plan) -> int:
     """What a thread's private state really holds in arrays."""
-    found, left = {}, [vars(Backend(made))]
+    found, left = {}, [vars(open_backend(made))]
     while left:
         value = left.pop()
         if isinstance(value, np.ndarray):
@@ -273,7 +274,7 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
 def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(
     model, settings, monkeypatch
 ):
-    monkeypatch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
+    monkeypatch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
     base = {"w": np.zeros(4, np.float16)}
     weights = settings.pop("weights", [None, None])
     entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import dare
+from dare.inputs.sources import hold_open
+from dare.kernels import DEVICES
 from dare.output.sink import ArraySink
+from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions, execute
-from dare.run.worker import Conclude, Make, Observe, Survey, list_steps
+from dare.run.threads import Batch
+from dare.run.worker import Conclude, Make, Merger, Observe, Survey, Worker, list_steps
+from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo
 from helpers import write_recipe
 
@@ -106,3 +112,38 @@ def test_another_process_merges_the_same_bytes_from_the_pickle(tmp_path, models)
     assert records == 3
     dare.merge(recipe)
     assert {n: a.tobytes() for n, a in load_file(recipe.recipe.output).items()} == found
+
+
+class FileLike(ArraySink):
+    """Has nothing made in its place; tensors begin anywhere in a page."""
+
+    def place(self, *_where):
+        return None
+
+    def position(self, name, offset):
+        return 4 * (ord(name[0]) * 100 + offset)
+
+    def write(self, name, offset, data):
+        self.arrays[name][offset : offset + data.size] = data
+
+
+@pytest.mark.parametrize("backend", DEVICES)
+def test_chunks_of_several_tensors_are_merged_in_one_call(tmp_path, models, backend, monkeypatch):
+    for each in (models[0], *models[1]):  # longer than a chunk
+        each["c.weight"] = np.resize(each["a.weight"], CHUNK + 5)
+    plan = dare.plan(write_recipe(tmp_path, *models, method="dare+ties"), backend=backend)
+    sink = FileLike([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    device, calls = open_backend(plan), []
+    merge = device.merge
+    monkeypatch.setattr(device, "merge", lambda batch: calls.append(batch) or merge(batch))
+    worker = Worker(plan, device, Merger(plan, device, sink), lambda _: None, threading.Event())
+    steps = tuple(list_steps(plan))
+    with hold_open((plan.base, *plan.models)):
+        records = list(worker.run_batch(Batch(tuple(range(len(steps))), steps, {})))
+    spans = [(chunk.tensor.name, chunk.size) for chunk, _ in calls[0]]
+    assert (len(calls), spans) == (
+        1,
+        [("ids", 5), ("a.weight", 1200), ("b.weight", 17), ("c.weight", CHUNK + 5)],
+    )
+    assert [(r.tensor, r.chunk) for r in records] == [(s.tensor, s.chunk) for s in steps]
+    assert {name: array.tobytes() for name, array in sink.arrays.items()} == merged(plan)

@@ -12,6 +12,7 @@ import pytest
 
 import dare
 from dare import OutputError
+from dare.kernels import DEVICES, Device
 from dare.output.targets import JOURNAL_NAME
 from helpers import save, sha256, write_recipe
 
@@ -87,7 +88,7 @@ def interrupted(recipe, monkeypatch, after):
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSink, "write", failing)
-        patch.setattr("dare.planning.plan.CHUNKS_AT_ONCE", 1)
+        patch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
         with pytest.raises(OutputError, match="injected"):
             dare.merge(recipe)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from dare import __version__
 from dare.checks.sample import sample_models
-from dare.deltas.packing import Bits, Keep, LosslessCoder, Packer, Scheme, choose_scheme
+from dare.deltas.packing import Bits, Keep, Packer, Scheme, choose_scheme, code_lossless
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
 from dare.documents.words import show_size
@@ -69,7 +69,8 @@ from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Request, TensorRule
-from dare.run.engine import MakeWorker, Receipt, Run, Work, run, warn
+from dare.run.engine import Receipt, Run, Work, run, warn
+from dare.run.worker import MakeCoder
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest, chunk_span, model_digest, tensor_digest
@@ -132,7 +133,7 @@ class Compression(Work[DeltaReport]):
         self,
         target: Path,
         plan: Plan,
-        make_worker: MakeWorker,
+        make_coder: MakeCoder,
         describe: Callable[[Records], DeltaNotes],
         settings: Mapping[str, Any],
         files: Files,
@@ -144,7 +145,7 @@ class Compression(Work[DeltaReport]):
         ]
         identity = bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
         super().__init__(plan, Layout(target, {target.name: ()}), plan.fingerprint, identity)
-        self._make_worker = make_worker
+        self._make_coder = make_coder
         self._describe = describe  # makes the header's notes when all chunks are coded
         self._settings = settings  # the user's settings, for the manifest
         self._files = files
@@ -155,7 +156,7 @@ class Compression(Work[DeltaReport]):
         return self._sink
 
     def carry_out(self, run: Run) -> Sequence[Record]:
-        return run.execute(self.plan, make_worker=self._make_worker)
+        return run.execute(self.plan, make_coder=self._make_coder)
 
     def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[DeltaReport]:
         plan = self.plan
@@ -411,7 +412,7 @@ def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
         stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
         return _make_notes(base, model, stored, files, scheme="lossless")
 
-    return Compression(target, plan, LosslessCoder, describe, {"lossless": True}, files)
+    return Compression(target, plan, code_lossless, describe, {"lossless": True}, files)
 
 
 def _open_files(path: Path) -> FileSource:

@@ -1,4 +1,4 @@
-"""Schemes for storing a fine-tune, and the workers of `compress`, which code chunk by chunk."""
+"""Schemes for storing a fine-tune, and the coders of `compress`, which pack chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dare.inputs.delta_files import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
 from dare.output.sink import PieceSink
-from dare.run.backend import Bytes, Chunk
-from dare.run.threads import Results
-from dare.run.worker import Worker, summaries_of
+from dare.planning.plan import Plan
+from dare.run.backend import Backend, Chunk
+from dare.run.worker import Coder
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.planes import pack
@@ -57,82 +57,79 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Sch
     return Scheme(drop_rate, bits, keep)
 
 
-class _Coder(Worker):
-    """Codes chunks into pieces by `_pack`."""
+def code_lossless(_plan: Plan, backend: Backend, output: PieceSink) -> Coder:
+    """Code the chunks of a model (the plan's base) against those of another, where it has them."""
 
-    takes_spans = False
-    _sink: PieceSink
-
-    def _code(self, chunk: Chunk, results: Results, _into: Bytes) -> list[Record]:
-        digests = [digest for (digest,) in self._digests(chunk)]
-        return [self._pack(chunk, digests, results)]
-
-    def _pack(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
-        raise NotImplementedError
-
-    def _room(self, *_where: object) -> tuple[Bytes, bool]:
-        return np.empty(0, np.uint8), True  # each chunk is put away when its size is known
-
-    def _put(
-        self,
-        chunk: Chunk,
-        inputs: Sequence[str],
-        parts: Sequence[NDArray[Any]],
-        count: int,
-        sums: Sequence[float] = (),
-    ) -> Record:
-        data = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
-        return Record(
-            tensor=chunk.tensor.name,
-            chunk=chunk.number,
-            inputs=tuple(inputs),
-            output=bytes_digest(data.data),
-            models=(),
-            exceptions=(0, 0),
-            piece=(self._sink.append(data), data.size, count),
-            sums=tuple(sums),
-        )
-
-
-class LosslessCoder(_Coder):
-    """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
-
-    def _pack(self, chunk: Chunk, digests: Sequence[str], _results: Results) -> Record:
-        against = next(iter(chunk.tuned.values()), None)
+    def code(chunk: Chunk) -> Record:
+        digests = _digests(backend, chunk)
         if len(digests) == 2 and digests[0] == digests[1]:
-            return self._put(chunk, digests, (), AS_IN_BASE)
-        other = None if against is None else against.view(np.uint8)
-        blob = pack(chunk.base.view(np.uint8), other, chunk.base.itemsize)
-        return self._put(chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+            return _put(output, chunk, digests, (), AS_IN_BASE)
+        against = next((raw.view(np.uint8) for raw in chunk.tuned.values()), None)
+        blob = pack(chunk.base.view(np.uint8), against, chunk.base.itemsize)
+        return _put(output, chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+
+    return lambda batch: [code(part) for chunk in batch for part in chunk.split()]
 
 
-class Packer(_Coder):
+def _digests(backend: Backend, chunk: Chunk) -> list[str]:
+    """Hash one chunk of each input."""
+    return [digest for (digest,) in backend.digests(chunk.inputs, chunk.known)]
+
+
+def _put(
+    output: PieceSink,
+    chunk: Chunk,
+    inputs: Sequence[str],
+    parts: Sequence[NDArray[Any]],
+    count: int,
+    sums: Sequence[float] = (),
+) -> Record:
+    """Put the parts of a packed chunk away."""
+    data = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
+    return Record(
+        tensor=chunk.tensor.name,
+        chunk=chunk.number,
+        inputs=tuple(inputs),
+        output=bytes_digest(data.data),
+        models=(),
+        exceptions=(0, 0),
+        piece=(output.append(data), data.size, count),
+        sums=tuple(sums),
+    )
+
+
+class Packer:
     """Packs what stages keep of chunks; a record's sums are Σδ², Σ(δ̂ - δ)² as read, and Σw²."""
 
-    def __init__(self, scheme: Scheme, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, scheme: Scheme, plan: Plan, backend: Backend, output: PieceSink) -> None:
         self._scheme = scheme
-        self._run = kernels.load(self._plan.backend)
+        self._backend = backend
+        self._output = output
+        self._run = kernels.load(plan.backend)
         # Used again for each chunk: fresh memory takes longer to get than to fill.
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)
 
-    def _pack(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
+    def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
+        return [self._pack(part) for chunk in batch for part in chunk.split()]
+
+    def _pack(self, chunk: Chunk) -> Record:
+        digests = _digests(self._backend, chunk)
         if not chunk.tensor.is_merged and len(set(digests)) > 1:
             raise MismatchError(
                 f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ "
                 "from the base's and cannot be dropped or rounded; use --lossless"
             )
         if not chunk.tensor.is_merged:
-            return self._put(chunk, digests, (), AS_IN_BASE)
+            return _put(self._output, chunk, digests, (), AS_IN_BASE)
         (tuned,) = chunk.tuned.values()
         base = self._base[: tuned.size]
         self._run.decode(chunk.base, base)
         weights = self._run.sum_products(base, base)
         if digests[0] == digests[1] and tuned.dtype == chunk.base.dtype:
-            return self._put(chunk, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
+            return _put(self._output, chunk, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
         change = self._take_change(tuned, base)
-        lanes = self._backend.block(chunk, 0, summaries_of(chunk.tensor, results)[0]).kept_lanes()
+        lanes = self._backend.kept_lanes(chunk, 0)
         kept = self._kept[: self._run.select(change, lanes, self._kept)]
         if self._scheme.bits == "native":
             values = np.empty(kept.size, tuned.dtype)
@@ -145,7 +142,7 @@ class Packer(_Coder):
             self._run.code_places(lanes, tuned.size, kept.size, places)
             parts.append(places)
         sums = self._errors(chunk, change, kept, stored)
-        return self._put(chunk, digests, parts, kept.size, (*sums, weights))
+        return _put(self._output, chunk, digests, parts, kept.size, (*sums, weights))
 
     def _take_change(self, tuned: NDArray[Any], base: Floats) -> Floats:
         """The model's change; infinities that both have are none."""

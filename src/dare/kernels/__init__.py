@@ -1,26 +1,56 @@
 """The arithmetic, on chunks of one tensor.
 
 `reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
-bits, fast, and `native` runs them. `load` returns a module with these functions.
+bits, fast, and `native` runs them. `load` returns a module with these functions. `DEVICES` tells
+plans what a backend takes, before there is one.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError, did_you_mean
+from dare.tensors.chunks import CHUNK
+from dare.tensors.files import ALIGNMENT
 
-MODULES = {"cpu": "native", "reference": "reference"}
-BACKENDS = tuple(MODULES)
 LANES_MULTIPLE = 8192
 """Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
 ROW = LANES_MULTIPLE + 16
 """Distance between rows of sums: not a power of two, or they would share cache sets."""
 PLACES_AT_ONCE = 8  # places that are written for each 64 lanes without counting those that are set
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan must know of a backend: its kernels, its batches, and the memory it takes."""
+
+    module: str
+    chunks_at_once: int = 4  # of each input, in a batch, if memory allows
+    chunks_held: int = 20  # of all inputs and the output; with more models, fewer of each
+    fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
+
+    def buffer_bytes(
+        self, chunks: int, models: int, *, width: int, is_fused: bool, has_deltas: bool
+    ) -> int:
+        """Return the bytes of one worker's buffers; an element has `width` bytes, as it is stored.
+
+        What is fused needs no values of single models.
+        """
+        floats = 2  # base and merged delta
+        if not is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
+            floats += models + 4 + 1 + has_deltas
+        lanes = 2
+        stored, computed = (2 + models) * width, 4 * floats + lanes
+        together = chunks if is_fused else 1
+        return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
+
+
+DEVICES = {"cpu": Device("native"), "reference": Device("reference")}
 
 
 class Operand(NamedTuple):
@@ -36,12 +66,12 @@ class Operand(NamedTuple):
 
 def check_backend(backend: str) -> str:
     """Refuse a name that no backend has."""
-    if backend not in BACKENDS:
-        hint = did_you_mean(backend, BACKENDS)
-        raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(BACKENDS)}")
+    if backend not in DEVICES:
+        hint = did_you_mean(backend, DEVICES)
+        raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(DEVICES)}")
     return backend
 
 
 def load(backend: str) -> Any:
     """Import a backend's kernels; Numba is only imported when something must be compiled."""
-    return importlib.import_module(f"dare.kernels.{MODULES[check_backend(backend)]}")
+    return importlib.import_module(f"dare.kernels.{DEVICES[check_backend(backend)].module}")

@@ -250,6 +250,18 @@ def _from_float(value, like):
     return _chosen(encoders, like)
 
 
+def stored_as(code, like):
+    """Encode one element as the carrier type of `like`; one of that type stays as it is."""
+    raise NotImplementedError
+
+
+@overload(stored_as, inline="always")
+def _stored_as(code, like):
+    if code == like:
+        return lambda code, like: code
+    return lambda code, like: from_float(to_float(code), like)
+
+
 def _chosen(table, carrier):
     if carrier not in table:
         raise errors.TypingError(f"{carrier} carries no weight type")
@@ -462,33 +474,9 @@ def add_to_base(raw, merged, scale, out):
         value = to_float(raw[i]) + scale * change
         peak = max(peak, magnitude_of(value))
         moved = from_float(value, out[i])
-        unmoved = raw[i]
+        unmoved = stored_as(raw[i], out[i])
         out[i] = unmoved if change == f32(0) else moved
     return peak
-
-
-@kernel
-def add_to_base_as(raw, merged, scale, out):
-    peak = i32(0)
-    for i in range(raw.size):
-        change = merged[i]
-        base = to_float(raw[i])
-        moved = bits_of(base + scale * change)
-        value = float_of(choose(all_ones(change == f32(0)), bits_of(base), moved))
-        peak = max(peak, magnitude_of(value))
-        out[i] = from_float(value, out[i])
-    return peak
-
-
-@kernel
-def count_exceptions(raw, merged, scale, overflow_bits):
-    overflowed = 0
-    nans = 0
-    for i in range(raw.size):
-        magnitude = magnitude_of(to_float(raw[i]) + scale * merged[i])
-        nans += magnitude > INFINITY
-        overflowed += (magnitude >= overflow_bits) & (magnitude <= INFINITY)
-    return overflowed, nans
 
 
 # ---------------------------------------------------------------- trimming
@@ -574,35 +562,6 @@ def keep_largest(values, least):
     return kept
 
 
-@kernel
-def trim(values, cut, ties_kept):
-    kept = 0
-    for i in range(values.size):
-        magnitude = u32(bits_of(values[i]) & MAGNITUDE)
-        if magnitude == cut and ties_kept > 0:
-            ties_kept -= 1
-            kept += 1
-        elif magnitude > cut:
-            kept += 1
-        else:
-            values[i] = f32(0)
-    return kept
-
-
-@kernel
-def drop_largest(values, cut, ties_dropped):
-    left = ties_dropped
-    for i in range(values.size):
-        if left == 0:
-            break
-        if magnitude_of(values[i]) == i32(cut):
-            values[i] = f32(0)
-            left -= 1
-    for i in range(values.size):
-        keep = all_ones(magnitude_of(values[i]) <= i32(cut))
-        values[i] = float_of(u32(bits_of(values[i]) & keep))
-
-
 # ---------------------------------------------------------------- combining
 
 
@@ -643,13 +602,7 @@ def vote(sums, values, weight, share):
 
 
 @kernel
-def elect(sums, out):
-    for i in range(out.size):
-        out[i] = outcome(sums, sums[i] + sums[out.size + i], i, out.size)
-
-
-@kernel
-def elect_by(sums, balance, out):
+def elect(sums, balance, out):
     for i in range(out.size):
         out[i] = outcome(sums, balance[i], i, out.size)
 
@@ -785,17 +738,6 @@ def fold(lanes):
 
 
 @kernel
-def sum_magnitudes(values, lanes):
-    whole = values.size // SUM_LANES * SUM_LANES
-    for start in range(0, whole, SUM_LANES):
-        for lane in range(SUM_LANES):
-            lanes[lane] += f64(abs(values[start + lane]))
-    for i in range(whole, values.size):
-        lanes[i - whole] += f64(abs(values[i]))
-    return fold(lanes)
-
-
-@kernel
 def sum_products(left, right, lanes):
     whole = left.size // SUM_LANES * SUM_LANES
     for start in range(0, whole, SUM_LANES):
@@ -804,12 +746,6 @@ def sum_products(left, right, lanes):
     for i in range(whole, left.size):
         lanes[i - whole] += f64(left[i]) * f64(right[i])
     return fold(lanes)
-
-
-@kernel
-def add_onto(base, values, factor, out):
-    for i in range(base.size):
-        out[i] = base[i] + factor * values[i]
 
 
 # ---------------------------------------------------------------- products

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -366,7 +366,6 @@ ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
     "count_magnitudes": lambda *_: [np.empty(TILE, kind) for kind in (np.float32, np.uint32)],
-    "sum_magnitudes": lambda *_: [np.zeros(SUM_LANES)],
     "sum_products": lambda *_: [np.zeros(SUM_LANES)],
     "draw_uniform": _group_room,
     "drop_by_rank": _group_room,
@@ -430,18 +429,21 @@ SECRET_WORDS = np.concatenate([SECRET[at : at + 64].copy().view("<u8") for at in
 
 def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
     spans = [[count * raw.itemsize for _, count in chunk_spans(raw.size)] for raw in raws]
-    if any(size <= SHORT_BYTES for sizes in spans for size in sizes):
-        return reference.digests(raws)
-    addresses = [
-        raw.ctypes.data + CHUNK * raw.itemsize * chunk
-        for raw, sizes in zip(raws, spans, strict=True)
-        for chunk in range(len(sizes))
+    is_long = [min(sizes, default=0) > SHORT_BYTES for sizes in spans]
+    pieces = [
+        (raw.ctypes.data + CHUNK * raw.itemsize * chunk, size)
+        for raw, sizes in compress(zip(raws, spans, strict=True), is_long)
+        for chunk, size in enumerate(sizes)
     ]
-    out = np.empty((len(addresses), 2), np.uint64)
-    sizes = np.array([size for sizes in spans for size in sizes], np.int64)
-    KERNELS.digest_pieces(np.array(addresses, np.int64), sizes, SECRET, SECRET_WORDS, out)
-    found = iter(out.tolist())
-    return [[f"{high:016x}{low:016x}" for high, low in islice(found, len(s))] for s in spans]
+    addresses, sizes = np.array(pieces, np.int64).reshape(-1, 2).T.copy()
+    out = np.empty((len(pieces), 2), np.uint64)
+    if pieces:
+        KERNELS.digest_pieces(addresses, sizes, SECRET, SECRET_WORDS, out)
+    found = (f"{high:016x}{low:016x}" for high, low in out.tolist())
+    return [
+        list(islice(found, len(sizes))) if long else reference.digests([raw])[0]
+        for raw, sizes, long in zip(raws, spans, is_long, strict=True)
+    ]
 
 
 def select(raw: Raw, lanes: Lanes, out: Raw) -> int:

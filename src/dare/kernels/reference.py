@@ -28,7 +28,6 @@ Integers = NDArray[np.int32]
 Doubles = NDArray[np.float64]
 
 SUM_LANES = 64
-_INFINITY = 0x7F800000
 
 _MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
 """The type of the values in a carrier."""
@@ -84,37 +83,19 @@ def delta(
 
 
 def add_to_base(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
-    """out = base + scale·merged in the base's own type; where merged is zero, the base's bytes.
+    """out = base + scale·merged, in the base's type or another.
 
-    Returns the bits of the largest magnitude before rounding.
+    Where merged is zero it is the base: its bytes, or in another type rounded. Returns the bits of
+    the largest magnitude before rounding.
     """
-    values = _moved(raw, merged, scale)
-    encode(values, out)
-    out[merged == 0] = raw[merged == 0]
-    return _peak(values)
-
-
-def add_to_base_as(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
-    """out = base + scale·merged in another type; where merged is zero, the base rounded."""
-    base = np.empty(raw.size, np.float32)
-    decode(raw, base)
-    return encode(np.where(merged == 0, base, _moved(raw, merged, scale)), out)
-
-
-def count_exceptions(
-    raw: Raw, merged: Floats, scale: np.float32, overflow_bits: int
-) -> tuple[int, int]:
-    """Count results too large for the output type, infinities included, and those that are NaN."""
-    found = magnitude_bits(_moved(raw, merged, scale))
-    overflowed = (found >= overflow_bits) & (found <= _INFINITY)
-    return int(overflowed.sum()), int((found > _INFINITY).sum())
-
-
-def _moved(raw: Raw, merged: Floats, scale: np.float32) -> Floats:
     base = np.empty(raw.size, np.float32)
     decode(raw, base)
     with np.errstate(invalid="ignore", over="ignore"):
-        return base + scale * merged
+        values = np.where(merged == 0, base, base + scale * merged)
+    encode(values, out)
+    if raw.dtype == out.dtype:
+        out[merged == 0] = raw[merged == 0]
+    return _peak(values)
 
 
 def draw(lanes: Lanes, size: int, start: int, key0: int, key1: int, high: int, low: int) -> int:
@@ -200,14 +181,6 @@ def trim(values: Floats, cut: int, ties_kept: int) -> int:
     return int(keep.sum())
 
 
-def drop_largest(values: Floats, cut: int, ties_dropped: int) -> None:
-    """Zero magnitudes above `cut`, and the first `ties_dropped` of those equal to it."""
-    found = magnitude_bits(values)
-    drop = found > cut
-    drop[np.flatnonzero(found == cut)[:ties_dropped]] = True
-    values[drop] = 0
-
-
 def add_scaled(total: Floats, values: Floats, weight: np.float32) -> None:
     """total += weight·values."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -229,14 +202,7 @@ def vote(sums: Floats, values: Floats, weight: np.float32, share: np.float32) ->
     below_share += np.where(value < 0, share, np.float32(0))
 
 
-def elect(sums: Floats, out: Floats) -> None:
-    """out = the mean of the side that outweighs the other; zero where neither does."""
-    above, below, _, _ = sums.reshape(4, -1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        elect_by(sums, above + below, out)
-
-
-def elect_by(sums: Floats, balance: Floats, out: Floats) -> None:
+def elect(sums: Floats, balance: Floats, out: Floats) -> None:
     """out = the mean of the side that the balance is on; zero where it is on neither.
 
     `sums` are those of `vote`. Where they hold a NaN, the result is one. A side without shares is
@@ -309,7 +275,9 @@ def combine(
             else:
                 add_scaled(total, values, operand.weight)
         if elects:
-            elect(sums, total)
+            with np.errstate(invalid="ignore", over="ignore"):
+                balance = sums[:size] + sums[size : 2 * size]
+            elect(sums, balance, total)
     return figures
 
 
@@ -334,19 +302,9 @@ def _lane_sum(terms: Doubles) -> float:
     return float(total)
 
 
-def sum_magnitudes(values: Floats) -> float:
-    """Σ|values| in float64, in a fixed order."""
-    return _lane_sum(np.abs(values).astype(np.float64))
-
-
 def sum_products(left: Floats, right: Floats) -> float:
     """Σ left·right in float64, in a fixed order."""
     return _lane_sum(left.astype(np.float64) * right.astype(np.float64))
-
-
-def add_onto(base: Floats, values: Floats, factor: np.float32, out: Floats) -> None:
-    """out = base + factor·values."""
-    out[:] = base + factor * values
 
 
 def low_rank(left: Floats, right: Floats, first: int, scale: np.float32, out: Floats) -> None:

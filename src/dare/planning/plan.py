@@ -27,18 +27,16 @@ from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import RecipeError, printable
 from dare.inputs.sources import bytes_for
+from dare.kernels import DEVICES, Device
 from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import IMPLIED, Settings, Stage
 from dare.stages.matrices import is_matrix, sides
 from dare.stores.uploading import sending_bytes
-from dare.tensors.chunks import CHUNK
-from dare.tensors.files import ALIGNMENT, cache_folder, read_private, write_private
+from dare.tensors.files import cache_folder, read_private, write_private
 
 INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
 
-CHUNKS_AT_ONCE = 4  # chunks that a thread reads and writes together, if memory allows
-CHUNKS_HELD = 20  # chunks that a thread holds; with more models, fewer of each
 TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 
@@ -99,9 +97,9 @@ class Cost:
     def chunks_at_once(self) -> int:
         """Chunks that a thread reads and writes together, in half the memory of all threads."""
         half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
-        chunks = CHUNKS_AT_ONCE
+        chunks = self._device.chunks_at_once
         while chunks > 1 and (
-            chunks * (2 + len(self.plan.models)) > CHUNKS_HELD
+            chunks * (2 + len(self.plan.models)) > self._device.chunks_held
             or self._wanted_threads * self._workspace_for(chunks) > half
             or other + self._workspace_for(chunks) > self.max_memory
         ):
@@ -118,21 +116,23 @@ class Cost:
         return self._workspace_for(self.chunks_at_once)
 
     def _workspace_for(self, chunks_at_once: int) -> int:
-        plan = self.plan
-        inputs_and_output = 2 + len(plan.models)
-        floats = 2  # base and merged delta
-        if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
-            floats += len(plan.models) + 4 + 1 + plan.has_deltas
-        lanes = 2
-        stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
-        together = chunks_at_once if self.is_fused else 1
-        buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
-        return buffers + sum(source.cost.reading_bytes for source in plan.sources)
+        buffers = self._device.buffer_bytes(
+            chunks_at_once,
+            len(self.plan.models),
+            width=self.widest,
+            is_fused=self.is_fused,
+            has_deltas=self.plan.has_deltas,
+        )
+        return buffers + sum(source.cost.reading_bytes for source in self.plan.sources)
+
+    @property
+    def _device(self) -> Device:
+        return DEVICES[self.plan.backend]
 
     @cached_property
     def is_fused(self) -> bool:
         """True if one kernel can combine every chunk, so that no model's values are kept."""
-        if self.passes > 1 or self.plan.has_deltas:
+        if self.passes > 1 or self.plan.has_deltas or not self._device.fuses:
             return False
         if self.plan.has_later_draws:  # a kernel draws one mask for each model
             return False

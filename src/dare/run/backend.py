@@ -1,18 +1,26 @@
-"""The computation for a chunk: stored bytes of base and models in, stored bytes and figures out."""
+"""The seam for devices: what a device does for a merge, and the backend for arrays on the CPU.
+
+A backend takes a batch of chunks, of one tensor or several, as stored bytes. In one call it
+combines them, adds the result to the base, stores it in the type of the output, counts and hashes.
+Surveys ask it for figures of whole tensors. It belongs to one worker and owns its buffers;
+`kernels` says what these take before there is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
+from dare.kernels.reference import magnitude_bits
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
-from dare.stages.blocks import Block, Deltas, Scratch
+from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Scratch
 from dare.stages.dare import make_up_for
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.dtypes import StorageType
@@ -22,10 +30,9 @@ Raw = NDArray[Any]
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Summaries = Mapping[int, Any]  # findings of a model's surveying stages, by position in the chain
-
-
-_ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
-"""True for a model that is given by deltas; for each stage its function, settings and draw."""
+Figures = tuple[tuple[tuple[int, ...], ...], tuple[int, int]]
+"""Largest |δ|, elements over the threshold and survivors after each stage, for each model of a
+chunk; and the elements of the result that overflow, and that are NaN."""
 
 
 class Chunk(NamedTuple):
@@ -35,6 +42,10 @@ class Chunk(NamedTuple):
     start: int
     base: Raw
     tuned: Mapping[int, Raw]  # the elements by model
+    summaries: Mapping[int, Summaries]  # the findings of their surveys
+    summary: Any = None  # the finding of the combine stage
+    known: Sequence[Sequence[str]] = ()
+    """The digests of every chunk of base and models; none of those that must be computed."""
 
     @property
     def size(self) -> int:
@@ -46,66 +57,171 @@ class Chunk(NamedTuple):
         """The number of the first chunk in the tensor."""
         return self.start // CHUNK
 
+    @property
+    def inputs(self) -> list[Raw]:
+        """The elements of the base, then of each model."""
+        return [self.base, *self.tuned.values()]
 
-class Figures(NamedTuple):
-    """Counts for the report of a chunk."""
+    def split(self, chunks: int = 1) -> Iterator[Chunk]:
+        """Yield parts of so many chunks."""
+        for first in range(0, self.size, CHUNK * chunks):
+            part = slice(first, first + CHUNK * chunks)
+            numbers = slice(first // CHUNK, first // CHUNK + chunks)
+            yield self._replace(
+                start=self.start + first,
+                base=self.base[part],
+                tuned={model: raw[part] for model, raw in self.tuned.items()},
+                known=[digests[numbers] for digests in self.known],
+            )
 
+
+ReadChunks = Callable[[], Iterator[Chunk]]
+"""Reads a whole tensor, chunk by chunk, as often as it is called."""
+
+
+class Place(NamedTuple):
+    """A surveying stage's place in a chain, the findings of those before it, and its census."""
+
+    position: int
+    before: Summaries
+    census: Any = None
+
+
+class Made(NamedTuple):
+    """What the journal has of a chunk that was made."""
+
+    inputs: tuple[str, ...]  # digests of base and models
+    output: str  # digest of the result
     models: tuple[tuple[int, ...], ...]
-    """Largest |δ|, elements over the threshold and survivors after each stage, for each model."""
-    exceptions: tuple[int, int]  # elements that overflow, and that are NaN
+    exceptions: tuple[int, int]
 
 
-class Backend:
-    """The means of one worker to compute: kernels on NumPy arrays, and buffers of its own."""
+class Backend(ABC):
+    """The means of one worker to compute, on some device."""
+
+    batch_elements: int
+    """Elements of each input that a batch may have."""
+    inputs: Bytes
+    """A row for the base and one for each model, which a batch is read into."""
+    output: Bytes
+    """Room for the result of a batch."""
+
+    @abstractmethod
+    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
+        """Merge chunks, or copy those that are not merged; store the result of each in its room."""
+
+    @abstractmethod
+    def digests(self, raws: Sequence[Raw], known: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Hash every chunk of each array, but where its digests are known."""
+
+    @abstractmethod
+    def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
+        """Return 255 for each element that a model's stages keep, else 0; until the next call."""
+
+    @abstractmethod
+    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+        """Show one model's tensor to the survey of a stage of its chain."""
+
+    @abstractmethod
+    def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
+        """Show a tensor of all models to the survey of the combine stage."""
+
+
+def open_backend(plan: Plan) -> Backend:
+    """Make a backend of the plan's kind."""
+    return _BACKENDS[plan.backend](plan)
+
+
+_ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
+"""True for a model that is given by deltas; for each stage its function, settings and draw."""
+
+
+class ArrayBackend(Backend):
+    """Computes on NumPy arrays, with the kernels `cpu` or `reference`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._kernels = kernels.load(plan.backend)
-        self.chunks_at_once = plan.cost.chunks_at_once  # read and written together, if possible
-        span = CHUNK * self.chunks_at_once * plan.cost.widest
-        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)  # the base's, each model's
+        chunks = plan.cost.chunks_at_once
+        self.batch_elements = CHUNK * chunks
+        span = self.batch_elements * plan.cost.widest
+        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)
         self.output = aligned_bytes(span + ALIGNMENT)
-        self.chunks_together = self.chunks_at_once if plan.cost.is_fused else 1
+        self._together = chunks if plan.cost.is_fused else 1
         """Chunks that can be merged as one, because no stage asks for values."""
-        self._scratch = Scratch(CHUNK * self.chunks_together)
+        self._scratch = Scratch(CHUNK * self._together)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._chains: tuple[TensorPlan, dict[int, _ModelChain]] | None = None
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
-    def merge(
-        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, into: Bytes
-    ) -> list[Figures]:
+    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
+        figures: list[Figures] = []
+        raws: list[Raw] = []
+        known: list[Sequence[str]] = []
+        for chunk, room in batch:
+            for part in chunk.split(self._together):
+                first = (part.start - chunk.start) * chunk.tensor.dtype.itemsize
+                into = room[first : first + part.size * chunk.tensor.dtype.itemsize]
+                make = self._merge if chunk.tensor.is_merged else self._convert
+                figures += make(part, into)
+            raws += [*chunk.inputs, room.view(chunk.tensor.dtype.carrier)]
+            known += [*chunk.known, ()]
+        digests, found = iter(self.digests(raws, known)), iter(figures)
+        made = []
+        for chunk, _ in batch:
+            *inputs, output = (next(digests) for _ in range(len(chunk.tuned) + 2))
+            pairs = zip(zip(*inputs, strict=True), output, strict=True)
+            made += [Made(read, stored, *next(found)) for read, stored in pairs]
+        return made
+
+    def _merge(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Take chunks through all stages, add the result to the base, and store it there."""
-        deltas = self.deltas(chunk, summaries, summary)
+        deltas = self._deltas(chunk)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
+        base = chunk.base
         if self._plan.is_model(chunk.tensor):  # the stages were run for their figures
             merged.fill(0)
-            ((model, info),) = self._plan.copies_of(chunk.tensor)
-            exceptions = self._add(chunk.tuned[model], info.dtype, merged, chunk, into)
-        else:
-            exceptions = self._add(chunk.base, chunk.tensor.base.dtype, merged, chunk, into)
+            (base,) = chunk.tuned.values()
+        exceptions = self._add(base, merged, chunk.tensor.dtype, into)
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [
-            Figures(tuple(map(tuple, models)), counts)
+            (tuple(map(tuple, models)), counts)
             for models, counts in zip(figures, exceptions, strict=True)
         ]
 
-    def convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
+    def _convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Store the base in the type of the output."""
-        kind = chunk.tensor.base.dtype
-        if chunk.tensor.dtype == kind:
+        dtype = chunk.tensor.dtype
+        if dtype == chunk.tensor.base.dtype:
             into[:] = chunk.base.view(np.uint8)
-            return [Figures((), (0, 0))] * chunk_count(chunk.size)
+            return [((), (0, 0))] * chunk_count(chunk.size)
         nothing = np.zeros(chunk.size, np.float32)
-        return [Figures((), counts) for counts in self._add(chunk.base, kind, nothing, chunk, into)]
+        return [((), counts) for counts in self._add(chunk.base, nothing, dtype, into)]
 
-    def digests(self, raws: Sequence[Raw]) -> list[list[str]]:
-        """Hash every chunk of some arrays."""
-        found: list[list[str]] = self._kernels.digests(raws)
-        return found
+    def digests(self, raws: Sequence[Raw], known: Sequence[Sequence[str]]) -> list[list[str]]:
+        pairs = list(zip(raws, known, strict=True))
+        found = iter(self._kernels.digests([raw for raw, digests in pairs if not digests]))
+        return [list(digests) or next(found) for _, digests in pairs]
 
-    def block(
+    def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
+        return self._block(chunk, model, chunk.summaries.get(model, {})).kept_lanes()
+
+    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+        def blocks() -> Iterator[Block]:
+            return (self._block(chunk, model, place.before, place.position) for chunk in read())
+
+        spare_bytes = self._plan.cost.spare_bytes
+        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census)
+
+    def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
+        def deltas() -> Iterator[Deltas]:
+            return map(self._deltas, read())
+
+        spare_bytes = self._plan.cost.spare_bytes
+        return JointView(self._kernels, tensor.shape, spare_bytes, deltas, tensor.weights)
+
+    def _block(
         self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
     ) -> Block:
         """Return a model's delta as it comes to the stage at a position of its chain."""
@@ -144,36 +260,37 @@ class Backend:
             chains[model] = is_delta, list(zip(applied, settings, draws, strict=False))
         return chains[model]
 
-    def deltas(
-        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None
-    ) -> Deltas:
+    def _deltas(self, chunk: Chunk) -> Deltas:
         """Return the deltas of all models as they come to the combine stage."""
-        blocks = [self.block(chunk, model, summaries.get(model, {})) for model in chunk.tuned]
-        weights = chunk.tensor.weights
-        return Deltas(
-            self._kernels, chunk.base, blocks, weights, self._scratch, self._threshold_bits, summary
-        )
+        found, weights = chunk.summaries, chunk.tensor.weights
+        blocks = [self._block(chunk, model, found.get(model, {})) for model in chunk.tuned]
+        arrays = self._scratch, self._threshold_bits
+        return Deltas(self._kernels, chunk.base, blocks, weights, *arrays, chunk.summary)
 
     def _add(
-        self, base: Raw, kind: StorageType, merged: Floats, chunk: Chunk, into: Bytes
+        self, base: Raw, merged: Floats, dtype: StorageType, into: Bytes
     ) -> list[tuple[int, int]]:
         """Encode base + scale·merged; count for each chunk results that overflow or are NaN."""
-        dtype, scale = chunk.tensor.dtype, np.float32(self._plan.recipe.scale)
-        add = self._kernels.add_to_base if dtype == kind else self._kernels.add_to_base_as
-        limit = np.int32(dtype.overflow_bits)
-        if add(base, merged, scale, into.view(dtype.carrier)) < limit:
+        scale, limit = np.float32(self._plan.recipe.scale), dtype.overflow_bits
+        if self._kernels.add_to_base(base, merged, scale, into.view(dtype.carrier)) < limit:
             return [(0, 0)] * chunk_count(base.size)
         has_infinities = np.isinf(np.array(np.inf).astype(dtype.numpy_type))
         counts = []
         for first, size in chunk_spans(base.size):
-            raw, change = base[first : first + size], merged[first : first + size]
-            overflowed, nans = self._kernels.count_exceptions(raw, change, scale, limit)
-            kept = 0  # infinities of the base, which do not count
-            if has_infinities:
-                origin = np.empty(size, np.float32)
-                self._kernels.decode(raw, origin)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    is_kept = np.isinf(origin) & (origin + scale * change == origin)
-                kept = int(np.count_nonzero(is_kept))
-            counts.append((int(overflowed) - kept, int(nans)))
+            origin = np.empty(size, np.float32)
+            self._kernels.decode(base[first : first + size], origin)
+            with np.errstate(invalid="ignore", over="ignore"):
+                moved = origin + scale * merged[first : first + size]
+            found = magnitude_bits(moved)
+            overflowed = (found >= limit) & (found <= INFINITY)
+            if has_infinities:  # those of the base do not count
+                overflowed &= ~(np.isinf(origin) & (moved == origin))
+            nans = np.count_nonzero(found > INFINITY)
+            counts.append((int(np.count_nonzero(overflowed)), int(nans)))
         return counts
+
+
+_BACKENDS: Mapping[str, Callable[[Plan], Backend]] = {
+    "cpu": ArrayBackend,
+    "reference": ArrayBackend,
+}

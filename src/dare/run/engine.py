@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Generic, TypeVar
 
 from dare import kernels
@@ -34,21 +35,22 @@ from dare.output.store import StorePublisher
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend
+from dare.run.backend import open_backend
 from dare.run.threads import Id, Results, Step, run_steps
 from dare.run.worker import (
     Conclude,
     Make,
+    MakeCoder,
+    Merger,
     Progress,
     Worker,
     list_census_steps,
     list_steps,
     sources_of,
 )
-from dare.tensors.chunks import bytes_digest, chunk_span
+from dare.tensors.chunks import CHUNK, bytes_digest, chunk_span
 
 R = TypeVar("R")
-MakeWorker = Callable[..., Worker]
 
 
 @dataclass(frozen=True)
@@ -273,13 +275,13 @@ def execute(
     announce: Callable[[], None] = lambda: None,
     known: Results | None = None,
     share: Share | None = None,
-    make_worker: MakeWorker = Worker,
+    make_coder: MakeCoder = Merger,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
     `record` gets the records of each batch. `announce` is called if kernels have to be compiled
     first. `known` are the conclusions of a plan that this one is a part of; else they are drawn
-    here. With a `share`, only its chunks are merged. `make_worker` makes what does the steps.
+    here. With a `share`, only its chunks are merged. `make_coder` makes what codes chunks.
     """
     if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
@@ -294,7 +296,7 @@ def execute(
 
     finished = {found.key for found in done}
     steps = list_steps(plan, finished, known or (), share)
-    _run_steps(plan, steps, sink, progress, announce, known or {}, collect, make_worker)
+    _run_steps(plan, steps, sink, progress, announce, known or {}, collect, make_coder)
     return records
 
 
@@ -331,8 +333,12 @@ def _run_steps(
     announce: Callable[[], None],
     known: Results,
     collect: Callable[[Sequence[Step], Sequence[Any]], None],
-    make_worker: MakeWorker = Worker,
+    make_coder: MakeCoder = Merger,
 ) -> None:
+    def make_worker(stop: Event) -> Worker:
+        backend = open_backend(plan)
+        return Worker(plan, backend, make_coder(plan, backend, sink), progress, stop)
+
     holds_matrices = plan.cost.matrix_bytes > 0
     with (
         one_blas_thread() if holds_matrices else nullcontext(),
@@ -341,8 +347,9 @@ def _run_steps(
     ):
         run_steps(
             list(steps),
-            lambda stop: make_worker(plan, Backend(plan), sink, progress, stop),
+            make_worker,
             plan.cost.threads,
+            batch_elements=CHUNK * kernels.DEVICES[plan.backend].chunks_at_once,
             known=known,
             collect=collect,
             groups_ahead=plan.cost.threads if holds_matrices else None,

@@ -66,15 +66,17 @@ def run_steps(
     known: Results = MappingProxyType({}),
     collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
     groups_ahead: int | None = None,
+    batch_elements: int = BATCH_ELEMENTS,
 ) -> None:
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
     `make_worker` makes the worker of one thread; the event it is given is set when work is to stop.
     `collect` gets the results of every batch, in the thread that has them. `known` are results
     that are there already. Where results take much room, `groups_ahead` holds back steps that are
-    more groups ahead of the first that is not done.
+    more groups ahead of the first that is not done. A batch has at most `batch_elements`, if it is
+    more than one step.
     """
-    schedule = _Schedule(steps, known, threads, groups_ahead)
+    schedule = _Schedule(steps, known, threads, groups_ahead, batch_elements)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
     asking = threading.Lock()
@@ -126,12 +128,18 @@ class _Schedule(Generic[AnyStep]):
     """Hands out steps, and passes their results on; any thread may ask."""
 
     def __init__(
-        self, steps: Sequence[AnyStep], known: Results, takers: int, groups_ahead: int | None
+        self,
+        steps: Sequence[AnyStep],
+        known: Results,
+        takers: int,
+        groups_ahead: int | None,
+        batch_elements: int,
     ) -> None:
         self.stop = threading.Event()  # set when no more steps are to be done
         self._steps = steps
         self._takers = takers
         self._groups_ahead = groups_ahead
+        self._batch_elements = batch_elements
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
@@ -156,7 +164,7 @@ class _Schedule(Generic[AnyStep]):
         """
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                room = min(BATCH_ELEMENTS, self._left // (2 * self._takers))
+                room = min(self._batch_elements, self._left // (2 * self._takers))
                 if places := self._take(room):
                     steps = tuple(self._steps[place] for place in places)
                     results = {need: self._results[need] for step in steps for need in step.needs}

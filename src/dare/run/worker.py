@@ -7,8 +7,8 @@ A step names the tensor it is for, and by id the results that it needs. Chunks t
 written, and their results are records; the results of the others are passed on. The order of the
 list only serves speed: bytes depend on the plan and the inputs alone.
 
-
-One worker: reads what a step needs, has it computed, writes the result.
+A worker does steps: it reads what they need, and has its backend compute. Chunks that are read
+together go through a coder, which makes records of them: the merger here, or those of delta files.
 
 A merge refuses inputs with elements that are not finite, unless the recipe allows them. Finding
 them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN results,
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
@@ -34,9 +34,8 @@ from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
-from dare.stages.blocks import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
@@ -176,10 +175,13 @@ def _making(
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- doing the steps
 
 
 Progress = Callable[[int], None]  # called with the number of bytes that were just read
+Coder = Callable[[Sequence[Chunk]], list[Record]]
+"""Makes chunks, puts them away, and returns their records in order."""
+MakeCoder = Callable[[Plan, Backend, Any], Coder]  # the last is a sink
 
 
 class Stopped(Exception):  # noqa: N818
@@ -194,15 +196,13 @@ def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[So
 class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
 
-    takes_spans = True  # tells that `_code` takes several chunks as one, where the backend does
-
     def __init__(
-        self, plan: Plan, backend: Backend, sink: Sink, progress: Progress, stop: threading.Event
+        self, plan: Plan, backend: Backend, code: Coder, progress: Progress, stop: threading.Event
     ) -> None:
         self._plan = plan
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._backend = backend
-        self._sink = sink
+        self._code = code
         self._progress = progress
         self._stop = stop
 
@@ -216,10 +216,10 @@ class Worker:
     def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
         results = batch.results
-        for steps in _spans(batch.steps, self._backend.chunks_at_once):
-            match steps[0]:
-                case Make():
-                    yield from self._make(cast("Sequence[Make]", steps), results)
+        for work in self._batches(batch.steps):
+            match work:
+                case list():
+                    yield from self._code(list(self._read_batch(work, results)))
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -238,8 +238,9 @@ class Worker:
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
         observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        walk = self._walk(tensor, model, summaries, position, None)
-        return observe(walk, _conclusion_before(census, step.round, results), **census.settings)
+        read = partial(self._read, tensor, [model], {})
+        view = self._backend.view(read, tensor, model, Place(position, summaries))
+        return observe(view, _conclusion_before(census, step.round, results), **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
         census = self._plan.censuses[step.census]
@@ -260,152 +261,169 @@ class Worker:
         """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
+        read = partial(self._read, tensor, [model], {})
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:
                 break
             survey = self._plan.stages[position].survey
             assert survey is not None  # surveyed_stages has seen to it
-            walk = self._walk(tensor, model, summaries, position, concluded.get(position))
-            summaries[position] = survey(walk, **tensor.settings_of(model)[position])
+            place = Place(position, summaries, concluded.get(position))
+            view = self._backend.view(read, tensor, model, place)
+            summaries[position] = survey(view, **tensor.settings_of(model)[position])
         return summaries
 
-    def _walk(
-        self, tensor: TensorPlan, model: int, summaries: Summaries, position: int, census: Any
-    ) -> _Walk:
-        """Return the blocks as they come to a stage, which knows the surveys before it."""
-
-        def blocks() -> Iterator[Block]:
-            for chunk in self._chunks(tensor, [model]):
-                yield self._backend.block(chunk, model, summaries, before=position)
-
-        return _Walk(self._plan.cost.spare_bytes, tensor.shape, blocks, census)
-
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
-        def deltas() -> Iterator[Deltas]:
-            for chunk in self._chunks(tensor, tensor.models):
-                yield self._backend.deltas(chunk, summaries_of(tensor, results))
-
         survey = self._plan.combine.survey
         assert survey is not None  # the step exists because there is one
-        walk = _Walk(self._plan.cost.spare_bytes, tensor.shape, deltas)
-        return survey(walk, **tensor.combine)
+        read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
+        return survey(self._backend.joint_view(read, tensor), **tensor.combine)
 
-    def _chunks(
+    def _read(
         self,
         tensor: TensorPlan,
         models: Sequence[int],
-        start: int = 0,
-        count: int | None = None,
-        together: int = 1,
+        summaries: Mapping[int, Summaries],
+        span: Span | None = None,
     ) -> Iterator[Chunk]:
-        """Read the base and some models chunk by chunk, unless the work is to stop."""
+        """Read the base and some models, unless the work is to stop: a span, or all by chunks."""
         sources = sources_of(self._plan, tensor, models)
-        is_plain = not any(source.cost.reading_bytes for source in sources)
-        for place, (base, *tuned) in read_chunks(
+        start, count, place = (span.start, span.elements, span.place) if span else (0, None, 0)
+        at_once = self._backend.batch_elements if _are_plain(sources) else CHUNK
+        buffers = self._backend.inputs[:, place * self._plan.cost.widest :]
+        for first, (base, *tuned) in read_chunks(
             *(sources, tensor.name, start, count),
-            buffers=[self._backend.inputs[row] for row in (0, *(1 + m for m in models))],
+            buffers=[buffers[row] for row in (0, *(1 + m for m in models))],
             base_first=True,
-            at_once=CHUNK * (self._backend.chunks_at_once if is_plain else 1),
-            together=CHUNK * together,
+            at_once=at_once,
+            together=count or CHUNK,
         ):
             if self._stop.is_set():
                 raise Stopped
             self._progress(sum(bytes_for(s, tensor.name, base.size) for s in sources))
-            yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)))
+            yield Chunk(tensor, first, base, dict(zip(models, tuned, strict=True)), summaries)
 
-    # ------------------------------------------------------------ chunks
+    def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
+        """Read the chunks of a batch, each to its own place in the buffers."""
+        for span in spans:
+            tensor = self._tensors[span.tensor]
+            summaries = _summaries_of(tensor, results)
+            (chunk,) = self._read(tensor, tensor.models, summaries, span)
+            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+            known = [
+                [] if held is None else [held.digests[number] for number in numbers]
+                for source in sources_of(self._plan, tensor, tensor.models)
+                for held in [source.held(tensor.name)]
+            ]
+            yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
 
-    def _make(self, steps: Sequence[Make], results: Results) -> list[Record]:
-        """Make the chunks of one tensor that follow each other, and write them together."""
-        tensor = self._tensors[steps[0].tensor]
-        together = self._backend.chunks_together if self.takes_spans else 1
-        start, count = steps[0].chunk * CHUNK, sum(step.elements for step in steps)
-        room, is_in_place = self._room(tensor, start, count)
+    def _batches(self, steps: Sequence[Step]) -> Iterator[list[Span] | Step]:
+        """Yield steps one by one, but chunks to be made together, as far as there is room."""
+        most, spans = self._backend.batch_elements, list[Span]()
+        for step in steps:
+            if not isinstance(step, Make):
+                if spans:
+                    yield spans
+                    spans = []
+                yield step
+                continue
+            last = spans[-1] if spans else None
+            if last and self._follows(step, last):
+                last.elements += step.elements
+                continue
+            if last and last.end + step.elements > most:
+                yield spans
+                spans, last = [], None
+            place = last.end if last else 0
+            spans.append(Span(step.tensor, step.chunk * CHUNK, step.elements, place))
+        if spans:
+            yield spans
+
+    def _follows(self, step: Make, span: Span) -> bool:
+        """Tell if a chunk can be read with those before it; some sources have room for one."""
+        tensor, end = self._tensors[step.tensor], span.start + span.elements
+        return (
+            (step.tensor, step.chunk * CHUNK) == (span.tensor, end)
+            and span.place + span.elements + step.elements <= self._backend.batch_elements
+            and _are_plain(sources_of(self._plan, tensor, tensor.models))
+        )
+
+
+def _are_plain(sources: Iterable[Source]) -> bool:
+    """Tell if no source keeps anything of its own for the chunk that is read, as LoRAs do."""
+    return not any(source.cost.reading_bytes for source in sources)
+
+
+@dataclass
+class Span:
+    """Chunks of one tensor that follow each other, and their place in the buffers of a batch."""
+
+    tensor: str
+    start: int
+    elements: int
+    place: int  # in elements of the widest type
+
+    @property
+    def end(self) -> int:
+        """The next place in the buffers, on a page: there is a page between what they hold."""
+        return (-(-(self.place + self.elements) // ALIGNMENT) + 1) * ALIGNMENT
+
+
+class Merger:
+    """The coder of a merge: has chunks merged into their place in the output, or writes them."""
+
+    def __init__(self, plan: Plan, backend: Backend, sink: Sink) -> None:
+        self._plan = plan
+        self._backend = backend
+        self._sink = sink
+
+    def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
+        rooms = list(self._rooms(batch))
+        made = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
         records: list[Record] = []
-        for chunk in self._chunks(tensor, tensor.models, start, count, together):
-            first, nbytes = (n * tensor.dtype.itemsize for n in (chunk.start - start, chunk.size))
-            records += self._code(chunk, results, room[first : first + nbytes])
-        if not is_in_place:
-            self._sink.write(tensor.name, start * tensor.dtype.itemsize, room)
+        for chunk in batch:
+            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+            found = made[len(records) : len(records) + len(numbers)]
+            self._check(chunk, found)
+            name = chunk.tensor.name
+            records += [Record(name, n, *each) for n, each in zip(numbers, found, strict=True)]
+        for chunk, room, is_in_place in rooms:
+            if not is_in_place:
+                offset = chunk.start * chunk.tensor.dtype.itemsize
+                self._sink.write(chunk.tensor.name, offset, room)
         return records
 
-    def _code(self, chunk: Chunk, results: Results, into: Bytes) -> list[Record]:
-        """Make the stored bytes of some chunks."""
+    def _check(self, chunk: Chunk, made: Sequence[Made]) -> None:
+        """Refuse inputs that are not finite, and copies that differ from the base."""
         tensor = chunk.tensor
         if tensor.is_merged:
-            summary = results.get(survey_id(tensor))
-            figures = self._backend.merge(chunk, summaries_of(tensor, results), summary, into)
-            self._check_finite(chunk, figures)
-        else:
-            figures = self._backend.convert(chunk, into)
-        *inputs, output = self._digests(chunk, into.view(tensor.dtype.carrier))
-        if not tensor.is_merged:
-            self._check_copies(tensor, inputs)
-        return [
-            Record(tensor.name, chunk.number + place, of_inputs, made, *found)
-            for place, (of_inputs, made, found) in enumerate(
-                zip(zip(*inputs, strict=True), output, figures, strict=True)
-            )
-        ]
-
-    def _digests(self, chunk: Chunk, *others: Raw) -> list[list[str]]:
-        """Return the digests of every chunk of base, models and others; some are known."""
-        numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-        known = [
-            [] if held is None else [held.digests[number] for number in numbers]
-            for source in sources_of(self._plan, chunk.tensor, chunk.tuned)
-            for held in [source.held(chunk.tensor.name)]
-        ]
-        raws = (chunk.base, *chunk.tuned.values(), *others)
-        unknown = [raw for raw, digests in zip_longest(raws, known) if not digests]
-        found = iter(self._backend.digests(unknown))
-        return [digests or next(found) for _, digests in zip_longest(raws, known)]
-
-    def _check_finite(self, chunk: Chunk, figures: Sequence[Figures]) -> None:
-        """Refuse inputs that are not finite; their elements are only read if a figure says so."""
-        if self._plan.recipe.allow_not_finite or not any(is_suspect(*found) for found in figures):
+            if not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
+                nans = sum(each.exceptions[1] for each in made)
+                check_chunk(self._plan, tensor, chunk.base, chunk.tuned, nans=nans)
             return
-        nans = sum(found.exceptions[1] for found in figures)
-        check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
-
-    def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
-        for model, found in zip(tensor.models, digests[1:], strict=True):
-            if found != digests[0]:
+        for place, model in enumerate(tensor.models, start=1):
+            if any(each.inputs[place] != each.inputs[0] for each in made):
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(
                     f"{tensor.name}: the {whose} differ from the base's and cannot be merged; set "
                     'on_integer_mismatch = "base" to keep the base\'s'
                 )
 
-    def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
-        """Return the output's own place (True), or a buffer that is to be written.
+    def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Bytes, bool]]:
+        """Yield chunks with their own place in the output (True), or a buffer to be written.
 
-        The buffer begins in its page where the output will in the file, for direct writes.
+        In the buffer each begins in a page where it will in the file, for direct writes.
         """
-        offset, nbytes = (n * tensor.dtype.itemsize for n in (start, count))
-        place = self._sink.place(tensor.name, offset, nbytes)
-        if place is not None:
-            return place, True
-        alignment = self._sink.position(tensor.name, offset) % ALIGNMENT
-        return self._backend.output[alignment : alignment + nbytes], False
-
-
-def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
-    """Yield steps one by one, but chunks of one tensor that follow each other together."""
-    span: list[Step] = []
-    for step in steps:
-        if span and (len(span) == most or not _follows(span[-1], step)):
-            yield span
-            span = []
-        span.append(step)
-    if span:
-        yield span
-
-
-def _follows(step: Step, after: Step) -> bool:
-    if not (isinstance(step, Make) and isinstance(after, Make)):
-        return False
-    return (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
+        used = 0
+        for chunk in batch:
+            name, width = chunk.tensor.name, chunk.tensor.dtype.itemsize
+            offset, nbytes = chunk.start * width, chunk.size * width
+            place = self._sink.place(name, offset, nbytes)
+            if place is not None:
+                yield chunk, place, True
+                continue
+            used += (self._sink.position(name, offset) - used) % ALIGNMENT
+            yield chunk, self._backend.output[used : used + nbytes], False
+            used += nbytes
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:
@@ -413,19 +431,6 @@ def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any
     return results[conclusion_id(census, number - 1)] if number else None
 
 
-def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
+def _summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
     """Return the findings of the surveys of each model."""
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
-
-
-@dataclass(eq=False)
-class _Walk:
-    """Blocks of a tensor in order, as often as a survey asks."""
-
-    spare_bytes: int
-    shape: tuple[int, ...]
-    walk: Callable[[], Iterator[Any]]
-    census: Any = None
-
-    def __call__(self) -> Iterator[Any]:
-        return self.walk()

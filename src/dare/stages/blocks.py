@@ -5,20 +5,23 @@ Where no stage asks for values, several chunks that follow each other are worked
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import Operand, reference
-from dare.tensors.chunks import chunk_spans
+from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
 
+HIGH_COUNTS, LOW_COUNTS = 1 << 16, 1 << 15
+"""Bins of histograms of magnitudes: by their upper 16 bits, and by the lower 15 below those."""
 INFINITY = 0x7F800000
 """The bits of an infinite magnitude; those of NaN are greater."""
 
@@ -142,7 +145,9 @@ class Block:
         if ties_kept in (0, ties) and self.is_noted and not self.least:
             self.least = cut if ties_kept else cut + 1
             return
-        self.kernels.trim(self.values, np.uint32(cut), ties_kept)
+        ties_found = np.flatnonzero(reference.magnitude_bits(self.values) == cut)
+        self.values[ties_found[ties_kept:]] = 0
+        self.kernels.keep_largest(self.values, np.int32(cut))
         self.leave_nonzero()
 
     def magnitudes(
@@ -290,19 +295,6 @@ def _decoded(raw: NDArray[Any]) -> Floats:
     return values
 
 
-class Walk(Protocol):
-    """The argument of a survey: the blocks of one tensor, as often as it asks for them."""
-
-    spare_bytes: int
-    """Memory the survey may use to remember what it has seen."""
-    shape: tuple[int, ...]
-    census: Any
-    """The conclusion of the stage's census for the tensor, if it has one."""
-
-    def __call__(self) -> Iterator[Any]:
-        """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""
-
-
 @dataclass(eq=False, repr=False)
 class Deltas:
     """The deltas of all models over one chunk, in recipe order, and ways to combine them."""
@@ -323,15 +315,16 @@ class Deltas:
         """The base's tensor over this chunk; 0 where it is infinite."""
         return self._scratch.base_of(self.kernels, self._scratch.finite(self.kernels, self._base))
 
-    def sum(self, weights: Sequence[float]) -> Floats:
-        """Return Σ weight·factor·delta, each product rounded once to float32."""
+    def sum(self, weights: Sequence[float], of_base: float = 0.0) -> Floats:
+        """Return Σ weight·factor·delta + of_base·base, each product rounded once to float32."""
         total = self._scratch.merged[: self.size]
-        if self._combine(weights, [0.0] * len(weights), total, elects=False):
-            return total
-        total.fill(0)
-        for block, weight in zip(self.blocks, weights, strict=True):
-            if weight != 0:  # and not 0·∞
-                self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
+        if not self._combine(weights, [0.0] * len(weights), total, elects=False):
+            total.fill(0)
+            for block, weight in zip(self.blocks, weights, strict=True):
+                if weight != 0:  # and not 0·∞
+                    self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
+        if of_base:
+            self.kernels.add_scaled(total, self.base, np.float32(of_base))
         return total
 
     def elect(self, weights: Sequence[float], shares: Sequence[float]) -> Floats:
@@ -346,7 +339,9 @@ class Deltas:
         for block, weight, share in zip(self.blocks, weights, shares, strict=True):
             combined = np.float32(weight * block.factor)
             self.kernels.vote(sums, block.values, combined, np.float32(share))
-        self.kernels.elect(sums, merged)
+        with np.errstate(invalid="ignore", over="ignore"):
+            balance = sums[: self.size] + sums[self.size : 2 * self.size]
+        self.kernels.elect(sums, balance, merged)
         return merged
 
     def _combine(
@@ -371,3 +366,142 @@ class Deltas:
         for number, block in enumerate(self.blocks):
             block.measured(figures[:, number])
         return True
+
+
+# ---------------------------------------------------------------- whole tensors, for surveys
+
+
+@dataclass(eq=False)
+class View:
+    """A tensor as a survey sees it: calling it goes over its blocks in order, as often as asked."""
+
+    kernels: Any
+    shape: tuple[int, ...]
+    spare_bytes: int
+    """Memory the survey may use to remember what it has seen."""
+    walk: Callable[[], Iterator[Any]]
+
+    def __call__(self) -> Iterator[Any]:
+        """Yield `Block`s for a delta stage, `Deltas` for a combine stage."""
+        return self.walk()
+
+
+@dataclass(eq=False)
+class DeltaView(View):
+    """One model's tensor, and figures of its magnitudes; those are remembered if there is room."""
+
+    census: Any = None
+    """The conclusion of the stage's census for the tensor, if it has one."""
+    survivors: int = 0
+    """The number of elements that no earlier stage has dropped, once there is a histogram."""
+    _remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
+    """All magnitudes but zero, and the end of each chunk."""
+
+    def histogram(self, prefix: int | None = None) -> NDArray[np.int64]:
+        """Count the magnitudes that are not zero by their upper 16 bits.
+
+        With a prefix, count those that have these upper bits by their lower 15.
+        """
+        if prefix is None:
+            counts = np.zeros(HIGH_COUNTS, np.int64)
+            for _ in self._magnitudes(counts):
+                pass
+            return counts
+        counts = np.zeros(LOW_COUNTS, np.int64)
+        for found, _ in self._magnitudes():
+            self.kernels.count_low(found, np.uint32(prefix), counts)
+        return counts
+
+    def count_equal(self, bits: int) -> NDArray[np.int64]:
+        """Count the magnitudes with these bits in each chunk."""
+        counted = [np.empty(0, np.int64)]
+        for found, ends in self._magnitudes():
+            counted.append(np.empty(ends.size, np.int64))
+            self.kernels.count_equal(found, ends, np.uint32(bits), counted[-1])
+        return np.concatenate(counted)
+
+    def l1_norms(self, change: Callable[[Block], None]) -> tuple[float, float]:
+        """Return the sum of all magnitudes before and after a change to every block."""
+        before = after = 0.0
+        for block in self():
+            before += self.kernels.sum_products(block.values, np.sign(block.values))
+            change(block)
+            after += self.kernels.sum_products(block.values, np.sign(block.values))
+        return before, after
+
+    def _magnitudes(
+        self, counts: NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        """Yield pieces, with the ends of chunks in each; one piece if all are remembered.
+
+        They can be counted by their upper 16 bits on the way.
+        """
+        if self._remembered is not None:
+            if counts is not None:
+                self.kernels.count_high(self._remembered[0], counts)
+            yield self._remembered
+            return
+        self.survivors = 0
+        needed, room = math.prod(self.shape), self.spare_bytes // 4
+        remembered = np.empty(min(needed, room), np.uint32)
+        passing = np.empty(0 if needed <= room else CHUNK, np.uint32)
+        ends: list[int] = []
+        end, is_enough = 0, True
+        for block in self():
+            is_enough = is_enough and remembered.size - end >= block.size
+            into = remembered[end:] if is_enough else passing
+            count, survivors = block.magnitudes(into, counts)
+            self.survivors += survivors
+            end += count
+            ends.append(end)
+            yield into[:count], np.array([count])
+        if is_enough and ends:
+            self._remembered = remembered[:end], np.array(ends)
+
+
+@dataclass(eq=False)
+class JointView(View):
+    """A tensor of all models, and products between them, in float64 in a fixed order."""
+
+    weights: Sequence[float] = ()
+
+    def dots(self, *, with_base: bool) -> list[list[float]]:
+        """Return the product of every model's delta with every other's, or of whole tensors.
+
+        They are summed within a chunk as the kernel does, then chunk after chunk.
+        """
+        products = [[0.0] * len(self.weights) for _ in self.weights]
+        for deltas in self():
+            tensors = self._tensors(deltas, with_base)
+            for row, left in enumerate(tensors):
+                for column in range(row, len(tensors)):
+                    products[row][column] += self.kernels.sum_products(left, tensors[column])
+        for row in range(len(products)):
+            for column in range(row):
+                products[row][column] = products[column][row]
+        return products
+
+    def line_dots(self, columns: int, *, by_column: bool, with_base: bool) -> NDArray[np.float64]:
+        """Return ab, aa and bb of two models a and b for each row of so many elements, or column.
+
+        The result is 3 × rows, or 3 × columns. They are summed element after element.
+        """
+        sums = np.zeros((3, columns if by_column else math.prod(self.shape) // columns))
+        for deltas in self():
+            first, second = self._tensors(deltas, with_base)
+            pairs = ((first, second), (first, first), (second, second))
+            for total, pair in zip(sums, pairs, strict=True):
+                start = deltas.blocks[0].start
+                self.kernels.add_products(*pair, start, columns, by_column, total)
+        return sums
+
+    def _tensors(self, deltas: Deltas, with_base: bool) -> list[Floats]:
+        """Turn deltas, which are used once, into the models' chunks: base + delta, or the delta."""
+        found = [block.values for block in deltas.blocks]
+        with np.errstate(invalid="ignore", over="ignore"):
+            for values, block in zip(found, deltas.blocks, strict=True):
+                if block.factor != 1:
+                    np.multiply(values, np.float32(block.factor), out=values)
+                if with_base:
+                    np.add(values, deltas.base, out=values)
+        return found

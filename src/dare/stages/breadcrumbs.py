@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, Walk
+from dare.stages.blocks import Block, DeltaView
 from dare.stages.ranks import (
     CutRows,
     Keys,
+    magnitude_bits,
     magnitudes_left,
     marks,
     row_length,
@@ -19,7 +20,7 @@ from dare.stages.ranks import (
     work_on_rows,
 )
 from dare.stages.registry import delta_stage, meaning
-from dare.stages.trim import Cut, Magnitudes, count_high, find_cut
+from dare.stages.trim import Cut, find_cut
 from dare.tensors.chunks import CHUNK
 
 KeepMiddle = Annotated[
@@ -34,17 +35,16 @@ Scope = Annotated[
 
 
 def survey_middle(
-    walk: Walk, *, keep_middle: float, drop_largest: float, per: Scope
+    view: DeltaView, *, keep_middle: float, drop_largest: float, per: Scope
 ) -> tuple[Cut, Cut | None] | CutRows:
     """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut."""
     if per == "row":
         work = partial(_mark_middle, (keep_middle, drop_largest))
-        return survey_rows(walk, row_length(walk.shape), magnitudes_left, work)
-    magnitudes = Magnitudes(walk)
-    counts = count_high(magnitudes)
-    kept, top = _shares(magnitudes.survivors, keep_middle, drop_largest)
-    lowest = find_cut(magnitudes, counts, kept + top)
-    return lowest, find_cut(magnitudes, counts, top) if top else None
+        return survey_rows(view, row_length(view.shape), magnitudes_left, work)
+    counts = view.histogram()
+    kept, top = _shares(view.survivors, keep_middle, drop_largest)
+    lowest = find_cut(view, counts, kept + top)
+    return lowest, find_cut(view, counts, top) if top else None
 
 
 @delta_stage(
@@ -79,8 +79,9 @@ def breadcrumbs(
     chunk = block.start // CHUNK
     block.keep_largest(lowest.bits, int(lowest.ties_kept[chunk]), int(lowest.ties[chunk]))
     if highest is not None:
-        ties = int(highest.ties_kept[chunk])
-        block.kernels.drop_largest(block.values, np.uint32(highest.bits), ties)
+        found, values = magnitude_bits(block), block.values
+        values[np.flatnonzero(found == highest.bits)[: highest.ties_kept[chunk]]] = 0
+        np.copyto(values, 0, where=found > highest.bits)
         block.leave_nonzero()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from dare.stages.blocks import Block, Mask, Walk
+from dare.stages.blocks import Block, DeltaView, Mask
 from dare.stages.registry import Settings, always, delta_stage, meaning
 from dare.tensors.mask import check_drop_rate, keep_threshold, mask_key
 
@@ -31,18 +30,9 @@ def drops(settings: Settings) -> bool:
     return bool(settings["drop_rate"] > 0)
 
 
-def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
+def survey_l1(view: DeltaView, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
     """Find the factor that gives the kept elements the L1 norm of the whole delta."""
-    return l1_factor(walk, lambda block: _drop(block, drop_rate))
-
-
-def l1_factor(walk: Walk, drop: Callable[[Block], None]) -> float:
-    """Return the L1 norm of a delta before it is dropped from, divided by the norm afterwards."""
-    before = after = 0.0
-    for block in walk():
-        before += block.kernels.sum_magnitudes(block.values)
-        drop(block)
-        after += block.kernels.sum_magnitudes(block.values)
+    before, after = view.l1_norms(lambda block: _drop(block, drop_rate))
     return before / after if after else 1.0
 
 

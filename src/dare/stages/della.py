@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
-from dare.stages.blocks import Block, Floats, Walk
-from dare.stages.dare import DropRate, Rescale, drops, l1_factor
+from dare.stages.blocks import Block, DeltaView, Floats
+from dare.stages.dare import DropRate, Rescale, drops
 from dare.stages.ranks import (
     CutRows,
     Keys,
@@ -40,13 +40,14 @@ def _check_window(settings: Settings) -> None:
 
 
 def survey_ranks(
-    walk: Walk, *, drop_rate: float, window: float, rescale: Rescale
+    view: DeltaView, *, drop_rate: float, window: float, rescale: Rescale
 ) -> tuple[CutRows, float]:
     """Rank the rows that are cut; find the factor that keeps the L1 norm, if that is asked for."""
-    rows = survey_rows(walk, row_length(walk.shape), magnitudes_left, _ranks_of_left)
+    rows = survey_rows(view, row_length(view.shape), magnitudes_left, _ranks_of_left)
     if rescale != "l1":
         return rows, 1.0
-    return rows, l1_factor(walk, lambda b: _drop(b, rows, drop_rate, window, even=True))
+    before, after = view.l1_norms(lambda b: _drop(b, rows, drop_rate, window, even=True))
+    return rows, before / after if after else 1.0
 
 
 def _survey_bytes(shape: tuple[int, ...], models: int) -> int:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
-from dare.stages.angles import PARALLEL, Space, inner_products, sum_in
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.registry import combine_stage
+from dare.stages.angles import PARALLEL, Space, sum_in
+from dare.stages.blocks import Deltas, Floats, JointView
+from dare.stages.registry import always, combine_stage
 
 MAX_STEPS = 1000
 SHORTEST_STEP = 1e-12
@@ -20,10 +20,10 @@ CANCELLED = 1e-5
 """Directions whose mean is shorter than this have none."""
 
 
-def survey_mean(walk: Walk, *, on: Space) -> list[float]:
+def survey_mean(view: JointView, *, on: Space) -> list[float]:
     """Find the coefficient of each model from the angles between them."""
-    products, weights = inner_products(walk, on)
-    shares = _shares(weights)
+    products = view.dots(with_base=on == "weights")
+    shares = _shares(view.weights)
     lengths = [math.sqrt(row[i]) for i, row in enumerate(products)]
     taken = [i for i, length in enumerate(lengths) if length > 0 and shares[i] > 0]
     if not all(map(math.isfinite, lengths)) or len(taken) < 2:
@@ -97,6 +97,7 @@ def _unit(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> NDArray[
     survey=survey_mean,
     default_weight=lambda models: 1 / models,
     interpolates={"on": "weights"},
+    is_lazy=always,
 )
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     """Average the directions of the models' tensors on the sphere, and their lengths.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.stages.blocks import Block, Deltas, Floats, Walk
+from dare.stages.blocks import Block, Deltas, Floats, View
 from dare.stages.registry import Settings, always, combine_stage, delta_stage
 
 
@@ -48,16 +48,16 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def _gather(walk: Walk, *, combines: bool) -> tuple[list[Floats], list[float]]:
+def _gather(view: View, *, combines: bool) -> tuple[list[Floats], list[float]]:
     """Gather deltas as matrices, of one model or of all in recipe order, and the models' weights.
 
     All factors are multiplied in.
     """
     flat: list[Floats] = []
     weights: list[float] = []
-    for found in walk():
+    for found in view():
         blocks, weights = (found.blocks, found.weights) if combines else ([found], [])
-        flat = flat or [np.empty(math.prod(walk.shape), np.float32) for _ in blocks]
+        flat = flat or [np.empty(math.prod(view.shape), np.float32) for _ in blocks]
         for values, block in zip(flat, blocks, strict=True):
             part = _chunk_of(values, block)
             np.multiply(block.values, np.float32(block.factor), out=part)
@@ -67,7 +67,7 @@ def _gather(walk: Walk, *, combines: bool) -> tuple[list[Floats], list[float]]:
                     "spread over the whole matrix; check the inputs, or merge this tensor by "
                     "another method"
                 )
-    return [values.reshape(as_matrix(walk.shape)) for values in flat], list(weights)
+    return [values.reshape(as_matrix(view.shape)) for values in flat], list(weights)
 
 
 def multiply_by_weights(deltas: Sequence[Floats], weights: Sequence[float]) -> None:
@@ -92,8 +92,8 @@ def matrix_delta_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def work(walk: Walk, **settings: Any) -> Floats:
-            return function(_gather(walk, combines=False)[0][0], **settings)
+        def work(view: View, **settings: Any) -> Floats:
+            return function(_gather(view, combines=False)[0][0], **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -118,8 +118,8 @@ def matrix_combine_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def work(walk: Walk, **settings: Any) -> Floats:
-            return function(*_gather(walk, combines=True), **settings)
+        def work(view: View, **settings: Any) -> Floats:
+            return function(*_gather(view, combines=True), **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -136,8 +136,8 @@ def matrix_combine_stage(
 def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:
     """Declare a survey that works on matrices only."""
 
-    def survey(walk: Walk, **settings: Any) -> Floats | None:
-        return work(walk, **settings) if is_matrix(walk.shape) else None
+    def survey(view: View, **settings: Any) -> Floats | None:
+        return work(view, **settings) if is_matrix(view.shape) else None
 
     def survey_bytes(shape: tuple[int, ...], models: int) -> int:
         return work_bytes(*as_matrix(shape), models) if is_matrix(shape) else 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-from dare.stages.angles import inner_products
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.registry import combine_stage
+from dare.stages.blocks import Deltas, Floats, JointView
+from dare.stages.registry import always, combine_stage
 
 
-def survey_cosines(walk: Walk) -> float:
+def survey_cosines(view: JointView) -> float:
     """Find how far to go from the base to the mean, t, from the angles between the deltas."""
-    products, weights = inner_products(walk, "deltas")
+    products = view.dots(with_base=False)
     lengths = [math.sqrt(row[i]) for i, row in enumerate(products)]
-    count = len(weights)
+    count = len(view.weights)
     cosines = [
         products[i][j] / (lengths[i] * lengths[j]) if lengths[i] * lengths[j] else 0.0
         for i in range(count)
@@ -26,7 +25,13 @@ def survey_cosines(walk: Walk) -> float:
     return count * cosine / (1 + (count - 1) * cosine)
 
 
-@combine_stage(paper="arXiv:2403.19522", sees="tensor", survey=survey_cosines, default_weight=None)
+@combine_stage(
+    paper="arXiv:2403.19522",
+    sees="tensor",
+    survey=survey_cosines,
+    default_weight=None,
+    is_lazy=always,
+)
 def model_stock(deltas: Deltas) -> Floats:
     """Go from the base towards the mean of the models, the farther the more they agree.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from dare.errors import RecipeError
-from dare.stages.blocks import Block, Floats, Walk
+from dare.stages.blocks import Block, Floats, View
 from dare.stages.ranks import (
     CutRows,
     Keys,
@@ -42,12 +42,12 @@ def _check_turn(settings: Settings) -> None:
 
 
 def survey_groups(
-    walk: Walk, *, n: int, m: int, choose: Choice, turn: int, rescale: bool
+    view: View, *, n: int, m: int, choose: Choice, turn: int, rescale: bool
 ) -> CutRows:
     """Work on the groups that the borders of chunks cut: none, if m divides 524,288."""
-    columns = row_length(walk.shape)
+    columns = row_length(view.shape)
     unit = m if columns % m == 0 else columns  # a row that ends in a short group is taken whole
-    return survey_rows(walk, unit, _KEYS[choose], partial(_select, n, m, turn, rescale))
+    return survey_rows(view, unit, _KEYS[choose], partial(_select, n, m, turn, rescale))
 
 
 @delta_stage(

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.angles import Space, arc_between, inner_products, sum_in, tensors_in
-from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.angles import Space, arc_between, sum_in
+from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.matrices import as_matrix
 from dare.stages.registry import combine_stage, meaning
 
@@ -30,23 +30,14 @@ class Lines:
     """2 × rows, or 2 × columns."""
 
 
-def survey_lines(walk: Walk, *, each: Each, on: Space) -> tuple[float, float] | Lines:
+def survey_lines(view: JointView, *, each: Each, on: Space) -> tuple[float, float] | Lines:
     """Find the coefficients of both models, for the tensor or for each of its rows or columns."""
-    if each == "tensor" or len(walk.shape) < 2:
-        products, weights = inner_products(walk, on)
-        return arc_between(products[0][1], products[0][0], products[1][1], _fraction(weights))
-    rows, columns = as_matrix(walk.shape)
-    by_column = each == "column"
-    sums = np.zeros((3, columns if by_column else rows))
-    weights = ()
-    for deltas in walk():
-        weights = deltas.weights
-        start = deltas.blocks[0].start
-        first, second = tensors_in(deltas, on)
-        pairs = ((first, second), (first, first), (second, second))
-        for total, pair in zip(sums, pairs, strict=True):
-            deltas.kernels.add_products(*pair, start, columns, by_column, total)
-    t = _fraction(weights)
+    t, with_base = _fraction(view.weights), on == "weights"
+    if each == "tensor" or len(view.shape) < 2:
+        products = view.dots(with_base=with_base)
+        return arc_between(products[0][1], products[0][0], products[1][1], t)
+    _, columns = as_matrix(view.shape)
+    sums = view.line_dots(columns, by_column=each == "column", with_base=with_base)
     found = [arc_between(both, one, two, t) for both, one, two in sums.T.tolist()]
     return Lines(columns, np.array(found).reshape(-1, 2).T)
 

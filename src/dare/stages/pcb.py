@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, Deltas, Floats, Walk
+from dare.stages.blocks import HIGH_COUNTS, LOW_COUNTS, Block, Deltas, Floats, View
 from dare.stages.registry import combine_stage, meaning
-from dare.stages.trim import HIGH_COUNTS, LOW_COUNTS, count_down
+from dare.stages.trim import count_down
 
 ScoreRatio = Annotated[
     float, meaning("Share of each delta's elements to keep, by score.", gt=0, le=1)
@@ -26,17 +26,17 @@ class Competition(NamedTuple):
     top: np.float32
 
 
-def survey_scores(walk: Walk, *, score_ratio: float) -> list[Competition]:
+def survey_scores(view: View, *, score_ratio: float) -> list[Competition]:
     """Find each model's largest magnitude, its (k + 1)-th largest score, and the largest."""
     peaks: list[float] = []
     elements = 0
-    for deltas in walk():
+    for deltas in view():
         elements += deltas.size
         peaks = peaks or [0.0] * len(deltas.blocks)
         peaks = [max(p, _peak(block)) for p, block in zip(peaks, deltas.blocks, strict=True)]
     kept = max(1, int(score_ratio * elements))
 
-    scores = _Scores(walk, peaks)
+    scores = _Scores(view, peaks)
     tops = [np.uint32(0)] * len(peaks)
     counts = np.zeros((len(peaks), HIGH_COUNTS), np.int64)
     for kernels, model, bits in scores():
@@ -80,8 +80,8 @@ def _all_scores(deltas: Deltas, peaks: Sequence[float]) -> Iterator[Floats]:
 class _Scores:
     """The bits of the positive scores, which order like them; remembered if there is room."""
 
-    def __init__(self, walk: Walk, peaks: Sequence[float]) -> None:
-        self._walk = walk
+    def __init__(self, view: View, peaks: Sequence[float]) -> None:
+        self._view = view
         self._peaks = peaks
         self._remembered: list[tuple[Any, int, NDArray[np.uint32]]] | None = None
 
@@ -89,9 +89,9 @@ class _Scores:
         if self._remembered is not None:
             yield from self._remembered
             return
-        room = self._walk.spare_bytes
+        room = self._view.spare_bytes
         seen = []
-        for deltas in self._walk():
+        for deltas in self._view():
             for model, scores in enumerate(_all_scores(deltas, self._peaks)):
                 bits: NDArray[np.uint32] = scores[scores > 0].view(np.uint32)
                 room -= bits.nbytes

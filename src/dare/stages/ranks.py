@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, Walk
+from dare.stages.blocks import Block, View
 from dare.tensors.chunks import CHUNK, chunk_count
 
 SLAB = 1 << 16
@@ -57,13 +57,13 @@ def cut_row_elements(shape: tuple[int, ...], columns: int) -> int:
     return min(elements, (chunk_count(elements) - 1) * columns)
 
 
-def survey_rows(walk: Walk, columns: int, keys_of: KeysOf, work: RowWork) -> CutRows:
+def survey_rows(view: View, columns: int, keys_of: KeysOf, work: RowWork) -> CutRows:
     """Work on the rows that are cut; without any, the tensor is not even read."""
     pieces: dict[int, tuple[NDArray[Any], ...]] = {}
-    if not cut_row_elements(walk.shape, columns):
+    if not cut_row_elements(view.shape, columns):
         return CutRows(columns, pieces)
     waiting: list[tuple[int, Keys]] = []  # the pieces of the row that is not complete yet
-    for block in walk():
+    for block in view():
         head, tail = _edges(block, columns)
         keys = keys_of(block)
         if head:

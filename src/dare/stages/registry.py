@@ -11,17 +11,15 @@ ranges are the recipe's schema; its docstring is its documentation. There are tw
 A stage declares in `sees` how much it must have seen before it can work on a chunk:
 
 - `element`: nothing; any chunk will do
-- `tensor`: something of the whole tensor. It has a *survey*: a function of the same parameters
-  that walks over the tensor's chunks; its result is in `summary` later. A stage that must know
-  something of all tensors of a model has a *census* before its surveys.
+- `tensor`: something of the whole tensor. It has a *survey*: a function of a view of the tensor
+  and the same parameters; its result is in `summary` later. A stage that must know something of
+  all tensors of a model has a *census* before its surveys.
 - `matrix`: the whole matrix at once. It is registered by `matrices`, as a function of matrices.
 
-
-Methods: chains of stages by name, and other names for them.
-
-Stages may lie in a file or in another package that is installed. A file registers its stages when
-it is run, as the files here do. A package names the modules that register its stages as entry
-points of the group `dare.stages`.
+A *method* is a chain of stages, written `dare+ties`; some chains have other names too. Stages may
+lie in a file or in another package that is installed. A file registers its stages when it is run,
+as the files here do. A package names the modules that register its stages as entry points of the
+group `dare.stages`.
 """
 
 from __future__ import annotations
@@ -165,7 +163,7 @@ class Round:
     """
 
     observe: Callable[..., Any]
-    """`observe(walk, known, **settings)` returns the observation of one tensor."""
+    """`observe(view, known, **settings)` returns the observation of one tensor."""
     conclude: Callable[..., Any]
     """`conclude(observed, known, **settings)` has the observations by tensor, ordered by name."""
 
@@ -174,7 +172,7 @@ class Round:
 class Census:
     """A survey of all tensors of a model that have the same settings of a stage.
 
-    The conclusion of the last round, a mapping by tensor, is in `walk.census` for the surveys.
+    The conclusion of the last round, a mapping by tensor, is in `view.census` for the surveys.
     """
 
     when: Callable[[Settings], bool]
@@ -222,7 +220,8 @@ class Stage:
     is_identity: Predicate = _never
     """True if it leaves every delta as it is; a combine stage, one delta of weight 1."""
     is_lazy: Predicate = _never
-    """True if it leaves values to the backend; else it computes on arrays."""
+    """True if it leaves values and figures to the backend; else it computes on arrays with NumPy,
+    on the CPU."""
     default_weight: Callable[[int], float] | None = lambda _models: 1.0
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None = None
@@ -338,7 +337,7 @@ def _register(
     return function
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- methods
 
 
 ALIASES: dict[str, str] = {

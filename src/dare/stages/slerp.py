@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from dare.stages.angles import Space, arc_between, inner_products, sum_in
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.registry import combine_stage, meaning
+from dare.stages.angles import Space, arc_between, sum_in
+from dare.stages.blocks import Deltas, Floats, JointView
+from dare.stages.registry import always, combine_stage, meaning
 
 Fraction = Annotated[
     float, meaning("Where on the arc: 0 is the first model, 1 the second.", ge=0, le=1)
 ]
 
 
-def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
+def survey_angle(view: JointView, *, t: float, on: Space) -> tuple[float, float]:
     """Find the two coefficients from the angle between the tensors."""
-    products, _ = inner_products(walk, on)
+    products = view.dots(with_base=on == "weights")
     return arc_between(products[0][1], products[0][0], products[1][1], t)
 
 
@@ -25,6 +25,7 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     default_weight=None,
     models=2,
     interpolates={"on": "weights"},
+    is_lazy=always,
 )
 def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats:  # noqa: ARG001
     """Interpolate along the arc between two models' tensors: t = 0 is the first, 1 the second.

@@ -67,7 +67,7 @@ def ties(
     else:
         balance = deltas.sum([math.copysign(float(w != 0), w) for w in weights])
     merged = np.empty(deltas.size, np.float32)
-    deltas.kernels.elect_by(sums.reshape(-1), balance, merged)
+    deltas.kernels.elect(sums.reshape(-1), balance, merged)
     return merged
 
 

@@ -8,14 +8,14 @@ their lower 15.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, Walk
+from dare.stages.blocks import HIGH_COUNTS, LOW_COUNTS, Block, DeltaView
 from dare.stages.registry import Census, Round, always, delta_stage, meaning
 from dare.tensors.chunks import CHUNK, chunk_count
 
@@ -26,9 +26,6 @@ Scope = Annotated[
     Literal["tensor", "model"],
     meaning("Keep that share of each tensor, or of all tensors of a model together."),
 ]
-
-HIGH_COUNTS = 1 << 16
-LOW_COUNTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -42,93 +39,35 @@ class Cut:
     """The number of those that are kept, for each chunk."""
 
 
-class Magnitudes:
-    """The non-zero magnitudes of a tensor, chunk by chunk; remembered if there is room."""
-
-    def __init__(self, walk: Walk) -> None:
-        self.survivors = 0
-        self.elements = 0
-        self._walk = walk
-        self._kernels: Any = None
-        self._remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
-        """All of them, and the end of each chunk."""
-
-    def __call__(
-        self, counts: NDArray[np.int64] | None = None
-    ) -> Iterator[tuple[Any, NDArray[np.uint32], NDArray[np.int64]]]:
-        """Yield pieces, with the ends of chunks in each; one piece if all are remembered.
-
-        The first time, they can be counted by their upper 16 bits.
-        """
-        if self._remembered is not None:
-            yield self._kernels, *self._remembered
-            return
-        self.survivors = self.elements = 0
-        needed, room = math.prod(self._walk.shape), self._walk.spare_bytes // 4
-        remembered = np.empty(min(needed, room), np.uint32)
-        passing = np.empty(0 if needed <= room else CHUNK, np.uint32)
-        ends: list[int] = []
-        end, is_enough = 0, True
-        for block in self._walk():
-            self._kernels = block.kernels
-            self.elements += block.size
-            is_enough = is_enough and remembered.size - end >= block.size
-            into = remembered[end:] if is_enough else passing
-            count, survivors = block.magnitudes(into, counts)
-            self.survivors += survivors
-            end += count
-            ends.append(end)
-            yield block.kernels, into[:count], np.array([count])
-        if is_enough and ends:
-            self._remembered = remembered[:end], np.array(ends)
-
-
-def survey_cut(walk: Walk, *, keep_ratio: float, scope: Scope) -> Cut:
+def survey_cut(view: DeltaView, *, keep_ratio: float, scope: Scope) -> Cut:
     """Find the k-th largest magnitude, k being the share to keep of what has survived."""
-    magnitudes = Magnitudes(walk)
     if scope == "model":
-        return _cut_of_model(magnitudes, walk)
-    counts = count_high(magnitudes)
-    return find_cut(magnitudes, counts, _wanted(keep_ratio, magnitudes.survivors))
+        return _cut_of_model(view)
+    counts = view.histogram()
+    return find_cut(view, counts, _wanted(keep_ratio, view.survivors))
 
 
 def _wanted(keep_ratio: float, survivors: int) -> int:
     return max(1, int(keep_ratio * survivors))
 
 
-def count_high(magnitudes: Magnitudes) -> NDArray[np.int64]:
-    """Count magnitudes by their upper 16 bits; the survivors are known afterwards."""
-    counts = np.zeros(HIGH_COUNTS, np.int64)
-    for _ in magnitudes(counts):
-        pass
-    return counts
-
-
-def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> Cut:
+def find_cut(view: DeltaView, counts: NDArray[np.int64], wanted: int) -> Cut:
     """Find the magnitude of that rank: the lower 15 bits are counted where the upper 16 agree."""
     if counts.sum() <= wanted:  # no more than that are not zero: keep them all
-        nothing = np.zeros(chunk_count(magnitudes.elements), np.int64)
-        return Cut(0, nothing, nothing)
+        return _no_cut(view)
     high, wanted = count_down(counts, wanted)
-    low, wanted = count_down(count_low(magnitudes, high), wanted)
-    return _cut_at(magnitudes, high << 15 | low, wanted)
+    low, wanted = count_down(view.histogram(high), wanted)
+    return _cut_at(view, high << 15 | low, wanted)
 
 
-def count_low(magnitudes: Magnitudes, high: int) -> NDArray[np.int64]:
-    """Count the magnitudes with these upper 16 bits by their lower 15."""
-    counts = np.zeros(LOW_COUNTS, np.int64)
-    for kernels, found, _ in magnitudes():
-        kernels.count_low(found, np.uint32(high), counts)
-    return counts
+def _no_cut(view: DeltaView) -> Cut:
+    nothing = np.zeros(chunk_count(math.prod(view.shape)), np.int64)
+    return Cut(0, nothing, nothing)
 
 
-def _cut_at(magnitudes: Magnitudes, cut: int, wanted: int) -> Cut:
-    counted = [np.empty(0, np.int64)]
-    for kernels, found, ends in magnitudes():
-        counted.append(np.empty(ends.size, np.int64))
-        kernels.count_equal(found, ends, np.uint32(cut), counted[-1])
-    ties = np.concatenate(counted)
-    return Cut(cut, ties, _first(wanted, ties))
+def _cut_at(view: DeltaView, bits: int, wanted: int) -> Cut:
+    ties = view.count_equal(bits)
+    return Cut(bits, ties, _first(wanted, ties))
 
 
 def _first(wanted: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -168,11 +107,10 @@ class TensorCut(NamedTuple):
     ties_kept: int
 
 
-def _sparse(counts: NDArray[np.int64], magnitudes: Magnitudes) -> Counts:
+def _sparse(view: DeltaView, prefix: int | None = None) -> Counts:
+    counts = view.histogram(prefix)
     numbers = np.flatnonzero(counts)
-    return Counts(
-        numbers.astype(np.uint16), counts[numbers].astype(np.uint32), magnitudes.survivors
-    )
+    return Counts(numbers.astype(np.uint16), counts[numbers].astype(np.uint32), view.survivors)
 
 
 def _total(observed: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
@@ -182,10 +120,9 @@ def _total(observed: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
     return total
 
 
-def observe_high(walk: Walk, _known: None, **_settings: Any) -> Counts:
+def observe_high(view: DeltaView, _known: None, **_settings: Any) -> Counts:
     """Count a tensor's magnitudes by their upper bits."""
-    magnitudes = Magnitudes(walk)
-    return _sparse(count_high(magnitudes), magnitudes)
+    return _sparse(view)
 
 
 def conclude_high(
@@ -197,12 +134,9 @@ def conclude_high(
     return None if total.sum() <= wanted else count_down(total, wanted)
 
 
-def observe_low(walk: Walk, known: HighBits | None, **_settings: Any) -> Counts | None:
+def observe_low(view: DeltaView, known: HighBits | None, **_settings: Any) -> Counts | None:
     """Count by their lower bits a tensor's magnitudes that have the upper bits found."""
-    if known is None:
-        return None
-    magnitudes = Magnitudes(walk)
-    return _sparse(count_low(magnitudes, known[0]), magnitudes)
+    return None if known is None else _sparse(view, known[0])
 
 
 def conclude_low(
@@ -220,16 +154,16 @@ def conclude_low(
     }
 
 
-def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
+def _cut_of_model(view: DeltaView) -> Cut:
     """One tensor's part of a cut through all; it is read only if some of its equals are kept."""
-    found: TensorCut | None = walk.census
-    nothing = np.zeros(chunk_count(math.prod(walk.shape)), np.int64)
+    found: TensorCut | None = view.census
+    nothing = _no_cut(view)
     if found is None:
-        return Cut(0, nothing, nothing)
+        return nothing
     if 0 < found.ties_kept < found.ties:
-        return _cut_at(magnitudes, found.bits, found.ties_kept)
-    some = nothing + 1
-    return Cut(found.bits, some, some if found.ties_kept else nothing)
+        return _cut_at(view, found.bits, found.ties_kept)
+    some = nothing.ties + 1
+    return Cut(found.bits, some, some if found.ties_kept else nothing.ties)
 
 
 @delta_stage(
