@@ -87,7 +87,7 @@ def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int
     }
 
 
-def recipe_of(work: Path, method: str, models: int) -> dare.Recipe:
+def recipe_of(work: Path, method: str, models: int) -> dare.Request:
     """A merge of so many models by a method with its usual settings."""
     return dare.Request.of(
         base=work / "base",

@@ -147,7 +147,7 @@ import json, sys
 import dare
 
 for document in json.loads(sys.argv[1]):
-    plan = dare.plan(dare.Recipe(**document))
+    plan = dare.plan(document)
     dare.merge(plan)
 with open("/proc/self/status") as file:  # getrusage would begin with what the tests have taken
     (peak,) = (line.split()[1] for line in file if line.startswith("VmHWM:"))
@@ -157,10 +157,7 @@ print(json.dumps([plan.cost.peak_memory, int(peak) * 1024]))
 
 def run_merges(recipes, blas_threads):
     """Merge in a process of its own; return the forecast of the last plan and the peak memory."""
-    fields = ("base", "models", "output", "method", "stages", "threads", "verbose", "max_memory")
-    documents = [{f: getattr(made, f) for f in fields} for made in recipes]
-    for document in documents:
-        document["models"] = [entry.file for entry in document["models"]]
+    documents = [made.to_tables() for made in recipes]
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     finished = subprocess.run(
         [sys.executable, "-c", MERGE, json.dumps(documents, default=str)],
