@@ -97,6 +97,16 @@ def test_the_picture_is_up_to_date() -> None:
     assert (DOCS / "images" / "architecture.svg").read_text("utf-8") == drawn
 
 
+def test_what_the_architecture_names_is_there() -> None:
+    package, page = Path(dare.__file__).parent, (DOCS / "architecture.md").read_text("utf-8")
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]*)*/|(?:[a-z_]+/)*[a-z_]+\.(?:py|toml))`", page)
+    assert {"run/engine.py", "output/", "api.py"} <= set(named)
+    found = [name for name in named if list(package.rglob(name)) or (DOCS.parent / name).exists()]
+    assert found == named
+    folders = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert folders <= {name.strip("/") for name in named}
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_every_stage_has_a_picture_that_is_up_to_date(name: str, pictures: ModuleType) -> None:
     """Run `python docs/make_method_pictures.py` after a change of a stage or its first line."""
