@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.cli import main
+from dare.stages import parse_method
 from helpers import listing
 
 ARCHIVES = sorted(Path(__file__).parent.glob("fixtures/*/made.tar.xz"))
@@ -71,7 +72,10 @@ def test_recipes_have_the_same_settings_and_give_the_same_bytes(made, here):
         recipe, expected = dare.load_recipe(file), then["settings"]
         if "search" in expected:  # one score is the short form of a table
             expected["search"]["objective"] = {expected["search"]["objective"]: 1.0}
-        assert json.loads(json.dumps(recipe.to_document())) == expected, file
+        method = expected.pop("method", "dare+linear")  # a recipe has the names of stages today
+        assert recipe.recipe.method == "+".join(stage.name for stage in parse_method(method))
+        settings = json.loads(json.dumps(recipe.to_document()))
+        assert {key: settings[key] for key in settings if key != "method"} == expected, file
         output = f"out-{Path(file).stem}"
         dare.merge(recipe, output=output, threads=1, verbose=False)
         assert digest(output) == then["digest"], file

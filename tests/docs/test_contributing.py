@@ -117,7 +117,8 @@ def test_the_evaluator_in_contributing(tmp_path: Path, monkeypatch: pytest.Monke
     near = importlib.import_module("near")
     monkeypatch.setattr(evaluators, "KINDS", [near, *evaluators.KINDS])
     tuned = np.array([2, 4], np.float32)
-    recipe = write_recipe(tmp_path / "models", {"w": 0 * tuned}, [{"w": tuned}], method="sum")
+    models = {"w": 0 * tuned}, [{"w": tuned}]
+    recipe = write_recipe(tmp_path / "models", *models, method="sum").recipe
     with pytest.raises(RecipeError, match="near:nosuch: there is no such file"):
         evaluators.check_evaluator("near:nosuch")
     with closing(evaluators.open_scorer(f"near:{recipe.base}", recipe)) as scorer:

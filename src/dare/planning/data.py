@@ -24,6 +24,7 @@ from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
+from dare.stages.registry import LATER_PARAMETERS
 from dare.stores.locations import is_stored
 from dare.tensors.chunks import SEAL, UNKNOWN, bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
@@ -133,12 +134,6 @@ def _nbytes(tensor: Described) -> int:
 
 FORMAT = 1  # of manifests
 JOURNAL_VERSION = 2
-LATER_PARAMETERS = (
-    ("ties", "vote", "sum"),
-    ("ties", "weighted", True),
-    ("trim", "scope", "tensor"),
-)
-"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
 class Fate(StrEnum):

@@ -292,6 +292,12 @@ class Stage:
         }
 
 
+# Later parameters and their defaults, which a header leaves out so that old bytes stay.
+LATER_PARAMETERS = (
+    ("ties", "vote", "sum"),
+    ("ties", "weighted", True),
+    ("trim", "scope", "tensor"),
+)
 STAGES: dict[str, Stage] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
