@@ -156,23 +156,21 @@ class ArrayBackend(Backend):
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
-        figures: list[Figures] = []
-        raws: list[Raw] = []
-        known: list[Sequence[str]] = []
+        made: list[Made] = []
         for chunk, room in batch:
+            width, carrier = chunk.tensor.dtype.itemsize, chunk.tensor.dtype.carrier
+            make = self._merge if chunk.tensor.is_merged else self._convert
             for part in chunk.split(self._together):
-                first = (part.start - chunk.start) * chunk.tensor.dtype.itemsize
-                into = room[first : first + part.size * chunk.tensor.dtype.itemsize]
-                make = self._merge if chunk.tensor.is_merged else self._convert
-                figures += make(part, into)
-            raws += [*chunk.inputs, room.view(chunk.tensor.dtype.carrier)]
-            known += [*chunk.known, ()]
-        digests, found = iter(self.digests(raws, known)), iter(figures)
-        made = []
-        for chunk, _ in batch:
-            *inputs, output = (next(digests) for _ in range(len(chunk.tuned) + 2))
-            pairs = zip(zip(*inputs, strict=True), output, strict=True)
-            made += [Made(read, stored, *next(found)) for read, stored in pairs]
+                first = (part.start - chunk.start) * width
+                into = room[first : first + part.size * width]
+                figures = make(part, into)
+                # hashed while it is in the cache
+                raws, known = [*part.inputs, into.view(carrier)], [*part.known, ()]
+                *inputs, output = self.digests(raws, known)
+                read = zip(*inputs, strict=True)
+                made += [
+                    Made(*found[:2], *found[2]) for found in zip(read, output, figures, strict=True)
+                ]
         return made
 
     def _merge(self, chunk: Chunk, into: Bytes) -> list[Figures]:
