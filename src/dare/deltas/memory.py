@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from dare import kernels
@@ -24,7 +25,6 @@ from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, RenamedSource, Source
-from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -83,8 +83,8 @@ class OnDevice:
         self.tensor[start : start + raw.size].copy_(whole)
 
 
+# A tensor's elements, as carriers of their type, read with or without a copy and written back.
 Memory = Flat | Strided | OnDevice
-"""A tensor's elements, as carriers of their type, read with or without a copy and written back."""
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
@@ -169,9 +169,6 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
             continue
         if is_torch(array):
             steps = [step * array.element_size() for step in steps]
-        reaches = [(count - 1) * step for count, step in zip(shape, steps, strict=True)]
-        first = start + sum(min(reach, 0) for reach in reaches)
-        end = start + sum(max(reach, 0) for reach in reaches) + array.itemsize
         described = {
             "data": (start, False),
             "shape": tuple(shape),
@@ -180,7 +177,7 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
             "version": 3,
         }
         addresses = np.asarray(SimpleNamespace(__array_interface__=described))
-        yield _Extent(name, device, first, end, place, addresses)
+        yield _Extent(name, device, *byte_bounds(addresses), place, addresses)
 
 
 def arrays_of(model: Any) -> dict[str, Any]:
@@ -253,9 +250,6 @@ class MemorySink:
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
-
-    def record(self, records: Sequence[Record]) -> None:
-        pass
 
 
 def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Home]:
