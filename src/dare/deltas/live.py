@@ -329,7 +329,7 @@ class LiveTensor(NamedTuple):
         return self.memory.read(*chunk_span(chunk, math.prod(self.shape)))
 
     def write(self, chunk: int, raw: Raw) -> None:
-        """Put the elements of a chunk there, if they were copied."""
+        """Put the elements of a chunk there."""
         self.memory.write(chunk_span(chunk, math.prod(self.shape))[0], raw)
 
     def digest(self, chunk: int) -> str:

@@ -39,31 +39,21 @@ MOST_WORK = 10_000  # most steps of the search for an element that two arrays sh
 
 
 @dataclass(frozen=True)
-class Flat:
-    """Elements that follow each other in memory: they are changed where they are."""
+class InMemory:
+    """Elements of this machine's memory: a flat array, or an iterator over one in any order."""
 
-    array: Raw
+    elements: Raw | np.flatiter[Raw]
 
-    def read(self, start: int, count: int) -> Raw:
-        return self.array[start : start + count]
-
-    def write(self, start: int, raw: Raw) -> None:
-        place = self.array[start : start + raw.size]
-        if not np.may_share_memory(place, raw):
-            place[:] = raw
-
-
-@dataclass(frozen=True)
-class Strided:
-    """Elements in any order in memory."""
-
-    array: Raw
+    @property
+    def in_place(self) -> bool:
+        """True if elements are read without a copy, and so changed where they are."""
+        return isinstance(self.elements, np.ndarray)
 
     def read(self, start: int, count: int) -> Raw:
-        return self.array.flat[start : start + count]
+        return self.elements[start : start + count]
 
     def write(self, start: int, raw: Raw) -> None:
-        self.array.flat[start : start + raw.size] = raw
+        self.elements[start : start + raw.size] = raw
 
 
 @dataclass(frozen=True)
@@ -72,6 +62,7 @@ class OnDevice:
 
     tensor: Any
     carrier: np.dtype[np.generic]
+    in_place = False
 
     def read(self, start: int, count: int) -> Raw:
         found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
@@ -84,7 +75,7 @@ class OnDevice:
 
 
 # A tensor's elements, as carriers of their type, read with or without a copy and written back.
-Memory = Flat | Strided | OnDevice
+Memory = InMemory | OnDevice
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
@@ -104,7 +95,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
-    return kind, shape, Flat(elements.reshape(-1)) if is_flat else Strided(elements)
+    return kind, shape, InMemory(elements.reshape(-1) if is_flat else elements.flat)
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -221,8 +212,8 @@ class Home(NamedTuple):
         if self.kind == self.merged:
             wide = raw
         elif self.kind == F32:
-            is_flat = isinstance(self.memory, Flat)
-            wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
+            place = self.memory.read(start, raw.size) if self.memory.in_place else None
+            wide = np.empty(raw.size, np.float32) if place is None else place
             kernels.load("cpu").decode(raw, wide)
         else:
             with np.errstate(invalid="ignore"):  # NaN stays NaN
@@ -239,7 +230,7 @@ class MemorySink:
 
     def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
         home = self._homes.get(name)
-        if home is None or home.kind != home.merged or not isinstance(home.memory, Flat):
+        if home is None or home.kind != home.merged or not home.memory.in_place:
             return None
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)

@@ -260,7 +260,7 @@ class AdapterWork(Work[AnyReport]):
         """Begin anew, always."""
 
     def carry_out(self, run: Run) -> Sequence[Record]:
-        self._made = self.fill(run)
+        self._made: Made[AnyReport] = self.fill(run)
         tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
         layout = Layout(self.layout.target, {WEIGHTS_NAME: tensors})
         self._sink.assemble(layout, METADATA, self._stored)
