@@ -40,20 +40,24 @@ MOST_WORK = 10_000  # most steps of the search for an element that two arrays sh
 
 @dataclass(frozen=True)
 class InMemory:
-    """Elements of this machine's memory: a flat array, or an iterator over one in any order."""
+    """Elements of this machine's memory: flat if they follow each other, else in any order."""
 
-    elements: Raw | np.flatiter[Raw]
+    array: Raw
 
     @property
     def in_place(self) -> bool:
         """True if elements are read without a copy, and so changed where they are."""
-        return isinstance(self.elements, np.ndarray)
+        return self.array.flags.c_contiguous
+
+    @property
+    def _elements(self) -> Raw | np.flatiter[Raw]:  # an iterator is for one thread
+        return self.array if self.in_place else self.array.flat
 
     def read(self, start: int, count: int) -> Raw:
-        return self.elements[start : start + count]
+        return self._elements[start : start + count]
 
     def write(self, start: int, raw: Raw) -> None:
-        self.elements[start : start + raw.size] = raw
+        self._elements[start : start + raw.size] = raw
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
-    return kind, shape, InMemory(elements.reshape(-1) if is_flat else elements.flat)
+    return kind, shape, InMemory(elements.reshape(-1) if is_flat else elements)
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:

@@ -389,7 +389,7 @@ def check_for_cluster(plan: Plan) -> None:
     """Refuse what nodes cannot do together, before anything is written."""
     options, target = plan.options, plan.recipe.output
     is_sent = plan.layout is not None and plan.layout.is_sent
-    if options.cluster is not None and is_sent and options.scratch is None:
+    if is_sent and options.scratch is None:
         raise RecipeError(
             f'cluster = "{options.cluster}": {target} is in a store; name a folder that all '
             "nodes see with --scratch FOLDER, or leave cluster out"
