@@ -478,9 +478,9 @@ def test_what_others_write_meanwhile_is_noticed(tmp_path, scheme, monkeypatch):
     delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
     model, whole = copies(base), delta._put
 
-    def disturbed(place):
-        saved = whole(place)
-        if place.target.name == "b.weight":
+    def disturbed(target, chunk):
+        saved = whole(target, chunk)
+        if target.name == "b.weight":
             model["b.weight"][:] = 7
         return saved
 

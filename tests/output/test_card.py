@@ -81,7 +81,9 @@ def test_what_holds_for_the_base_holds_for_the_output(
     merged: tuple[Plan, Report], tmp_path: Path
 ) -> None:
     (tmp_path / "README.md").write_text(CARD)
-    metadata = front_matter(model_card(*merged, inherited(tmp_path)).decode())
+    planned, report = merged
+    card = model_card(dataclasses.replace(planned, base_card=inherited(tmp_path)), report)
+    metadata = front_matter(card.decode())
     assert metadata["license"] == "llama3"
     assert metadata["license_link"] == "https://example.org/a#b"
     assert metadata["pipeline_tag"] == "text-generation"

@@ -11,9 +11,10 @@ import glob
 import itertools
 import json
 import shlex
-from collections import defaultdict
+import struct
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -83,8 +84,8 @@ from dare.tensors.planes import pack
 
 AnyPath = str | PathLike[str]
 Records = Mapping[str, Sequence[Record]]  # by tensor, in order of their chunks
+# The other files of the model's folder, and their coded bytes, if the base lacks them.
 Files = Mapping[str, tuple[StoredFile, bytes]]
-"""The other files of the model's folder, and their coded bytes, if the base lacks them."""
 
 
 def compress(
@@ -124,39 +125,32 @@ def compress(
     return run(work, overwrite=overwrite, resume=resume)
 
 
+@dataclass(eq=False)
 class Compression(Work[DeltaReport]):
     """A delta file under way, of one kind or another."""
 
+    target: Path
+    plan: Plan
+    make_coder: MakeCoder
+    describe: Callable[[Records], DeltaNotes]  # the header's notes, when all chunks are coded
+    settings: Mapping[str, Any]  # the user's settings, for the manifest
+    files: Files
     verb = "compressing"
 
-    def __init__(
-        self,
-        target: Path,
-        plan: Plan,
-        make_coder: MakeCoder,
-        describe: Callable[[Records], DeltaNotes],
-        settings: Mapping[str, Any],
-        files: Files,
-    ) -> None:
-        described = [
-            VERSION,
-            dict(settings),
-            [list(itertools.chain(*t.settings)) for t in plan.tensors],
-        ]
+    def __post_init__(self) -> None:
+        plan, layout = self.plan, Layout(self.target, {self.target.name: ()})
+        of_tensors = [list(itertools.chain(*tensor.settings)) for tensor in plan.tensors]
+        described = [VERSION, dict(self.settings), of_tensors]
         identity = bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
-        super().__init__(plan, Layout(target, {target.name: ()}), plan.fingerprint, identity)
-        self._make_coder = make_coder
-        self._describe = describe  # makes the header's notes when all chunks are coded
-        self._settings = settings  # the user's settings, for the manifest
-        self._files = files
+        super().__init__(plan, layout, plan.fingerprint, identity)
 
     def make_sink(self, publisher: Publisher) -> PieceSink:
         chunks = {tensor.name: tensor.chunks for tensor in self.plan.tensors}
-        self._sink = PieceSink(publisher.folder, self.layout.target, chunks)
+        self._sink = PieceSink(publisher.folder, self.target, chunks)
         return self._sink
 
     def carry_out(self, run: Run) -> Sequence[Record]:
-        return run.execute(self.plan, make_coder=self._make_coder)
+        return run.execute(self.plan, make_coder=self.make_coder)
 
     def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[DeltaReport]:
         plan = self.plan
@@ -166,7 +160,7 @@ class Compression(Work[DeltaReport]):
         report = make_report(
             notes,
             records,
-            output=self.layout.target,
+            output=self.target,
             bytes_read=plan.cost.bytes_read,
             bytes_written=self._sink.size,
             model_bytes=sum(file.stat().st_size for file in model.files),
@@ -186,7 +180,7 @@ class Compression(Work[DeltaReport]):
         return report
 
     def _manifest(self, notes: DeltaNotes, report: DeltaReport) -> dict[str, Any]:
-        recipe, target = self.plan.recipe, self.layout.target
+        recipe, target = self.plan.recipe, self.target
         known = [parent for path in recipe.paths for parent in (path, path.parent)]
 
         def portable(notices: Iterable[Notice]) -> tuple[Notice, ...]:
@@ -199,7 +193,7 @@ class Compression(Work[DeltaReport]):
         shown = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
         (entry,) = recipe.models
         return {
-            "delta": dict(self._settings),
+            "delta": dict(self.settings),
             "base": portable_path(recipe.base, target),
             "model": portable_path(entry.file, target),
             "digests": {"base": notes.base, "model": notes.model},
@@ -209,47 +203,36 @@ class Compression(Work[DeltaReport]):
 
     def _assemble(self, records: Records) -> DeltaNotes:
         """Put the pieces into their places; return what stands in the header, but for its check."""
-        notes = self._describe(records)
+        notes = self.describe(records)
         described: list[Described] = []
         pieces: dict[str, list[tuple[int, int] | bytes]] = defaultdict(list)
-        rows: list[tuple[int, bytes]] = []
+        rows: list[bytes] = []
         for name in sorted(tensor.name for tensor in self.plan.tensors):
             stored = notes.tensors[name]
-            parts = part_names(notes, name)
-            kinds = [part_type(notes, part, stored) for part in parts]
-            totals = [0] * len(parts)
+            parts = [(part, part_type(notes, part, stored)) for part in part_names(notes, name)]
+            totals = Counter[str]()
             for record in records.get(name, ()):
                 start, _, count = record.piece
-                rows.append((count, bytes.fromhex(record.output)))
+                rows.append(struct.pack("<q16s", count, bytes.fromhex(record.output)))
                 sizes = part_sizes(notes, chunk_span(record.chunk, stored.elements)[1], count)
-                for place, (part, kind, size) in enumerate(zip(parts, kinds, sizes, strict=True)):
+                for (part, kind), size in zip(parts, sizes, strict=True):
                     pieces[part].append((start, size * kind.itemsize))
                     start += size * kind.itemsize
-                    totals[place] += size
-            found = zip(parts, kinds, totals, strict=True)
-            described += [(part, kind, (total,)) for part, kind, total in found if total]
-        index = np.zeros((len(rows), 3), np.int64)
-        index[:, 0] = [count for count, _ in rows]
-        index[:, 1:] = np.frombuffer(b"".join(digest for _, digest in rows), np.int64).reshape(
-            -1, 2
-        )
-        extras = {INDEX: index.tobytes()}
-        described.append((INDEX, STORAGE_TYPES["I64"], index.shape))
-        for name, (file, coded) in self._files.items():
+                    totals[part] += size
+            described += [(part, kind, (totals[part],)) for part, kind in parts if totals[part]]
+        index = b"".join(rows)
+        pieces[INDEX] = [index]
+        described.append((INDEX, STORAGE_TYPES["I64"], (len(rows), 3)))
+        for name, (file, coded) in self.files.items():
             if file.kind != "base":
-                extras[file_part(name)] = coded
+                pieces[file_part(name)] = [coded]
                 described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
-        notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
+        notes = notes.model_copy(update={"index": bytes_digest(index)})
         if len(json.dumps(_metadata(notes))) > MAX_METADATA:
-            target, count = self.layout.target, len(notes.tensors)
-            raise MismatchError(
-                f"{target}: the model has {count} tensors, too many; split the model"
-            )
-        layout = lay_out(self.layout.target, described, None)
-        sources = {
-            name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described
-        }
-        self._sink.assemble(layout, _metadata(notes), sources)
+            many = f"the model has {len(notes.tensors)} tensors, too many"
+            raise MismatchError(f"{self.target}: {many}; split the model")
+        held = {name: pieces[name] for name, _, _ in described}
+        self._sink.assemble(lay_out(self.target, described, None), _metadata(notes), held)
         return notes
 
 

@@ -61,8 +61,8 @@ class LiveDelta:
         self.path = file.path
         self.notes = file.notes
         self._file = file
+        # By a model's id: a reference to the model, and the saved chunks.
         self._applied: dict[int, tuple[Callable[[], Any], _Written]] = {}
-        """By a model's id: a reference to the model, and the saved chunks."""
         file.stored.__enter__()
         weakref.finalize(self, file.stored.__exit__)
 
@@ -78,11 +78,11 @@ class LiveDelta:
         """
         written: _Written = {}
 
-        def put(place: LiveChunk) -> None:
-            written[place.key] = self._put(place)
+        def put(target: LiveTensor, chunk: int) -> None:
+            written[target.name, chunk] = self._put(target, chunk)
 
-        def put_back(place: LiveChunk) -> None:
-            self._put_back(place, written[place.key])
+        def put_back(target: LiveTensor, chunk: int) -> None:
+            self._put_back(target, chunk, written[target.name, chunk])
 
         with WRITING:
             if self._find_written(model) is not None:
@@ -91,7 +91,7 @@ class LiveDelta:
             targets = self._find_targets(model)
             self._check_is_base(targets)
             touched = [
-                LiveChunk(target, chunk)
+                (target, chunk)
                 for target in targets
                 for chunk, piece in enumerate(self._file.pieces[target.tensor])
                 if piece.kept != AS_IN_BASE
@@ -101,7 +101,7 @@ class LiveDelta:
                 self._check_is_tuned(targets, written)
                 self._applied[id(model)] = _reference(model), written
             except BaseException:
-                _on_all_cores(put_back, [place for place in touched if place.key in written])
+                _on_all_cores(put_back, [(t, n) for t, n in touched if (t.name, n) in written])
                 raise
 
     def remove_(self, model: Any) -> None:
@@ -117,10 +117,9 @@ class LiveDelta:
             targets = {target.name: target for target in self._find_targets(model)}
             self._check_is_unchanged(targets, written)
 
-            def put_back(key: tuple[str, int]) -> None:
-                name, chunk = key
-                self._put_back(LiveChunk(targets[name], chunk), written[key])
-                del written[key]  # should another fail, this one is done
+            def put_back(name: str, chunk: int) -> None:
+                self._put_back(targets[name], chunk, written[name, chunk])
+                del written[name, chunk]  # should another fail, this one is done
 
             _on_all_cores(put_back, list(written))
             del self._applied[id(model)]
@@ -219,14 +218,11 @@ class LiveDelta:
     def _check_is_unchanged(self, targets: Mapping[str, LiveTensor], written: _Written) -> None:
         """Refuse a model that is not what `apply_` made of it."""
 
-        def is_unchanged(key: tuple[str, int]) -> bool:
-            name, chunk = key
-            if (
-                name not in targets
-                or _digest(LiveChunk(targets[name], chunk)) != written[key].digest
-            ):
+        def is_unchanged(name: str, chunk: int) -> bool:
+            before = written[name, chunk]
+            if name not in targets or targets[name].digest(chunk) != before.digest:
                 return False
-            if written[key].saved is None:
+            if before.saved is None:
                 self._file.read_parts(targets[name].tensor, chunk)  # to see that it can be read
             return True
 
@@ -239,32 +235,32 @@ class LiveDelta:
 
     # ------------------------------------------------------------ chunks
 
-    def _put(self, place: LiveChunk) -> Saved:
+    def _put(self, target: LiveTensor, chunk: int) -> Saved:
         """Write the fine-tune's elements of a chunk over the base's, and keep what removes them."""
-        parts = self._file.read_parts(place.target.tensor, place.chunk)
-        raw = place.read()
+        parts = self._file.read_parts(target.tensor, chunk)
+        raw = target.read(chunk)
         if self.notes.scheme == "lossless":
             (blob,) = parts
             model = np.empty_like(raw)
-            self._file.uncode(place.target.tensor, blob, raw, model)
+            self._file.uncode(target.tensor, blob, raw, model)
             saved = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
             raw[:] = model
         else:
-            saved = self._put_kept(place, parts, raw)
-        place.write(raw)
+            saved = self._put_kept(target, chunk, parts, raw)
+        target.write(chunk, raw)
         places = parts[-1] if self.notes.scheme == "magnitude" else None
         return Saved(saved, places, bytes_digest(raw.view(np.uint8).data))
 
-    def _put_kept(self, place: LiveChunk, parts: list[Raw], raw: Raw) -> Raw:
+    def _put_kept(self, target: LiveTensor, chunk: int, parts: list[Raw], raw: Raw) -> Raw:
         """Do what a merge of this one model does; return the base's elements that were touched."""
-        name = place.target.tensor
-        tensor, kept = self.notes.tensors[name], self._file.pieces[name][place.chunk].kept
-        lanes = self._file.lanes(name, place.chunk, parts)
+        name = target.tensor
+        tensor, kept = self.notes.tensors[name], self._file.pieces[name][chunk].kept
+        lanes = self._file.lanes(name, chunk, parts)
         rate = 0.0 if self.notes.seed is None else tensor.drop_rate or 0.0
         factor = np.float32(1.0 / (1.0 - rate))
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
-        if self.notes.bits == "native" and tensor.kind == place.target.kind:
+        if self.notes.bits == "native" and tensor.kind == target.kind:
             run.apply_packed(raw, parts[0], False, lanes, factor, raw, saved)
             if factor == 1:  # these are the fine-tune's own elements
                 run.expand(parts[0], lanes, raw)
@@ -273,21 +269,21 @@ class LiveDelta:
             run.apply_packed(raw, change, True, lanes, factor, raw, saved)
         return saved
 
-    def _put_back(self, place: LiveChunk, saved: Saved) -> None:
+    def _put_back(self, target: LiveTensor, chunk: int, saved: Saved) -> None:
         """Write the base's elements of a chunk over the fine-tune's."""
-        raw, name = place.read(), place.target.tensor
+        raw, name = target.read(chunk), target.tensor
         if self.notes.scheme != "lossless":
             parts = [] if saved.places is None else [saved.places]
-            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, place.chunk, parts), raw)
+            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, chunk, parts), raw)
         elif saved.saved is not None:
             raw[:] = saved.saved
         else:
-            (blob,) = self._file.read_parts(name, place.chunk)
+            (blob,) = self._file.read_parts(name, chunk)
             change = np.empty_like(raw)
             self._file.uncode(name, blob, np.zeros_like(raw), change)
             whole = raw.view(f"u{raw.itemsize}")
             whole -= change.view(whole.dtype)
-        place.write(raw)
+        target.write(chunk, raw)
 
 
 class Saved(NamedTuple):
@@ -308,15 +304,12 @@ def _difference(target: LiveTensor, tensor: StoredTensor) -> str:
     return f'{target.name}, which is {types} (load the base with dtype="auto")'
 
 
-def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def _on_all_cores(
+    work: Callable[[Item, int], Result], chunks: Iterable[tuple[Item, int]]
+) -> list[Result]:
     """Do all in threads; after an error, when all threads have come to rest, raise the first."""
     with ThreadPoolExecutor(available_cores()) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        return list(pool.map(lambda chunk: work(*chunk), chunks))
 
 
 # ---------------------------------------------------------------- places in a model
@@ -331,45 +324,27 @@ class LiveTensor(NamedTuple):
     shape: tuple[int, ...]
     memory: Memory
 
+    def read(self, chunk: int) -> Raw:
+        """Return the elements of a chunk, or a copy of them."""
+        return self.memory.read(*chunk_span(chunk, math.prod(self.shape)))
 
-class LiveChunk(NamedTuple):
-    """A chunk of a tensor in a model."""
+    def write(self, chunk: int, raw: Raw) -> None:
+        """Put the elements of a chunk there."""
+        self.memory.write(chunk_span(chunk, math.prod(self.shape))[0], raw)
 
-    target: LiveTensor
-    chunk: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.target.name, self.chunk
-
-    @property
-    def _span(self) -> tuple[int, int]:
-        return chunk_span(self.chunk, math.prod(self.target.shape))
-
-    def read(self) -> Raw:
-        """Return the elements, or a copy of them."""
-        return self.target.memory.read(*self._span)
-
-    def write(self, raw: Raw) -> None:
-        """Put elements there, if they were copied."""
-        self.target.memory.write(self._span[0], raw)
+    def digest(self, chunk: int) -> str:
+        """Hash a chunk."""
+        return bytes_digest(self.read(chunk).view(np.uint8).data)
 
 
 def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
     """The digests of all chunks of some tensors, by the model's names."""
-    places = [
-        LiveChunk(target, chunk)
-        for target in targets
-        for chunk in range(chunk_count(math.prod(target.shape)))
-    ]
+    chunks = [(t, chunk) for t in targets for chunk in range(chunk_count(math.prod(t.shape)))]
     digests = defaultdict(list)
-    for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):
-        digests[place.target.name].append(digest)
+    found = _on_all_cores(LiveTensor.digest, chunks)
+    for (target, _), digest in zip(chunks, found, strict=True):
+        digests[target.name].append(digest)
     return digests
-
-
-def _digest(place: LiveChunk) -> str:
-    return bytes_digest(place.read().view(np.uint8).data)
 
 
 def _reference(model: Any) -> Callable[[], Any]:

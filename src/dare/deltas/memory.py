@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from dare import kernels
@@ -24,7 +25,6 @@ from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, RenamedSource, Source
-from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -39,31 +39,25 @@ MOST_WORK = 10_000  # most steps of the search for an element that two arrays sh
 
 
 @dataclass(frozen=True)
-class Flat:
-    """Elements that follow each other in memory: they are changed where they are."""
+class InMemory:
+    """Elements of this machine's memory: flat if they follow each other, else in any order."""
 
     array: Raw
 
-    def read(self, start: int, count: int) -> Raw:
-        return self.array[start : start + count]
+    @property
+    def in_place(self) -> bool:
+        """True if elements are read without a copy, and so changed where they are."""
+        return self.array.flags.c_contiguous
 
-    def write(self, start: int, raw: Raw) -> None:
-        place = self.array[start : start + raw.size]
-        if not np.may_share_memory(place, raw):
-            place[:] = raw
-
-
-@dataclass(frozen=True)
-class Strided:
-    """Elements in any order in memory."""
-
-    array: Raw
+    @property
+    def _elements(self) -> Raw | np.flatiter[Raw]:  # an iterator is for one thread
+        return self.array if self.in_place else self.array.flat
 
     def read(self, start: int, count: int) -> Raw:
-        return self.array.flat[start : start + count]
+        return self._elements[start : start + count]
 
     def write(self, start: int, raw: Raw) -> None:
-        self.array.flat[start : start + raw.size] = raw
+        self._elements[start : start + raw.size] = raw
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,7 @@ class OnDevice:
 
     tensor: Any
     carrier: np.dtype[np.generic]
+    in_place = False
 
     def read(self, start: int, count: int) -> Raw:
         found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
@@ -83,8 +78,8 @@ class OnDevice:
         self.tensor[start : start + raw.size].copy_(whole)
 
 
-Memory = Flat | Strided | OnDevice
-"""A tensor's elements, as carriers of their type, read with or without a copy and written back."""
+# A tensor's elements, as carriers of their type, read with or without a copy and written back.
+Memory = InMemory | OnDevice
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
@@ -104,7 +99,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
-    return kind, shape, Flat(elements.reshape(-1)) if is_flat else Strided(elements)
+    return kind, shape, InMemory(elements.reshape(-1) if is_flat else elements)
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -169,9 +164,6 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
             continue
         if is_torch(array):
             steps = [step * array.element_size() for step in steps]
-        reaches = [(count - 1) * step for count, step in zip(shape, steps, strict=True)]
-        first = start + sum(min(reach, 0) for reach in reaches)
-        end = start + sum(max(reach, 0) for reach in reaches) + array.itemsize
         described = {
             "data": (start, False),
             "shape": tuple(shape),
@@ -180,7 +172,7 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
             "version": 3,
         }
         addresses = np.asarray(SimpleNamespace(__array_interface__=described))
-        yield _Extent(name, device, first, end, place, addresses)
+        yield _Extent(name, device, *byte_bounds(addresses), place, addresses)
 
 
 def arrays_of(model: Any) -> dict[str, Any]:
@@ -224,8 +216,8 @@ class Home(NamedTuple):
         if self.kind == self.merged:
             wide = raw
         elif self.kind == F32:
-            is_flat = isinstance(self.memory, Flat)
-            wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
+            place = self.memory.read(start, raw.size) if self.memory.in_place else None
+            wide = np.empty(raw.size, np.float32) if place is None else place
             kernels.load("cpu").decode(raw, wide)
         else:
             with np.errstate(invalid="ignore"):  # NaN stays NaN
@@ -242,7 +234,7 @@ class MemorySink:
 
     def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
         home = self._homes.get(name)
-        if home is None or home.kind != home.merged or not isinstance(home.memory, Flat):
+        if home is None or home.kind != home.merged or not home.memory.in_place:
             return None
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)
@@ -253,9 +245,6 @@ class MemorySink:
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
-
-    def record(self, records: Sequence[Record]) -> None:
-        pass
 
 
 def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Home]:

@@ -37,7 +37,6 @@ from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import (
     AdapterWork,
-    AdapterWriter,
     ExtractionReport,
     LeftOut,
     Made,
@@ -53,11 +52,11 @@ from dare.tensors.names import is_embedding
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
+# Reasons why tensors that no module has as they are stored cannot be in an adapter.
 NOT_IN_MODULES = {
     "fused": "in memory it is a part of {}, which a LoRA of single layers cannot change",
     "absent": "the loaded model has no such tensor",
 }
-"""Reasons why tensors that no module has as they are stored cannot be in an adapter."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Change:
     """Base and model, with names that fit: the one's tensors are the other's."""
 
     base_path: Path
-    model_path: Path
     base: Source
     model: Source
     places: Mapping[str, LoadedTensor]  # where each tensor of the base is in the loaded model
@@ -84,7 +82,7 @@ class Change:
 
     def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
         """Read a tensor's change, chunk by chunk, each with the place of its first element."""
-        sources = [self.model, *([] if self.model.delta_of(tensor).is_change else [self.base])]
+        sources = [self.model] if self.model.delta_of(tensor).is_change else [self.model, self.base]
         for start, values in read_float_chunks(sources, tensor):
             yield start, reduce(np.subtract, values)
 
@@ -144,8 +142,10 @@ def extract_adapter(
     `config.json`. For a model that something else loads, `as_stored` takes names as they are
     stored and matrices for layers.
     """
-    base, model = to_path(base), to_path(model)
-    made = {
+    base, model, target = to_path(base), to_path(model), to_path(output)
+    how = {
+        "base": portable_path(base, target),
+        "model": portable_path(model, target),
         "rank": rank,
         "energy": energy,
         "modules": modules and list(modules),
@@ -154,76 +154,73 @@ def extract_adapter(
         "dtype": weight_type(dtype).name,
     }
     change, wanted = _open(base, model, as_stored), Wanted(rank, energy)
-    work = Extract(to_path(output), change, wanted, _choose(change, modules), made, base_name)
+    name = base_name or short_name(base)
+    work = Extract(target, change, wanted, _choose(change, modules), how, name)
     return run(work, overwrite=overwrite)
 
 
+@dataclass(eq=False)
 class Extract(AdapterWork[ExtractionReport]):
     """An adapter of the change from a base to a model."""
 
-    def __init__(
-        self,
-        target: Path,
-        change: Change,
-        wanted: Wanted,
-        chosen: Sequence[str],
-        made: Mapping[str, Any],
-        base_name: str | None,
-    ) -> None:
-        inputs = [*change.base.files, *change.model.files]
-        super().__init__(target, weight_type(made["dtype"]), inputs)
-        self._change, self._wanted, self._chosen = change, wanted, chosen
-        self._how = {
-            "base": portable_path(change.base_path, target),
-            "model": portable_path(change.model_path, target),
-            **made,
-        }
-        self._base_name = base_name or short_name(change.base_path)
+    target: Path
+    change: Change
+    wanted: Wanted
+    chosen: Sequence[str]  # the tensors to extract
+    how: Mapping[str, Any]  # the user's settings, for the manifest
+    base_name: str
 
-    def fill(self, writer: AdapterWriter, run: Run) -> Made[ExtractionReport]:
-        change, chosen = self._change, self._chosen
+    def __post_init__(self) -> None:
+        inputs = [*self.change.base.files, *self.change.model.files]
+        super().__init__(self.target, weight_type(self.how["dtype"]), inputs)
+
+    def fill(self, run: Run) -> Made[ExtractionReport]:
+        change = self.change
         with hold_open([change.base, change.model], checks=True):
-            extracted = list(_extract(change, chosen, self._wanted, writer))
+            extracted = tuple(self._extract())
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
-                count = times(len(chosen), "module")
+                count = times(len(self.chosen), "module")
                 raise InputError(f"nothing to extract: {count} as in the base")
-            saved, left_out = _sort_others(change, set(ranks), self._how["save_others"])
+            saved, left_out = _sort_others(change, set(ranks), self.how["save_others"])
             for tensor in saved:
                 name, shape = change.places[tensor].name, change.base.tensors[tensor].shape
-                writer.put_saved(name, ranks, shape, change.read_tuned(tensor))
-        same = len(chosen) - len(ranks)
+                self.put_saved(name, ranks, shape, change.read_tuned(tensor))
+        same = times(len(self.chosen) - len(ranks), "module")
+        equal = [notice("equal_modules", modules=same)] if len(self.chosen) > len(ranks) else []
         report = ExtractionReport(
-            output=self.layout.target,
-            modules=tuple(extracted),
-            notes=(
-                *change.notes,
-                *([notice("equal_modules", modules=times(same, "module"))] if same else []),
-            ),
-            bytes_written=writer.bytes_written,
+            output=self.target,
+            modules=extracted,
+            notes=(*change.notes, *equal),
+            bytes_written=self.bytes_written,
             seconds=run.seconds,
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )
-        is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
-        config = _config(report, read_config(change.base_path), self._base_name, is_turned)
-        return report, config, self._how
+        owners = {tensor.rpartition(".")[0] for tensor in report.saved}
+        architecture = architecture_of(read_config(change.base_path))
+        is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        config = peft_config(
+            ranks,
+            base_model_name_or_path=self.base_name,
+            task_type="CAUSAL_LM" if is_causal else None,
+            fan_in_fan_out=any(change.places[name].kind == "conv1d" for name in self.chosen),
+            bias="lora_only" if owners & set(ranks) else "none",
+            modules_to_save=sorted(owners - set(ranks)) or None,
+        )
+        return report, config, self.how
 
-
-def _config(
-    report: ExtractionReport, base: Mapping[str, Any], base_name: str, fan_in_fan_out: bool
-) -> dict[str, Any]:
-    ranks = {module.name: module.rank for module in report.modules}
-    owners = {tensor.rpartition(".")[0] for tensor in report.saved}
-    is_causal = architecture_of(base).endswith(("ForCausalLM", "LMHeadModel"))
-    return peft_config(
-        ranks,
-        base_model_name_or_path=base_name,
-        task_type="CAUSAL_LM" if is_causal else None,
-        fan_in_fan_out=fan_in_fan_out,
-        bias="lora_only" if owners & set(ranks) else "none",
-        modules_to_save=sorted(owners - set(ranks)) or None,
-    )
+    def _extract(self) -> Iterator[ModuleReport]:
+        """Store the factors of the chosen matrices that have changed."""
+        for tensor in self.chosen:
+            place, matrix = self.change.places[tensor], self.change.read_matrix(tensor)
+            turned = matrix.T if place.kind == "conv1d" else matrix
+            low_rank = truncate_matrix(turned, self.wanted, place.module)
+            if low_rank.rank:
+                self.put(f"{place.module}.lora_A.weight", low_rank.right)
+                self.put(f"{place.module}.lora_B.weight", low_rank.left)
+                norm = sqrt(low_rank.squared)
+                yield ModuleReport(place.module, (), low_rank.rank, norm, low_rank.error)
 
 
 def _open(base: Path, model: Path, as_stored: bool) -> Change:
@@ -240,7 +237,7 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if problems:
         head = "the model's tensors do not match; give the base that it was fine-tuned from:"
         raise MismatchError(head, *list_findings(problems))
-    found = base, model, opened, tuned
+    found = base, opened, tuned
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
         return Change(*found, places_as_stored(opened.tensors, is_tied=is_tied), notes)
@@ -282,20 +279,6 @@ def _why_no_layer(change: Change, pattern: str) -> str:
         if reason and _matches(tensor.rpartition(".")[0], pattern):
             return f" ({tensor}: {reason})"
     return ""
-
-
-def _extract(
-    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterWriter
-) -> Iterator[ModuleReport]:
-    for tensor in chosen:
-        place, matrix = change.places[tensor], change.read_matrix(tensor)
-        is_turned = place.kind == "conv1d"
-        low_rank = truncate_matrix(matrix.T if is_turned else matrix, wanted, place.module)
-        if low_rank.rank:
-            output.put(f"{place.module}.lora_A.weight", low_rank.right)
-            output.put(f"{place.module}.lora_B.weight", low_rank.left)
-            norm = sqrt(low_rank.squared)
-            yield ModuleReport(place.module, (), low_rank.rank, norm, low_rank.error)
 
 
 # ---------------------------------------------------------------- everything else

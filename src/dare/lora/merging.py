@@ -31,7 +31,6 @@ from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, wo
 from dare.lora.writing import (
     AdapterReport,
     AdapterWork,
-    AdapterWriter,
     Made,
     ModuleReport,
     peft_config,
@@ -74,7 +73,7 @@ class Module:
         """Rows of lora_B, columns of lora_A."""
         return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
 
-    def put(self, output: AdapterWriter, merged: LowRank) -> None:
+    def put(self, output: AdapterWork[AdapterReport], merged: LowRank) -> None:
         """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
         pair, rank = self.pairs[0], merged.rank
         word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
@@ -92,8 +91,7 @@ class AdapterPlan(Shown):
     options: RunOptions
     adapters: tuple[AdapterFile, ...]
     modules: tuple[Module, ...]
-    wanted: Wanted | None
-    """None keeps everything."""
+    wanted: Wanted | None  # None keeps everything
     weights: tuple[float, ...]
     dtype: StorageType
     notes: tuple[Notice, ...] = ()
@@ -234,26 +232,26 @@ class MergeAdapters(AdapterWork[AdapterReport]):
         super().__init__(target, plan.dtype, inputs)
         self._plan = plan
 
-    def fill(self, writer: AdapterWriter, run: Run) -> Made[AdapterReport]:
+    def fill(self, run: Run) -> Made[AdapterReport]:
         plan, modules = self._plan, []
         for module, merged, bias in _summed(plan) if plan.is_additive else _elementwise(plan):
             if merged.rank == 0:
                 continue
-            module.put(writer, merged)
+            module.put(self, merged)
             if bias is not None:
-                writer.put(f"{module.name}.lora_B.bias", bias)
+                self.put(f"{module.name}.lora_B.bias", bias)
             norm = math.sqrt(merged.squared)
             modules.append(ModuleReport(module.name, module.ranks, merged.rank, norm, merged.error))
         if not modules:
             raise InputError("the merged change is zero in every module; there is nothing to write")
-        averaged = _write_averages(plan, {module.name for module in modules}, writer)
+        averaged = _write_averages(plan, {module.name for module in modules}, self)
         left = len(plan.modules) - len(modules)
         left_out = [notice("zero_modules", modules=times(left, "module"))] if left else []
         report = AdapterReport(
             output=self.layout.target,
             modules=tuple(modules),
             notes=(*plan.notes, *left_out),
-            bytes_written=writer.bytes_written,
+            bytes_written=self.bytes_written,
             seconds=run.seconds,
             method=plan.method,
             route=plan.route,
@@ -334,8 +332,8 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
 
 # ---------------------------------------------------------------- the modules
 
+# A module, its merged factors, and the bias of lora_B where there is one.
 Merged = tuple[Module, LowRank, Floats | None]
-"""A module, its merged factors, and the bias of lora_B where there is one."""
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
@@ -393,7 +391,7 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
         yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
-def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterWriter) -> tuple[str, ...]:
+def _write_averages(plan: AdapterPlan, targets: set[str], output: MergeAdapters) -> tuple[str, ...]:
     """Store the tensors that all adapters hold in full, averaged by their weights."""
     total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]

@@ -31,8 +31,8 @@ FINDINGS_SHOWN = 10
 class Pair:
     """One module's two factors in one adapter, as they are stored."""
 
+    # lora_A: rank × inputs, with the kernel's dimensions at the end for a convolution
     down: TensorInfo
-    """lora_A: rank × inputs, with the kernel's dimensions at the end for a convolution."""
     up: TensorInfo  # lora_B: outputs × rank, with dimensions of 1 at the end for a convolution
     scaling: float
 
@@ -55,8 +55,8 @@ class AdapterFile(LoraSource):
         self.name = self.path.name or str(self.path)  # the name of the adapter in messages
         config = self.path / lora.CONFIG_NAME
         self.config = parse_json(read_limited(config, MAX_CONFIG_BYTES), config)
+        # Tensors that are stored in full, by the names of the base's.
         self.saved = RenamedSource(self._stored, self._whole)
-        """Tensors that are stored in full, by the names of the base's."""
         self._whole = {}
         self.tensors = {name: self.tensors[name] for name in self._products}
         self.biases: set[str] = set()  # modules whose lora_B has a bias

@@ -31,8 +31,7 @@ Numbers = NDArray[np.floating[Any]]
 
 OVERSAMPLING = 16
 DEPTH = 2  # times that a sketch is multiplied by the matrix and its transpose
-SKETCH_RATIO = 3
-"""A sketch is made where its basis is at least this many times smaller than the matrix."""
+SKETCH_RATIO = 3  # a sketch's basis is at least this many times smaller than the matrix
 FIRST_WIDTH = 64  # rank that is tried first where an energy is asked for
 
 

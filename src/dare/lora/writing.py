@@ -201,23 +201,36 @@ class ExtractionReport(_Report):
 # ---------------------------------------------------------------- the files
 
 AnyReport = TypeVar("AnyReport", AdapterReport, ExtractionReport)
+# The report of an adapter, its configuration, and the settings by which it was made.
 Made = tuple[AnyReport, Mapping[str, Any], Mapping[str, Any]]
-"""The report of an adapter, its configuration, and the settings by which it was made."""
 
 
-class AdapterWriter:
-    """Puts the tensors of an adapter into pieces, by their names without PEFT's prefix."""
+class AdapterWork(Work[AnyReport]):
+    """An adapter to be written; subclasses put its tensors, by names without PEFT's prefix."""
 
-    def __init__(self, sink: PieceSink, dtype: StorageType) -> None:
+    discards = True
+    nbytes = 0
+    verbose = False
+    inputs: Sequence[Path] = ()
+
+    def __init__(self, target: Path, dtype: StorageType, inputs: Sequence[Path]) -> None:
+        if OTHER_FORMATS.fullmatch(target.suffix):
+            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
+        self.layout = Layout(target, {WEIGHTS_NAME: ()})
+        self.identity = Identity("adapter")
+        self.inputs = inputs
         self.bytes_written = 0
-        self._sink = sink
         self._dtype = dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[tuple[int, int] | bytes]] = {}
 
+    def fill(self, run: Run) -> Made[AnyReport]:
+        """Put all tensors; return the report, and what tells how it was made."""
+        raise NotImplementedError
+
     def put(self, name: str, values: Floats) -> None:
         """Store a tensor."""
-        self.put_pieces(name, values.shape, [values.reshape(-1)])
+        self._put_pieces(name, values.shape, [values.reshape(-1)])
 
     def put_saved(
         self, tensor: str, targets: Iterable[str], shape: tuple[int, ...], pieces: Iterable[Floats]
@@ -225,9 +238,9 @@ class AdapterWriter:
         """Store a tensor of the base in full; what has a LoRA has it beside that."""
         module, _, parameter = tensor.rpartition(".")
         name = f"{module}.base_layer.{parameter}" if module in targets else tensor
-        self.put_pieces(name, shape, pieces)
+        self._put_pieces(name, shape, pieces)
 
-    def put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
+    def _put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
         """Store a tensor that comes in flat pieces."""
         key = PREFIX + name
         self._shapes[key], self._stored[key] = shape, []
@@ -239,36 +252,6 @@ class AdapterWriter:
             self._stored[key].append((self._sink.append(raw.view(np.uint8)), raw.nbytes))
             self.bytes_written += raw.nbytes
 
-    def assemble(self, target: Path) -> None:
-        """Put all tensors into their places."""
-        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
-        self._sink.assemble(Layout(target, {WEIGHTS_NAME: tensors}), METADATA, self._stored)
-
-
-class AdapterWork(Work[AnyReport]):
-    """An adapter to be written; subclasses fill it module by module."""
-
-    discards = True
-    nbytes = 0
-    verbose = False
-
-    def __init__(self, target: Path, dtype: StorageType, inputs: Sequence[Path]) -> None:
-        if OTHER_FORMATS.fullmatch(target.suffix):
-            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
-        self.layout = Layout(target, {WEIGHTS_NAME: ()})
-        self.identity = Identity("adapter")
-        self.dtype = dtype
-        self._inputs = inputs
-        self._made: Made[AnyReport]
-
-    @property
-    def inputs(self) -> Sequence[Path]:
-        return self._inputs
-
-    def fill(self, writer: AdapterWriter, run: Run) -> Made[AnyReport]:
-        """Put all tensors into the writer; return the report, and what tells how it was made."""
-        raise NotImplementedError
-
     def make_sink(self, publisher: Publisher) -> PieceSink:
         self._sink = PieceSink(publisher.folder, self.layout.target, {})
         return self._sink
@@ -277,15 +260,16 @@ class AdapterWork(Work[AnyReport]):
         """Begin anew, always."""
 
     def carry_out(self, run: Run) -> Sequence[Record]:
-        writer = AdapterWriter(self._sink, self.dtype)
-        self._made = self.fill(writer, run)
-        writer.assemble(self.layout.target)
+        self._made: Made[AnyReport] = self.fill(run)
+        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
+        layout = Layout(self.layout.target, {WEIGHTS_NAME: tensors})
+        self._sink.assemble(layout, METADATA, self._stored)
         return ()
 
     def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[AnyReport]:
         del run, records  # nothing is resumed
         report, config, how = self._made
-        known = [parent for file in self._inputs for parent in (file, file.parent)]
+        known = [parent for file in self.inputs for parent in (file, file.parent)]
         portable = (n.with_texts(lambda t: without_folders(t, known)) for n in report.notes)
         shown = replace(report, notes=tuple(portable))
         figures = shown.to_dict()
@@ -301,8 +285,9 @@ class AdapterWork(Work[AnyReport]):
             },
             "machine": platform.machine(),
         }
+        settings = json.dumps(json_ready(config), indent=2, ensure_ascii=False) + "\n"
         readme = _readme(shown, config["base_model_name_or_path"])
-        files: dict[str, bytes | Path] = {CONFIG_NAME: _json(config), "README.md": readme.encode()}
+        files = {CONFIG_NAME: settings.encode(), "README.md": readme.encode()}
         return Receipt(report, {WEIGHTS_NAME: METADATA}, manifest, files)
 
 
@@ -342,7 +327,3 @@ def _readme(report: _Report, base_name: str | None) -> str:
     told += [f"note: {note}" for note in report.notes]
     title = f"# {report.title}: {report.counts}"
     return "\n".join(["---", *head, "---", "", title, "", "```text", *told, "```", ""])
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(json_ready(document), indent=2, ensure_ascii=False).encode() + b"\n"

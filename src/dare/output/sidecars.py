@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ from dare.tensors.mask import MASK_VERSION
 
 CARD_NAME = "README.md"
 TAGS = ("merge", "dare-merge")
+# Fields of the base's card that hold for the output too.
 INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
-"""Fields of the base's card that hold for the output too."""
 MAX_FRONT_MATTER = 1 << 19  # characters; cards with scores have some 100,000
 MOST_EVENTS = 50_000
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -176,15 +176,14 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
 def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
     """Return the files that go beside the weights, the card among them."""
     assert planned.sidecars is not None
-    card = model_card(planned, report, planned.base_card)
-    return {**planned.sidecars.files, CARD_NAME: card}
+    return {**planned.sidecars.files, CARD_NAME: model_card(planned, report)}
 
 
 # ---------------------------------------------------------------- the card
 
 
-def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None = None) -> bytes:
-    """Write the card of a finished merge; `inherited` is what it takes from the base's own."""
+def model_card(plan: Plan, report: Report) -> bytes:
+    """Write the card of a finished merge."""
     title = plan.layout.target.name if plan.layout else "merged"
     *some, last = [_code(name) for name in plan.model_names]
     names = f"{', '.join(some)} and {last}" if some else last
@@ -193,7 +192,7 @@ def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None =
         f" seed {plan.recipe.seed}, by dare."
     )
     word = shlex.quote(" ".join(title.split()))
-    text = f"""{_front_matter(plan, inherited or {})}
+    text = f"""{_front_matter(plan)}
 # {_inline(title)}
 
 {summary}
@@ -220,7 +219,7 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
     return text.encode(errors="replace")  # a file's name need not be text
 
 
-def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
+def _front_matter(plan: Plan) -> str:
     import yaml  # type: ignore[import-untyped]
 
     paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
@@ -228,7 +227,7 @@ def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
         "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
         "base_model_relation": "merge",
         "library_name": "transformers",
-        **inherited,
+        **(plan.base_card or {}),
         "tags": list(TAGS),
     }
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -291,28 +290,20 @@ class Finisher(Alone):
         return [r for r in records if r.key in near or not self._found.is_synced(r.key)]
 
     def _near_others(self, records: list[Record]) -> set[Key]:
-        """Return the chunks in reach of a page with bytes of another slice, or of the header."""
-        spans: dict[str, list[tuple[int, int, Key]]] = {}
+        """Return the chunks that share a page with another slice's, or with the header."""
+        makers = defaultdict[tuple[str, int], set[str]](set)
+        for file, (header, _) in self._sink.built.items():
+            makers[file, (len(header) - 1) // LARGEST_PAGE].add("")
+        pages = {}  # the first and the last of each chunk: it has those between to itself
         for record in records:
             file, info = self._sink.places[record.tensor]
             start, count = chunk_span(record.chunk, info.elements)
-            place = info.start + start * info.dtype.itemsize
-            end = place + count * info.dtype.itemsize
-            spans.setdefault(file, []).append((place, end, record.key))
-        near = set()
-        for of_file in spans.values():
-            of_file.sort()
-            makers = ["", *(self._found.makers.get(key, "") for *_, key in of_file)]
-            borders = [
-                start
-                for (start, *_), (before, maker) in zip(of_file, pairwise(makers), strict=True)
-                if before != maker
-            ]
-            for start, end, key in of_file:
-                at = bisect_left(borders, start - LARGEST_PAGE)
-                if at < len(borders) and borders[at] < end + LARGEST_PAGE:
-                    near.add(key)
-        return near
+            first = info.start + start * info.dtype.itemsize
+            ends = first, first + count * info.dtype.itemsize - 1
+            pages[record.key] = [(file, place // LARGEST_PAGE) for place in ends]
+            for page in pages[record.key]:
+                makers[page].add(self._found.makers.get(record.key, ""))
+        return {key for key, ends in pages.items() if any(len(makers[page]) > 1 for page in ends)}
 
     def adopt(self, output: Output, planned: Plan) -> None:
         """Make the slices' journals one, which is on the disk then, if no chunk is missing."""

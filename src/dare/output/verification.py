@@ -42,8 +42,8 @@ from dare.tensors.header import Header, TensorInfo
 
 Manifest = Mapping[str, Any]
 
+# Endings of what people lay beside a model, and no program loads with it.
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
-"""Endings of what people lay beside a model, and no program loads with it."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,9 @@ def verify(
         digests = _digest_tensors(source, display.advance, weights)
     whole = model_digest((source.tensors[name], digest) for name, digest in digests.items())
     for file, manifest in manifests.items():
-        if manifest.get("output") not in (whole, UNKNOWN):  # of shards in a store it was not known
-            problems.append(
-                notice("other_digest", str(file), found=whole, expected=manifest.get("output"))
-            )
+        expected = manifest.get("output")
+        if expected not in (whole, UNKNOWN):  # of shards in a store it was not known
+            problems.append(notice("other_digest", str(file), found=whole, expected=expected))
     embedded = next(iter(manifests.values()), {})
     changed: list[Notice] = []
     try:
@@ -168,9 +167,8 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
     try:
         file = DeltaFile(source)
         tensors = len(file.notes.tensors)
-        for name in file.notes.files:
-            if file.notes.files[name].kind != "base":
-                file.read_file(name)
+        for name in (name for name, held in file.notes.files.items() if held.kind != "base"):
+            file.read_file(name)
         chunks = [(n, chunk) for n, pieces in file.pieces.items() for chunk in range(len(pieces))]
         with source, show_progress(nbytes, "verifying", visible=verbose) as display:
 
@@ -271,11 +269,10 @@ def _compare_files(
             continue
         if not path.is_file():
             yield notice("missing", name)
+        elif file_digest(path) != digest and name == CARD_NAME:
+            changed.append(notice("changed_beside", name, done="changed"))
         elif file_digest(path) != digest:
-            if name == CARD_NAME:
-                changed.append(notice("changed_beside", name, done="changed"))
-            else:
-                yield notice("changed", name)
+            yield notice("changed", name)
     ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

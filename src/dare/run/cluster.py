@@ -61,13 +61,13 @@ SAMPLES = 3  # chunks of each input that are compared: the first, the last, and 
 
 SAME_VERSIONS = "install the same versions on every node"
 
+# Does a piece, given what all pieces have in common; returns its result and the bytes read.
 RunPiece = Callable[[Any, Any], tuple[Any, int]]
-"""Does a piece, given what all pieces have in common; returns its result and the bytes read."""
+# A node by id and address, the result of a piece there, and the bytes that were read for it.
 Result = tuple[tuple[str, str], Any, int]
-"""A node by id and address, the result of a piece there, and the bytes that were read for it."""
 
 
-class Work(Protocol):
+class Piecework(Protocol):
     """Work that is done in pieces, as plain data."""
 
     def open(self, stack: ExitStack) -> RunPiece:
@@ -174,7 +174,7 @@ class Cluster:
     _tasks_per_node: int = 1
     task_memory: int = 0  # bytes that one task may take
     _is_answering: bool = False
-    _sent: tuple[Work, Any] | None = None
+    _sent: tuple[Piecework, Any] | None = None
 
     def processors(self) -> list[int]:
         """Return the number of processors that Ray may use on each node that is there."""
@@ -200,7 +200,7 @@ class Cluster:
         """Return the number of tasks with these processors that can run at once."""
         return sum(found // processors for found in self.processors())
 
-    def run(self, work: Work, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
+    def run(self, work: Piecework, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
         """Have all pieces done; yield each result as soon as it is there."""
         ray, processors = self._ray, self._processors_of_a_task
         task = ray.remote(_run_piece).options(
@@ -265,8 +265,8 @@ class Cluster:
 # ---------------------------------------------------------------- the same inputs
 
 
+# Digests of an input's headers, by an empty name, and of some of its chunks, by tensor.
 Sample = dict[str, str]
-"""Digests of an input's headers, by an empty name, and of some of its chunks, by tensor."""
 
 
 def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
@@ -389,7 +389,7 @@ def check_for_cluster(plan: Plan) -> None:
     """Refuse what nodes cannot do together, before anything is written."""
     options, target = plan.options, plan.recipe.output
     is_sent = plan.layout is not None and plan.layout.is_sent
-    if options.cluster is not None and is_sent and options.scratch is None:
+    if is_sent and options.scratch is None:
         raise RecipeError(
             f'cluster = "{options.cluster}": {target} is in a store; name a folder that all '
             "nodes see with --scratch FOLDER, or leave cluster out"

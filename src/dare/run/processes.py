@@ -1,17 +1,15 @@
-"""Processes that work on the same file, each known to the others to be alive.
+"""Processes beside this one: those that work on the same file, and those that run code of others.
 
-Each locks a byte of a file beside it, by which others know that it is alive: the system releases
-the lock when the process ends, however it ends. Byte 0 is for taking turns. Such locks belong to
-the process: it can lock its own bytes again, and loses all of them when it closes the file once. So
-a process has each such file open once, for all that works on it.
+A `Presence` locks a byte of a file beside the one that is worked on. By that others know that its
+process is alive: the system releases the lock when the process ends, however it ends. Byte 0 is for
+taking turns. Such locks belong to the process: it can lock its own bytes again, and loses all of
+them when it closes the file once. So a process has each such file open once, for all that works
+on it.
 
-
-Code of others, imported or run in child processes that have bounds and end when we end.
-
-Each runs in a session of its own, so that it can be ended with all it has started. A second, tiny
-process waits for this one to end, however it ends, and then ends the first: an evaluator that
-computes for hours can neither be asked to look after its parent nor be trusted to.
-
+Code of others is imported, or run in child processes that have bounds and end when we end. A
+`Watched` process has a session of its own, so that it can be ended with all it has started. A
+second, tiny process waits for this one to end, however it ends, and then ends the first: an
+evaluator that computes for hours can neither be asked to look after its parent nor be trusted to.
 An `AnsweringProcess` calls a function of ours there, by lines of JSON on a socket that nothing else
 writes to, so that the code of others may print what it likes.
 """
@@ -49,8 +47,7 @@ class _LockFile:
 
     descriptor: int
     turn: threading.RLock = field(default_factory=threading.RLock)
-    marks: set[int] = field(default_factory=set)
-    """The marks of those in this process that work on the file."""
+    marks: set[int] = field(default_factory=set)  # of those here that work on the file
 
     def lock(self, byte: int, *, wait: bool) -> bool:
         """Lock one byte; return whether that was possible."""
@@ -129,21 +126,17 @@ def _open_lock_file(path: Path) -> _LockFile:
     return file
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- code of others
 
 SHELL = "/bin/sh"
 FILE_SUFFIX = ".py"
-MOST_KEPT_BYTES = 1 << 26
-"""Bytes of standard output in which a last line of many items is looked for."""
+MOST_KEPT_BYTES = 1 << 26  # of standard output, in which a last line of many items is looked for
 MOST_SHOWN_BYTES = 1 << 16
 SHOWN_LINES = 40
 LINE_LENGTH = 1000
 READ_BYTES = 1 << 16
-POLL_SECONDS = 0.1
-"""Between two checks whether a process has ended whose children keep its pipes open."""
-MOST_LATE_READS = 64
-"""Reads after the end: more than a pipe holds, and an end even if a stray child goes on."""
+POLL_SECONDS = 0.1  # between two checks whether a process has ended whose pipes are still open
+MOST_LATE_READS = 64  # after the end: more than a pipe holds, if a stray child goes on
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -414,13 +407,12 @@ def import_program(place: str) -> Any:
         sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise RecipeError(
-                f"{place}: there is no module {error.name!r}, neither in {folder} nor installed"
-            ) from None
-        raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise RecipeError(
+                f"{place}: there is no module {missing!r}, neither in {folder} nor installed"
+            ) from None
         raise RecipeError(f"{place}: cannot be imported: {describe_error(error)}") from error
     found = getattr(module, "__file__", None)
     if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):

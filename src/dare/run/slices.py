@@ -60,8 +60,8 @@ class SharedObservations:
     identity: str  # the merge, and its inputs here and now
     wait: float  # seconds without news after which nobody waits for a slice that runs
     progress: Progress
+    # Gets a line when the slice waits, compiles kernels, or does what others do not.
     announce: Callable[[str], None]
-    """Gets a line when the slice waits, compiles kernels, or does what others do not."""
 
     def __post_init__(self) -> None:
         # By the numbers of slices.
