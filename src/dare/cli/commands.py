@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 Inputs = Annotated[
     Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe or output to repeat.")
 ]
-WORTH_WAITING_FOR = 5.0
-"""Seconds from which a merge says beforehand how long it takes."""
+WORTH_WAITING_FOR = 5.0  # seconds from which a merge says beforehand how long it takes
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 
 

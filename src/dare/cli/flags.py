@@ -103,8 +103,7 @@ class Flag:
     group: Group
     names: tuple[str, ...] = ()
     metavar: str | None = None
-    help: str = ""
-    """Its meaning; else the description in the recipe's schema."""
+    help: str = ""  # its meaning; else the description in the recipe's schema
 
     def parameter(self, name: str) -> inspect.Parameter:
         """The parameter that a command gets for it."""
@@ -120,6 +119,7 @@ class Flag:
 
 
 KNOWN = Recipe.model_fields | RunOptions.model_fields
+# The fields of a recipe, in the order of `--help`.
 FIELDS: dict[str, Flag] = {
     "base": Flag(Path, FILES, FLAGS["base"]),
     "models": Flag(list[Path], FILES, FLAGS["models"], "PATH..."),
@@ -151,7 +151,6 @@ FIELDS: dict[str, Flag] = {
     "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
     "delta_threshold": Flag(float, OUTPUT),
 }
-"""The fields of a recipe, in the order of `--help`."""
 
 PER_MODEL: dict[str, Flag] = {
     "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
@@ -159,8 +158,8 @@ PER_MODEL: dict[str, Flag] = {
 }
 
 
+# Flags of every command that takes a recipe, which are not part of one.
 BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
-"""Flags of every command that takes a recipe, which are not part of one."""
 
 
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:

@@ -30,12 +30,12 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
+# Endings of files, so that nobody expects a directory of that name.
 OTHER_FORMATS = re.compile(
     r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"
     r"|zip|tar|t?gz|json|toml|ya?ml|html|txt|md|csv)",
     re.IGNORECASE,
 )
-"""Endings of files, so that nobody expects a directory of that name."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ def _nbytes(tensor: Described) -> int:
 
 FORMAT = 1  # of manifests
 JOURNAL_VERSION = 2
+# Later parameters and their defaults, which a header leaves out so that old bytes stay.
 LATER_PARAMETERS = (
     ("ties", "vote", "sum"),
     ("ties", "weighted", True),
     ("trim", "scope", "tensor"),
 )
-"""Later parameters and their defaults, which a header leaves out so that old bytes stay."""
 
 
 class Fate(StrEnum):

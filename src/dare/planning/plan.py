@@ -258,11 +258,11 @@ class Cost:
 # ---------------------------------------------------------------- this machine
 
 
+# By cgroup version: its folder, the files of the limit and of its use, the prefix of counts.
 CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""By cgroup version: its folder, the files of the limit and of its use, the prefix of counts."""
 
 
 def available_cores() -> int:
@@ -507,10 +507,10 @@ def _is_usual(stage: Stage, parameter: str, value: object) -> bool:
 # ---------------------------------------------------------------- times
 
 
+# Bytes that one thread reads and writes in a second, where nothing was measured.
 USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
-"""Bytes that one thread reads and writes in a second, where nothing was measured."""
+# Factors for the ends of a range, at most 4 times apart.
 USUAL_MARGINS, MEASURED_MARGINS = (0.5, 2.0), (0.6, 1.8)
-"""Factors for the ends of a range, at most 4 times apart."""
 START_SECONDS = 0.8  # the time that every merge takes to start, whatever its size
 NOTICEABLE_BYTES = 1e8  # the least a merge must read and write to say something about the rate
 PLAIN_SIDE = 1024  # the shorter side of a matrix whose bytes count once, where stages need it whole
@@ -525,11 +525,9 @@ class Estimate:
     about 4.2 to 8.7 s on this machine
     """
 
-    low: float
-    """Seconds, start-up included."""
+    low: float  # seconds, start-up included
     high: float
-    is_measured: bool
-    """True if this machine has merged by the same method before."""
+    is_measured: bool  # true if this machine has merged by the same method before
 
     def __str__(self) -> str:
         """Return the range, in the unit that fits its upper end."""

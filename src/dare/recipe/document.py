@@ -35,19 +35,16 @@ from dare.recipe.recipe import Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
+# Keys that may stand in the table [dare] but belong to the whole recipe.
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
-"""Keys that may stand in the table [dare] but belong to the whole recipe."""
+# Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
-"""Keys of a recipe's file, beside stages and the other names of files."""
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
-OF_MODELS = ("weight", "seed")
-"""Settings of each model, beside the parameters of delta stages."""
-INCLUDE = "include."
-"""Prefix of a model's name in the setting that says if it takes part."""
-OF_THE_CALL = ("overwrite", "resume")
-"""Arguments of a function that are no settings of the merge."""
+OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
+INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
+OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
+# Settings of each model by keyword or flag; seed alone is the recipe's.
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
-"""Settings of each model by keyword or flag; seed alone is the recipe's."""
 DEFAULT_METHOD = Recipe.model_fields["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)

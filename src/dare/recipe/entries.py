@@ -52,20 +52,17 @@ from dare.stores.locations import (
 )
 from dare.tensors.files import read_limited
 
-MAX_BYTES = 10_000_000
-"""The limit for a recipe: some rule for each of 100,000 tensors."""
-MAX_PARTS = 100
-"""The limit for a dotted key; a recipe has no more than two parts."""
+MAX_BYTES = 10_000_000  # the limit for a recipe: some rule for each of 100,000 tensors
+MAX_PARTS = 100  # the limit for a dotted key; a recipe has no more than two parts
 MAX_NESTED = 100
-MAX_BITS = 128
-"""The limit for a whole number: Python refuses to print much larger ones."""
+MAX_BITS = 128  # the limit for a whole number: Python refuses to print much larger ones
 
+# Comments and texts as a whole; possessive, so that no alternative is tried twice.
 _NOT_KEYS = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
     re.DOTALL,
 )
-"""Comments and texts as a whole; possessive, so that no alternative is tried twice."""
 _DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
 
 
@@ -140,12 +137,12 @@ def write_comment(text: str) -> str:
 # ---------------------------------------------------------------- names of files
 
 
+# Other names in a recipe and in Python by our name; first that of [models].
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "base": ("base_file", "base_path"),
     "models": ("merge_files", "merge", "finetuned_paths"),
     "output": ("output_file", "output_path"),
 }
-"""Other names in a recipe and in Python by our name; first that of [models]."""
 
 OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
 
@@ -227,8 +224,8 @@ def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- entries
 
 
+# Files that are called like this are told apart by their folders.
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
-"""Files that are called like this are told apart by their folders."""
 
 _WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)])
 
@@ -281,9 +278,9 @@ Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 
+# Marks in the declaration of a field.
 SAME_WEIGHTS = "the merged weights do not depend on it"
 NOT_RECORDED = "the manifest of an output leaves it out"
-"""Marks in the declaration of a field."""
 
 
 class Strict(BaseModel):

@@ -18,27 +18,25 @@ from typing import Any
 
 from dare.tensors.names import PROJECTIONS
 
-Gradient = list[float]
-"""One number or more, from the first layer to the last."""
+Gradient = list[float]  # one number or more, from the first layer to the last
 
-OUTSIDE = Fraction(0)
-"""The depth of a tensor that stands in no layer."""
+OUTSIDE = Fraction(0)  # the depth of a tensor that stands in no layer
 
+# Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers.
 SEQUENCES: tuple[tuple[str, ...], ...] = (
     ("input_blocks", "middle_block", "output_blocks"),
     ("down_blocks", "mid_block", "up_blocks"),
     ("double_blocks", "single_blocks"),
     ("transformer_blocks", "single_transformer_blocks"),
 )
-"""Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers."""
 
+# The first of these in a name: the one middle block, a module outside the layers although its parts
+# are numbered, or a number. The text encoders in `conditioner.embedders` are no layers.
 _PLACE = re.compile(
     r"(?:^|\.)(?P<middle>middle_block|mid_block)\."
     rf"|(?:^|\.)(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation)\."
     r"|(?<!embedders)\.(?P<layer>\d+)\."
 )
-"""The first of these in a name: the one middle block, a module outside the layers although its
-parts are numbered, or a number. The text encoders in `conditioner.embedders` are no layers."""
 
 
 def stack_and_layer(tensor: str) -> tuple[str, int] | None:

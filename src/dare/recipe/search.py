@@ -29,8 +29,8 @@ from dare.recipe.entries import Strict, as_tuple
 
 Scores = Mapping[str, float]
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
+# Texts that earlier versions read as a formula; no score has such a name.
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
-"""Texts that earlier versions read as a formula; no score has such a name."""
 _KINDS = ("max", "min", "keep")
 
 
@@ -74,8 +74,7 @@ class Range(Strict, init=False):
         return round(value) if is_whole else round(value, 12)
 
 
-Choices = tuple[Any, ...]
-"""Values to choose from: numbers, texts, or lists over the layers."""
+Choices = tuple[Any, ...]  # values to choose from: numbers, texts, or lists over the layers
 
 
 def _over(value: object) -> object:
@@ -175,8 +174,8 @@ class Objective:
     0.25
     """
 
+    # By score; if there are none, all scores count the same.
     weights: Mapping[str, float] = field(default_factory=dict)
-    """By score; if there are none, all scores count the same."""
 
     def __post_init__(self) -> None:
         """Refuse a score that counts nothing."""
@@ -221,8 +220,8 @@ class Guard:
     name: str  # the score's name; `*` for each score of the objective
     kind: str  # `max`, `min`, or `keep`: a share of the best that a single model has
     bound: float
+    # It tells which scores `*` stands for, and which are the better the smaller.
     objective: Objective = field(default_factory=Objective)
-    """It tells which scores `*` stands for, and which are the better the smaller."""
 
     @classmethod
     def parse(cls, text: str, objective: Objective | None = None) -> Guard:

@@ -32,11 +32,9 @@ from dare.errors import InputError
 
 LOOPBACK = "127.0.0.1"
 MOST_BODY_BYTES = 1 << 20
-MOST_ITEMS = 200
-"""The most items in each list and table of a body: models, rules, settings."""
+MOST_ITEMS = 200  # the most items in each list and table of a body: models, rules, settings
 MOST_DEPTH = 16
-MOST_DIGITS = 20
-"""The most digits of a whole number; a seed has no more."""
+MOST_DIGITS = 20  # the most digits of a whole number; a seed has no more
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'self'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -58,8 +56,8 @@ class Key:
 
     port: int
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    # Opens it one time: other users see the command that starts a browser, with its address.
     once: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    """Opens it one time: other users see the command that starts a browser, with its address."""
 
     @property
     def address(self) -> str:

@@ -53,8 +53,7 @@ WEIGHTS = {
 RECIPES = (".toml", ".yaml", ".yml")
 MOST_ENTRIES = 500
 
-Given = Mapping[str, Any]
-"""The values of a request: of its query, its body and its path."""
+Given = Mapping[str, Any]  # the values of a request: of its query, its body and its path
 AnyPath = str | os.PathLike[str]
 
 
@@ -248,13 +247,11 @@ class Entry:
 
     name: str
     path: str
+    # `folder`, `model` (a folder or a file with weights), `recipe`, `interrupted` (a merge).
     kind: str
-    """`folder`, `model` (a folder or a file with weights), `recipe`, `interrupted` (a merge)."""
-    holds: str = ""
-    """The form of a model: safetensors, GGUF, pickle or adapter."""
+    holds: str = ""  # the form of a model: safetensors, GGUF, pickle or adapter
     nbytes: int = 0
-    opens: bool = False
-    """True for a folder that may hold more."""
+    opens: bool = False  # true for a folder that may hold more
 
 
 class Roots:

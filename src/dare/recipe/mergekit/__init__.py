@@ -27,10 +27,9 @@ class Conversion:
 
     source: Path
     recipe: Recipe
-    differences: tuple[str, ...]
-    """Every known reason for which the weights will not be mergekit's."""
+    differences: tuple[str, ...]  # every known reason for which the weights will not be mergekit's
+    # Keys that were left out because they change nothing, and facts that could not be checked.
     notes: tuple[str, ...]
-    """Keys that were left out because they change nothing, and facts that could not be checked."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, ready for JSON."""

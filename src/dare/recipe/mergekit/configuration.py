@@ -14,8 +14,7 @@ from dare.stores.locations import to_path
 from dare.tensors.dtypes import MODEL_TYPES
 from dare.tensors.files import is_there
 
-TensorsOf = Callable[[Path], Iterable[str]]
-"""The names of a model's tensors."""
+TensorsOf = Callable[[Path], Iterable[str]]  # the names of a model's tensors
 
 TOP_KEYS = (
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -37,11 +36,10 @@ class Config:
     method_node: Node
     base: str | None
     inputs: tuple[Input, ...]
-    shared: tuple[Table, ...]
-    """The scopes of parameters that are no model's own, strongest first."""
+    shared: tuple[Table, ...]  # the scopes of parameters that are no model's own, strongest first
     computes_in: str | None
+    # Keys of a recipe that no method changes: type, tokenizer and chat template.
     keys: Mapping[str, str]
-    """Keys of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
 
     def others(self) -> tuple[Input, ...]:

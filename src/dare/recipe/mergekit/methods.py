@@ -118,12 +118,11 @@ class Draft:
 class Family:
     """A method of the kind that changes each delta, combines them and scales the result."""
 
+    # The stage that makes a delta sparser.
     drops: Literal["dare", "della", "breadcrumbs", "trim"] | None = None
-    """The stage that makes a delta sparser."""
     elects: bool = False
     normalize: bool = False
-    rescale: bool = False
-    """The default of the parameter, as `normalize`."""
+    rescale: bool = False  # the default of the parameter, as `normalize`
 
 
 def _convert_deltas(family: Family, draft: Draft) -> None:
@@ -420,6 +419,7 @@ METHODS = {
     "karcher": Method(_convert_karcher, (), ("max_iter", "tol")),
     "model_stock": Method(_convert_model_stock, (), ("filter_wise",)),
 }
+# The other methods of mergekit 0.1.5, and why they have no equal.
 NOT_CONVERTED = {
     "multislerp": "it goes one step of the way to the mean on the sphere; karcher goes all of it",
     "sce": "it weighs models by the squares of their changes; ties is the nearest",
@@ -430,4 +430,3 @@ NOT_CONVERTED = {
     "arcee_fusion": "it selects by the divergence of softmax rows; no stage does that",
     "passthrough": "it copies layers and merges nothing",
 }
-"""The other methods of mergekit 0.1.5, and why they have no equal."""

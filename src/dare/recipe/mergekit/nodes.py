@@ -21,10 +21,9 @@ from typing import Any
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.tensors.files import read_limited
 
+# A limit; the largest configurations, with a slice for every layer, have a tenth of this.
 MAX_BYTES = 1 << 18
-"""A limit; the largest configurations, with a slice for every layer, have a tenth of this."""
-MAX_VALUES = 50_000
-"""A limit for all values, those of aliases counted wherever they stand."""
+MAX_VALUES = 50_000  # a limit for all values, those of aliases counted wherever they stand
 MAX_BITS = 64
 MAX_DIGITS = 100
 
@@ -33,8 +32,7 @@ MAX_DIGITS = 100
 class Node:
     """A value of the YAML file, and its line."""
 
-    value: Any
-    """A scalar, a tuple of nodes, or a dict of nodes."""
+    value: Any  # a scalar, a tuple of nodes, or a dict of nodes
     file: Path
     line: int
 
@@ -135,6 +133,7 @@ def _check_keys(node: Any, file: Path) -> None:
 # ---------------------------------------------------------------- checked values
 
 Table = Mapping[str, Node]
+# Keys that are often seen and cannot be converted, or that nothing reads, and why.
 REFUSED = {
     "modules": "parts of a model cannot be configured apart; write models, and filters for the "
     "names of a part's tensors",
@@ -145,7 +144,6 @@ REFUSED = {
         ("tokens", "pad_to_multiple_of"), "embeddings of single tokens cannot be chosen here"
     ),
 }
-"""Keys that are often seen and cannot be converted, or that nothing reads, and why."""
 
 
 def as_table(
@@ -195,8 +193,7 @@ class Case:
     """A value for the tensors whose names contain a text; None: for all."""
 
     contains: str | None
-    value: Any
-    """A number, or a list of them for the layers; before it is checked, anything."""
+    value: Any  # a number, or a list of them for the layers; before it is checked, anything
     node: Node = field(compare=False)
 
     @property
@@ -210,8 +207,8 @@ class Case:
         return replace(self, value=numbers if isinstance(self.value, list) else numbers[0])
 
 
+# The values of a parameter, of which the first match counts; the last one is for all tensors.
 Cases = tuple[Case, ...]
-"""The values of a parameter, of which the first match counts; the last one is for all tensors."""
 
 
 # ---------------------------------------------------------------- reading
