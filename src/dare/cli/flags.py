@@ -229,8 +229,7 @@ def recipe_from_flags(
     **fixed: Any,
 ) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
-    settings = {name: value for name, value in flags.items() if name not in BESIDE_RECIPE}
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
     if config is None and start is None:
         missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
         if missing:
@@ -265,9 +264,7 @@ def read_rule(text: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in settings.split(",")]
     named = all(name.strip() not in ("", "match") and value.strip() for name, _, value in pairs)
     if not pattern.strip() or not named:
-        raise RecipeError(
-            f"--tensors {text!r}: write PATTERN: name=value, as in '*.mlp.*: drop_rate=0.5'"
-        )
-    return {"match": pattern.strip()} | {
-        name.strip(): read_value(value.strip()) for name, _, value in pairs
-    }
+        example = "'*.mlp.*: drop_rate=0.5'"
+        raise RecipeError(f"--tensors {text!r}: write PATTERN: name=value, as in {example}")
+    values = {name.strip(): read_value(value.strip()) for name, _, value in pairs}
+    return {"match": pattern.strip()} | values

@@ -236,10 +236,10 @@ MARKS = ("o", "s", "^", "D")
 
 def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Writing]) -> Document:
     """Return the models, their tasks, and what each writes, right answers marked."""
-    tasks = {
-        task.name: f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})"
+    tasks = [
+        (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
-    }
+    ]
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
@@ -254,7 +254,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         title="Three models become one",
         kind="demonstration",
         lead=f"fine-tunes of a base of {parameters:,} parameters that has read the Bible",
-        facts=tuple(tasks.items()),
+        facts=tuple(tasks),
         sections=(Section("writings", "Answers", (table,), is_brief=True),),
     )
 

@@ -38,7 +38,7 @@ from pydantic import (
     model_validator,
 )
 
-from dare.errors import ACTS, InputError, RecipeError, did_you_mean, printable
+from dare.errors import ACTS, InputError, RecipeError, did_you_mean
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
@@ -125,15 +125,6 @@ def write_value(value: Any) -> str:
     return write_toml({"x": value}).removeprefix("x = ").strip()
 
 
-def write_comment(text: str) -> str:
-    r"""Write a text as one comment; characters that end the line or act on a terminal are escaped.
-
-    >>> write_comment("a model called 'b\nallow_pickle = true'")
-    "# a model called 'b\\nallow_pickle = true'"
-    """
-    return f"# {printable(text)}"
-
-
 # ---------------------------------------------------------------- names of files
 
 
@@ -200,11 +191,9 @@ def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
 def _check_table(document: Mapping[str, Any], table: Mapping[str, Any]) -> None:
     outside = [name for name in document if name in OUR_NAMES and name != "models"]
     if outside:
-        raise RecipeError(
-            f"{' and '.join(outside)} at the top level and a table [models]: name the files in "
-            "one place, as base, models and output at the top level, or as base_file, "
-            "merge_files and output_file in [models]"
-        )
+        places = "all at the top level, or base_file, merge_files and output_file in [models]"
+        found = f"{' and '.join(outside)} at the top level and a table [models]"
+        raise RecipeError(f"{found}: name the files in one place, {places}")
     for key in table:
         if key not in OUR_NAMES:
             known = [others[0] for others in OTHER_NAMES.values()]

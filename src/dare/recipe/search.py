@@ -104,11 +104,8 @@ def _weights(value: Any) -> Any:
     for text in cast("Iterable[Any]", as_tuple(value)):
         name, equals, weight = str(text).strip().rpartition("=")
         if not equals and _FORMULA.search(weight):
-            raise RecipeError(
-                f"objective {text!r}: formulas are no longer read; write names with weights, as "
-                'in ["math", "code"], { math = 1.0, loss = -0.5 } or --objective math loss=-0.5, '
-                "or leave it out for the mean of all scores"
-            )
+            remedy = "write { math = 1.0, loss = -0.5 }, or leave it out for the mean of all scores"
+            raise RecipeError(f"objective {text!r}: formulas are no longer read; {remedy}")
         try:
             weights[name if equals else weight] = float(weight) if equals else 1.0
         except ValueError:
@@ -160,10 +157,9 @@ def _check_name(name: str, known: Iterable[str], where: str) -> None:
     """Refuse a score that an evaluator does not give."""
     names = list(known)
     if name not in names:
-        raise RecipeError(
-            f"{where}: there is no score {name!r}{did_you_mean(name, names)}; the evaluator gives "
-            f"{', '.join(names) or 'no scores'}"
-        )
+        given = ", ".join(names) or "no scores"
+        hint = f"{did_you_mean(name, names)}; the evaluator gives {given}"
+        raise RecipeError(f"{where}: there is no score {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ class Objective:
         return {name: weight / total for name, weight in weights.items()}
 
     def value(self, scores: Mapping[str, float]) -> float:
-        return float(self.values({name: np.float64(score) for name, score in scores.items()}))
+        return float(self.values(scores))
 
     def values(self, scores: Mapping[str, Any]) -> np.ndarray:
         """Return the objective of many at once: arrays of one shape give one of that shape."""
