@@ -123,7 +123,7 @@ def _show_plan(recipe: Request, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
     expected = _print_plan(make_console(json=json, quiet=quiet), planned, brief=False)
     if json:
-        print_json({**planned.to_dict(), "seconds": asdict(expected)})
+        print_json({**planned.to_dict(), "seconds": expected.to_dict()})
     return DONE
 
 

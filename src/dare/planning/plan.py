@@ -503,9 +503,11 @@ class Estimate:
     about 4.2 to 8.7 s on this machine
     """
 
-    low: float  # seconds, start-up included
+    low: float
+    """Seconds, start-up included."""
     high: float
-    is_measured: bool  # true if this machine has merged by the same method before
+    is_measured: bool
+    """True if this machine has merged by the same method before."""
 
     def __str__(self) -> str:
         """Return the range, in the unit that fits its upper end."""
@@ -515,6 +517,10 @@ class Estimate:
         unit = next((name for name, size in units.items() if self.high >= 2 * size), "s")
         low, high = (f"{_rounded(value / units[unit]):g}" for value in (self.low, self.high))
         return f"about {low} to {high} {unit} on this machine"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the range in seconds, ready for JSON."""
+        return asdict(self)
 
 
 def _rounded(value: float) -> float:
