@@ -223,7 +223,7 @@ def test_a_weight_that_changes_gives_the_bytes_of_rules_for_each_tensor():
     weights = ([0.0, 1.0], 0.5)
     rules = [
         TensorRule(match=name, model=f"model {model}", weight=value_at(weight, depth))
-        for model, weight in enumerate(weights)
+        for model, weight in enumerate(([0.0, 1.0], [0.5]))
         for name, depth in find_depths(NAMES).items()
     ]
     assert_equal(merged(method="sum", weights=weights), merged(method="sum", tensors=rules))

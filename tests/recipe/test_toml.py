@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.errors import RecipeError
-from dare.recipe.entries import read_toml, write_comment, write_toml, write_value
+from dare.errors import RecipeError, printable
+from dare.recipe.entries import read_toml, write_toml, write_value
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -65,7 +65,7 @@ def test_a_text_stays_one_value(one: str, other: str) -> None:
     assert tomllib.loads(f"y = {write_value([one, {'file': other}])}") == {
         "y": [one, {"file": other}]
     }
-    assert tomllib.loads(f"{write_comment(one)}\nz = 1") == {"z": 1}
+    assert tomllib.loads(f"# {printable(one)}\nz = 1") == {"z": 1}
 
 
 def test_half_a_character_is_refused() -> None:

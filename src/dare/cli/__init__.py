@@ -33,26 +33,24 @@ from dare.errors import DareError, ExistsError, printable
 if TYPE_CHECKING:
     from cyclopts import App
 
+# Variables by which a user sets the number of OpenBLAS's threads; the first counts most.
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-"""Variables by which a user sets the number of OpenBLAS's threads; the first counts most."""
-USES_BLAS = ("lora", "demo")
-"""Commands that multiply large matrices in the main thread."""
+USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the main thread
 
 ESCAPE = "dare-escape"
 
 HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
+# Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
-"""Each command's help; the first line is what the list of commands shows."""
 
+# Modules that commands stand in, if not in `commands`.
 HOMES = {
     **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
     **dict.fromkeys(("compress", "apply"), "deltas"),
     "sweep": "search",
     "playground": "playground",
 }
-"""Modules that commands stand in, if not in `commands`."""
-WITH_COMMANDS = ("lora", "search")
-"""Commands that have subcommands."""
+WITH_COMMANDS = ("lora", "search")  # commands that have subcommands
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

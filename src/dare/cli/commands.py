@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 Inputs = Annotated[
     Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe or output to repeat.")
 ]
-WORTH_WAITING_FOR = 5.0
-"""Seconds from which a merge says beforehand how long it takes."""
+WORTH_WAITING_FOR = 5.0  # seconds from which a merge says beforehand how long it takes
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 
 
@@ -87,10 +86,7 @@ def merge(
         Slice.parse(part)  # before anything is read
     console = make_console(json=json, quiet=not asked.options.verbose)
     planned = api.plan(asked, fetches=True)
-    how: dict[str, Any] = {
-        "overwrite": overwrite,
-        "before": lambda: _print_plan(console, planned),
-    }
+    how: dict[str, Any] = {"overwrite": overwrite, "before": lambda: _print_plan(console, planned)}
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         done: Shown
         if part is None:
@@ -118,22 +114,14 @@ def finish(
 
 
 @takes_recipe
-def plan(
-    *paths: Inputs,
-    quiet: Quiet = False,
-    json: Json = False,
-    **flags: Any,
-) -> int:
+def plan(*paths: Inputs, quiet: Quiet = False, json: Json = False, **flags: Any) -> int:
     """Show a plan."""
     return _show_plan(_asked_recipe(paths, flags), json=json, quiet=quiet)
 
 
 def _show_plan(recipe: Request, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    console = make_console(json=json, quiet=quiet)
-    if quiet and not json:
-        return DONE
-    expected = _print_plan(console, planned, brief=False)
+    expected = _print_plan(make_console(json=json, quiet=quiet), planned, brief=False)
     if json:
         print_json({**planned.to_dict(), "seconds": expected.to_dict()})
     return DONE
@@ -307,13 +295,7 @@ def _advice(path: Path) -> Advice:
     return advice
 
 
-def convert(
-    file: Path,
-    /,
-    *,
-    json: Json = False,
-    debug: Debug = False,
-) -> int:
+def convert(file: Path, /, *, json: Json = False, debug: Debug = False) -> int:
     """Print a mergekit configuration as a recipe.
 
     :param file: A configuration for mergekit, in YAML.

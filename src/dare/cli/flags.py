@@ -103,8 +103,7 @@ class Flag:
     group: Group
     names: tuple[str, ...] = ()
     metavar: str | None = None
-    help: str = ""
-    """Its meaning; else the description in the recipe's schema."""
+    help: str = ""  # its meaning; else the description in the recipe's schema
 
     def parameter(self, name: str) -> inspect.Parameter:
         """The parameter that a command gets for it."""
@@ -120,6 +119,7 @@ class Flag:
 
 
 KNOWN = Recipe.model_fields | RunOptions.model_fields
+# The fields of a recipe, in the order of `--help`.
 FIELDS: dict[str, Flag] = {
     "base": Flag(Path, FILES, FLAGS["base"]),
     "models": Flag(list[Path], FILES, FLAGS["models"], "PATH..."),
@@ -151,7 +151,6 @@ FIELDS: dict[str, Flag] = {
     "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
     "delta_threshold": Flag(float, OUTPUT),
 }
-"""The fields of a recipe, in the order of `--help`."""
 
 PER_MODEL: dict[str, Flag] = {
     "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
@@ -159,8 +158,8 @@ PER_MODEL: dict[str, Flag] = {
 }
 
 
+# Flags of every command that takes a recipe, which are not part of one.
 BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
-"""Flags of every command that takes a recipe, which are not part of one."""
 
 
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
@@ -230,8 +229,7 @@ def recipe_from_flags(
     **fixed: Any,
 ) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
-    settings = {name: value for name, value in flags.items() if name not in BESIDE_RECIPE}
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
     if config is None and start is None:
         missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
         if missing:
@@ -266,9 +264,7 @@ def read_rule(text: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in settings.split(",")]
     named = all(name.strip() not in ("", "match") and value.strip() for name, _, value in pairs)
     if not pattern.strip() or not named:
-        raise RecipeError(
-            f"--tensors {text!r}: write PATTERN: name=value, as in '*.mlp.*: drop_rate=0.5'"
-        )
-    return {"match": pattern.strip()} | {
-        name.strip(): read_value(value.strip()) for name, _, value in pairs
-    }
+        example = "'*.mlp.*: drop_rate=0.5'"
+        raise RecipeError(f"--tensors {text!r}: write PATTERN: name=value, as in {example}")
+    values = {name.strip(): read_value(value.strip()) for name, _, value in pairs}
+    return {"match": pattern.strip()} | values

@@ -22,6 +22,7 @@ from dare.tensors.files import is_there
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
+# Comments for fields whose default is nothing, or hard to read.
 EXAMPLES = {
     "embedding_drop_rate": 0.5,
     "dtype": "BF16",
@@ -33,21 +34,19 @@ EXAMPLES = {
     "scratch": "/data/scratch",
     "cluster": "auto",
 }
-"""Comments for fields whose default is nothing, or hard to read."""
 
-OUTPUT = "merged.safetensors"
-"""The output of a recipe that names none."""
+OUTPUT = "merged.safetensors"  # the output of a recipe that names none
+# The command that compares the candidates; the evaluator is the user's.
 SEARCH = "dare search {} --eval score.py:score"
-"""The command that compares the candidates; the evaluator is the user's."""
 COMPARED = (
     "# Compare before you rely on it: this scores the base, each model, their average, their sum",
     "# and this recipe on data of your own, and says which to take. You write score.py:",
     f"#   {SEARCH.format('THIS_FILE')}",
 )
 
+# Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
+# is for Python alone.
 ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest", "backend"}
-"""Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
-is for Python alone."""
 
 
 def write_template(plan: Plan, advice: Advice | None = None) -> str:

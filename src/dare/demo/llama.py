@@ -22,8 +22,8 @@ from dare.inputs.sources import open_source, read_floats
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
+# Positions computed together: enough to be fast, few enough to stay in the caches.
 _POSITIONS_AT_ONCE = 4096
-"""Positions computed together: enough to be fast, few enough to stay in the caches."""
 
 
 class Llama:

@@ -45,24 +45,21 @@ CONFIG = BASE / "config.json"
 WEIGHTS = "model.safetensors"
 TUNED = {task.name: MODELS / task.name for task in TASKS}
 
+# λ by method and drop rate, found on validation prompts by training/choose_scales.py. A `linear`
+# merge is the plain average; with another scale it would be a `sum`.
 SCALES: dict[str, dict[float, float]] = {
     "linear": {0.0: 1.0},
     "sum": {0.0: 1.0, 0.1: 1.0, 0.3: 1.0, 0.5: 1.0, 0.7: 1.0, 0.8: 1.0, 0.9: 0.8, 0.95: 0.6},
     "ties": {0.0: 2.5, 0.1: 2.0, 0.3: 2.0, 0.5: 1.5, 0.7: 1.0, 0.8: 1.0, 0.9: 0.8, 0.95: 0.6},
     "trim+ties": {0.0: 1.5},
 }
-"""λ by method and drop rate, found on validation prompts by training/choose_scales.py.
-
-A `linear` merge is the plain average; with another scale it would be a `sum`.
-"""
 
 
 @dataclass(frozen=True)
 class Merge:
     """One way to merge models: DARE at a rate (0 for none), other stages, a scale, a seed."""
 
-    combine: str
-    """The stages after DARE."""
+    combine: str  # the stages after DARE
     drop_rate: float = 0.0
     scale: float = 1.0
     seed: int = 42
@@ -123,10 +120,10 @@ class Figure:
 class Score:
     """The scores of one set of weights."""
 
+    # The percentage of held-out prompts that are answered exactly right, by task.
     correct: Mapping[str, float]
-    """The percentage of held-out prompts that are answered exactly right, by task."""
+    # Bits for a byte of held-out English; less is better. NaN where it was not measured.
     bits_per_byte: float
-    """Bits for a byte of held-out English; less is better. NaN where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +172,9 @@ class DemoResult:
     """All numbers of a demonstration."""
 
     parameters: int
-    prompts: Mapping[str, int]
-    """The number of held-out prompts that were scored, by task."""
+    prompts: Mapping[str, int]  # the number of held-out prompts that were scored, by task
     seeds: tuple[int, ...]
-    mean_change: Mapping[str, float]
-    """The mean |delta| of each fine-tune."""
+    mean_change: Mapping[str, float]  # the mean |delta| of each fine-tune
     rows: tuple[Row, ...]
     curves: tuple[Curve, ...]
     writings: tuple[Writing, ...]
@@ -188,8 +183,7 @@ class DemoResult:
     seconds: float
 
 
-PROMPTS = 100
-"""Prompts of each task for a search, and on the page."""
+PROMPTS = 100  # prompts of each task for a search, and on the page
 ENGLISH_BYTES = 4096
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -225,8 +219,7 @@ def score(
 # ---------------------------------------------------------------- many at once
 
 MOST_PROCESSES = 8
-MEASUREMENTS_PER_PROCESS = 8
-"""A process takes a second to start: it must have enough to do."""
+MEASUREMENTS_PER_PROCESS = 8  # a process takes a second to start: it must have enough to do
 
 
 @dataclass(frozen=True)

@@ -41,21 +41,20 @@ from dare.output.targets import check_free
 
 FIRST_SEED = 42
 
+# Methods without DARE; the last is TIES as published, which trims to the largest fifth.
 PLAIN = ("linear", "sum", "ties", "trim+ties")
-"""Methods without DARE; the last is TIES as published, which trims to the largest fifth."""
 DROPPED = ("sum", "ties")
 FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
 
+# Held-out prompts whose answers are easily checked by eye.
 SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
-"""Held-out prompts whose answers are easily checked by eye."""
 
 
 @dataclass(frozen=True)
 class Extent:
     """The extent of the measurements."""
 
-    prompts: int
-    """For each task."""
+    prompts: int  # for each task
     seeds: tuple[int, ...]
     english_bytes: int
     drop_rates: tuple[float, ...]
@@ -120,8 +119,8 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
 
 # ---------------------------------------------------------------- what is measured
 
+# A model, a merge, or DARE on a model alone; of which name or stages; at which drop rate.
 Key = tuple[str, str, float]
-"""A model, a merge, or DARE on a model alone; of which name or stages; at which drop rate."""
 
 
 def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
@@ -229,19 +228,18 @@ def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
 
 # ---------------------------------------------------------------- documents
 
-GOOD = 80.0
-"""The percentage from which a cell is set off."""
+GOOD = 80.0  # the percentage from which a cell is set off
+# Okabe and Ito's, which people with any kind of colour vision can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Okabe and Ito's, which people with any kind of colour vision can tell apart."""
 MARKS = ("o", "s", "^", "D")
 
 
 def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Writing]) -> Document:
     """Return the models, their tasks, and what each writes, right answers marked."""
-    tasks = {
-        task.name: f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})"
+    tasks = [
+        (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
-    }
+    ]
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
@@ -256,7 +254,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         title="Three models become one",
         kind="demonstration",
         lead=f"fine-tunes of a base of {parameters:,} parameters that has read the Bible",
-        facts=tuple(tasks.items()),
+        facts=tuple(tasks),
         sections=(Section("writings", "Answers", (table,), is_brief=True),),
     )
 

@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 Split = Literal["train", "validation", "test"]
 
 DATA = Path(__file__).parent / "data"
-END = "\n"
-"""The mark that a model writes when its answer is complete."""
+END = "\n"  # the mark that a model writes when its answer is complete
 
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 UNITS = (*_WORDS.split(), "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")

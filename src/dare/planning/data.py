@@ -31,12 +31,12 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
+# Endings of files, so that nobody expects a directory of that name.
 OTHER_FORMATS = re.compile(
     r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"
     r"|zip|tar|t?gz|json|toml|ya?ml|html|txt|md|csv)",
     re.IGNORECASE,
 )
-"""Endings of files, so that nobody expects a directory of that name."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Layout:
         """The shard index, where there is more than one file."""
         if len(self.files) == 1:
             return None
-        total = sum(_nbytes(tensor) for tensors in self.files.values() for tensor in tensors)
+        total = sum(self.sizes)
         places = {tensor[0]: name for name, tensors in self.files.items() for tensor in tensors}
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -105,24 +105,18 @@ def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) 
         return Layout(target, {target.name: tuple(ordered)})
 
     shards: list[list[Described]] = [[]]
-    room = math.inf if shard_size is None else shard_size
+    used = 0
     for tensor in ordered:
         size = _nbytes(tensor)
-        if shards[-1] and size > room:
+        if shards[-1] and used + size > (shard_size or math.inf):
             shards.append([])
-            room = math.inf if shard_size is None else shard_size
+            used = 0
         shards[-1].append(tensor)
-        room -= size
-    if len(shards) == 1:
-        return Layout(target, {SINGLE_NAME: tuple(shards[0])})
+        used += size
     count = len(shards)
-    return Layout(
-        target,
-        {
-            f"model-{number:05}-of-{count:05}.safetensors": tuple(shard)
-            for number, shard in enumerate(shards, start=1)
-        },
-    )
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    names = [SINGLE_NAME] if count == 1 else names
+    return Layout(target, dict(zip(names, map(tuple, shards), strict=True)))
 
 
 def _nbytes(tensor: Described) -> int:
@@ -370,9 +364,8 @@ class PlanData:
         """By model: rates and seeds of drops that are made up for before its first stage."""
         drops: list[set[tuple[float, int]]] = [set() for _ in self.models]
         for tensor in self.merged():
-            for model in tensor.models:
-                if (drop := tensor.drop_of(model)) is not None:
-                    drops[model].add((drop.rate, drop.seed))
+            for model, drop in zip(tensor.models, tensor.drops, strict=False):
+                drops[model] |= {(drop.rate, drop.seed)} if drop else set()
         return list(map(sorted, drops))
 
     def merged(self) -> Iterator[TensorPlan]:
@@ -389,9 +382,7 @@ class PlanData:
     @cached_property
     def has_deltas(self) -> bool:
         """True if a model is given by deltas, not only by weights."""
-        return any(
-            model.delta_of(name).is_change for model in self.models for name in model.tensors
-        )
+        return any(m.delta_of(name).is_change for m in self.models for name in m.tensors)
 
     @cached_property
     def censuses(self) -> tuple[CensusPlan, ...]:
@@ -404,9 +395,8 @@ class PlanData:
                     if self.stages[position].rounds(settings):
                         key = position, model, *sorted(settings.items())
                         groups.setdefault(key, []).append(tensor)
+        ordered = sorted(groups.items(), key=lambda group: group[0][:2])
         return tuple(
             CensusPlan(model, position, dict(settings), tuple(tensors))
-            for (position, model, *settings), tensors in sorted(
-                groups.items(), key=lambda group: group[0][:2]
-            )
+            for (position, model, *settings), tensors in ordered
         )

@@ -50,12 +50,11 @@ class Cost:
     def passes(self) -> int:
         """The most times that a tensor is read, if surveys can remember what they see."""
         stages = self.plan.stages
-        surveys = (
-            max((tensor.survey_reads(stages, model) for model in tensor.models), default=0)
-            + stages[-1].surveys(tensor.combine)
-            for tensor in self.plan.merged()
-        )
-        return 1 + max(surveys, default=0)
+        most = 0
+        for tensor in self.plan.merged():
+            of_models = [tensor.survey_reads(stages, model) for model in tensor.models]
+            most = max(most, max(of_models, default=0) + stages[-1].surveys(tensor.combine))
+        return 1 + most
 
     # ------------------------------------------------------------ bytes
 
@@ -134,9 +133,7 @@ class Cost:
         """True if one kernel can combine every chunk, so that no model's values are kept."""
         if self.passes > 1 or self.plan.has_deltas or not self._device.fuses:
             return False
-        if self.plan.has_later_draws:  # a kernel draws one mask for each model
-            return False
-        return all(
+        return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
             0 not in tensor.weights
             and tensor.is_lazy(self.plan.stages)
             and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
@@ -146,15 +143,10 @@ class Cost:
     @cached_property
     def widest(self) -> int:
         """Bytes per element of the widest storage type in inputs and output."""
-        kinds = {
-            kind
-            for tensor in self.plan.tensors
-            for kind in (
-                tensor.dtype,
-                tensor.base.dtype,
-                *(info.dtype for _, info in self.plan.copies_of(tensor)),
-            )
-        }
+        kinds = set()
+        for tensor in self.plan.tensors:
+            copies = self.plan.copies_of(tensor)
+            kinds |= {tensor.dtype, tensor.base.dtype, *(info.dtype for _, info in copies)}
         return max((kind.itemsize for kind in kinds), default=1)
 
     def _uses(self, tensor: TensorPlan) -> Iterator[tuple[Stage, Settings, int]]:
@@ -189,20 +181,16 @@ class Cost:
     @cached_property
     def matrix_bytes(self) -> int:
         """The most that all surveys of one tensor leave behind, until its chunks are merged."""
-        left = (
-            sum(
-                stage.left_bytes(settings, tensor.shape, models)
-                for stage, settings, models in self._uses(tensor)
-            )
-            for tensor in self.plan.merged()
-        )
-        return max(left, default=0)
+        most = 0
+        for tensor in self.plan.merged():
+            uses = self._uses(tensor)
+            most = max(most, sum(s.left_bytes(own, tensor.shape, count) for s, own, count in uses))
+        return most
 
     @cached_property
     def shared_bytes(self) -> int:
         """Memory that the threads share: one census at a time, reading ahead and uploading."""
-        stages, layout = self.plan.stages, self.plan.layout
-        censuses = self.plan.censuses
+        stages, layout, censuses = self.plan.stages, self.plan.layout, self.plan.censuses
         observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
         is_sent = layout is not None and layout.is_sent
         sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
@@ -258,11 +246,11 @@ class Cost:
 # ---------------------------------------------------------------- this machine
 
 
+# By cgroup version: its folder, the files of the limit and of its use, the prefix of counts.
 CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""By cgroup version: its folder, the files of the limit and of its use, the prefix of counts."""
 
 
 def available_cores() -> int:
@@ -316,10 +304,8 @@ def memory_limit(given: int | None, needed: int) -> int:
 def check_memory(given: int | None, needed: int, reason: str = "") -> None:
     """Refuse a need that is beyond what the user gives, or by default beyond what is free."""
     if given is not None and needed > given:
-        raise RecipeError(
-            f"max_memory = {given}: one thread needs {needed} bytes; "
-            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
-        )
+        least = f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        raise RecipeError(f"max_memory = {given}: one thread needs {needed} bytes; {least}")
     if given is None and needed > DEFAULT_MEMORY:
         free = available_memory()
         if free is not None and needed > free:
@@ -345,14 +331,12 @@ class Plan(PlanData, Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
+        models = zip(self.model_names, self.recipe.weights(), self.recipe.seeds(), strict=True)
         return {
             "method": self.method,
             "stages": [{"stage": stage.name, **values} for stage, values in self.recipe.chain],
             "models": [
-                {"name": name, "weight": weight, "seed": seed}
-                for name, weight, seed in zip(
-                    self.model_names, self.recipe.weights(), self.recipe.seeds(), strict=True
-                )
+                dict(zip(("name", "weight", "seed"), model, strict=True)) for model in models
             ],
             "passes": self.cost.passes,
             "threads": self.cost.threads,
@@ -402,13 +386,8 @@ class Plan(PlanData, Shown):
         fates = Counter(tensor.fate for tensor in self.tensors)
         fates[Fate.LEFT_OUT] = len(self.left_out)
         tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
-        before, after = (
-            ", ".join(sorted({dtype.name for dtype in dtypes}))
-            for dtypes in (
-                [tensor.base.dtype for tensor in self.tensors],
-                [tensor.dtype for tensor in self.tensors],
-            )
-        )
+        before = ", ".join(sorted({tensor.base.dtype.name for tensor in self.tensors}))
+        after = ", ".join(sorted({tensor.dtype.name for tensor in self.tensors}))
         stored = f" stored as {after}" if after != before else ""
         shared, different = self._model_settings(brief=brief)
         facts = [
@@ -432,10 +411,9 @@ class Plan(PlanData, Shown):
             "file": lambda row: str(row[1].file),
             "weight >": lambda row: weight_text(row[2][0]),
             "seed >": lambda row: str(row[2][1]),
-            "settings": lambda row: _listed(row[3]),
         }
-        if not any(different):
-            del columns["settings"]
+        if any(different):
+            columns["settings"] = lambda row: _listed(row[3])
         models = tabulate(rows, columns, optional=("file",))
         return Document(
             title="Plan",
@@ -507,10 +485,10 @@ def _is_usual(stage: Stage, parameter: str, value: object) -> bool:
 # ---------------------------------------------------------------- times
 
 
+# Bytes that one thread reads and writes in a second, where nothing was measured.
 USUAL_RATES = {"copy": 1e9, "element": 3e8, "tensor": 1.5e8, "matrix": 3e7, "reference": 1e7}
-"""Bytes that one thread reads and writes in a second, where nothing was measured."""
+# Factors for the ends of a range, at most 4 times apart.
 USUAL_MARGINS, MEASURED_MARGINS = (0.5, 2.0), (0.6, 1.8)
-"""Factors for the ends of a range, at most 4 times apart."""
 START_SECONDS = 0.8  # the time that every merge takes to start, whatever its size
 NOTICEABLE_BYTES = 1e8  # the least a merge must read and write to say something about the rate
 PLAIN_SIDE = 1024  # the shorter side of a matrix whose bytes count once, where stages need it whole
@@ -583,8 +561,7 @@ def _kept() -> dict[str, float]:
 
 def _key(plan: Plan) -> str:
     """Return the name of a rate; several machines may share a user's folder."""
-    method = "+".join(stage.name for stage in plan.stages)
-    return f"{platform.node()} {plan.backend} {method if any(plan.merged()) else 'copy'}"
+    return f"{platform.node()} {plan.backend} {plan.method if any(plan.merged()) else 'copy'}"
 
 
 def _kind(plan: Plan) -> str:

@@ -35,19 +35,16 @@ from dare.recipe.recipe import Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
+# Keys that may stand in the table [dare] but belong to the whole recipe.
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
-"""Keys that may stand in the table [dare] but belong to the whole recipe."""
+# Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
-"""Keys of a recipe's file, beside stages and the other names of files."""
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
-OF_MODELS = ("weight", "seed")
-"""Settings of each model, beside the parameters of delta stages."""
-INCLUDE = "include."
-"""Prefix of a model's name in the setting that says if it takes part."""
-OF_THE_CALL = ("overwrite", "resume")
-"""Arguments of a function that are no settings of the merge."""
+OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
+INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
+OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
+# Settings of each model by keyword or flag; seed alone is the recipe's.
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
-"""Settings of each model by keyword or flag; seed alone is the recipe's."""
 DEFAULT_METHOD = Recipe.model_fields["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
@@ -89,10 +86,16 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
 
 
 def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
-    """Return the models as entries; refuse a document without base or models."""
+    """Return the models as entries; refuse a document without base or models.
+
+    An unknown key is named if it is probably meant for one of them.
+    """
     for field in ("base", "models"):
         if field not in document:
-            raise _missing(document, shown[field])
+            unknown = [key for key in document if key not in (*KEYS, *STAGES)]
+            guesses = ((key, did_you_mean(key, [shown[field]])) for key in unknown)
+            typos = (f"{key}: not known{guess}" for key, guess in guesses if guess)
+            raise RecipeError(next(typos, f"{shown[field]} is missing"))
     models, name = document["models"], shown["models"]
     if isinstance(models, list | tuple):
         return _build_entries(models, ModelEntry, name)
@@ -106,18 +109,8 @@ def _check_places(document: Mapping[str, Any]) -> None:
     for heading, table in document.items():
         for name in table if heading in STAGES and isinstance(table, dict) else ():
             if name in OUR_NAMES:
-                raise RecipeError(
-                    f"[{heading}] {name}: belongs at the top level; move it above the first "
-                    "heading in brackets"
-                )
-
-
-def _missing(document: Mapping[str, Any], shown: str) -> RecipeError:
-    """Say that a file is missing, or which unknown key is probably meant for it."""
-    for key in document:
-        if key not in (*KEYS, *STAGES) and (guess := did_you_mean(key, [shown])):
-            return RecipeError(f"{key}: not known{guess}")
-    return RecipeError(f"{shown} is missing")
+                remedy = "move it above the first heading in brackets"
+                raise RecipeError(f"[{heading}] {name}: belongs at the top level; {remedy}")
 
 
 def _find_table(parameter: str, method: object) -> str | None:
@@ -192,10 +185,8 @@ def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
     files = moved.get("models", [entry.file for entry in recipe.models])
     files = [files] if isinstance(files, str | PathLike) else files
     if len(files) != len(recipe.models):
-        raise RecipeError(
-            f"{shown}: {times(len(files), 'model')} given, and {len(recipe.models)} were merged; "
-            "give all of them, in that order"
-        )
+        given = f"{times(len(files), 'model')} given, and {len(recipe.models)} were merged"
+        raise RecipeError(f"{shown}: {given}; give all of them, in that order")
     return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
 
 
@@ -293,10 +284,8 @@ def get_by_name(recipe: Recipe, name: str) -> Any:
         return getattr(recipe, name)
     if dot and first in {stage.name for stage, _ in recipe.chain}:
         return next(s[rest] for stage, s in recipe.chain if stage.name == first)
-    chosen = [names.index(rest)] if dot and rest in names else list(range(len(names)))
-    if dot and rest not in names:
-        return None
-    if first == "weight":
+    chosen = [number for number, own in enumerate(names) if not dot or own == rest]
+    if first == "weight" and chosen:
         return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
     stages = [settings for _, settings in recipe.chain]
     values = [

@@ -38,7 +38,7 @@ from pydantic import (
     model_validator,
 )
 
-from dare.errors import ACTS, InputError, RecipeError, did_you_mean, printable
+from dare.errors import ACTS, InputError, RecipeError, did_you_mean
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
@@ -52,20 +52,17 @@ from dare.stores.locations import (
 )
 from dare.tensors.files import read_limited
 
-MAX_BYTES = 10_000_000
-"""The limit for a recipe: some rule for each of 100,000 tensors."""
-MAX_PARTS = 100
-"""The limit for a dotted key; a recipe has no more than two parts."""
+MAX_BYTES = 10_000_000  # the limit for a recipe: some rule for each of 100,000 tensors
+MAX_PARTS = 100  # the limit for a dotted key; a recipe has no more than two parts
 MAX_NESTED = 100
-MAX_BITS = 128
-"""The limit for a whole number: Python refuses to print much larger ones."""
+MAX_BITS = 128  # the limit for a whole number: Python refuses to print much larger ones
 
+# Comments and texts as a whole; possessive, so that no alternative is tried twice.
 _NOT_KEYS = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
     re.DOTALL,
 )
-"""Comments and texts as a whole; possessive, so that no alternative is tried twice."""
 _DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
 
 
@@ -128,24 +125,15 @@ def write_value(value: Any) -> str:
     return write_toml({"x": value}).removeprefix("x = ").strip()
 
 
-def write_comment(text: str) -> str:
-    r"""Write a text as one comment; characters that end the line or act on a terminal are escaped.
-
-    >>> write_comment("a model called 'b\nallow_pickle = true'")
-    "# a model called 'b\\nallow_pickle = true'"
-    """
-    return f"# {printable(text)}"
-
-
 # ---------------------------------------------------------------- names of files
 
 
+# Other names in a recipe and in Python by our name; first that of [models].
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "base": ("base_file", "base_path"),
     "models": ("merge_files", "merge", "finetuned_paths"),
     "output": ("output_file", "output_path"),
 }
-"""Other names in a recipe and in Python by our name; first that of [models]."""
 
 OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
 
@@ -203,11 +191,9 @@ def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
 def _check_table(document: Mapping[str, Any], table: Mapping[str, Any]) -> None:
     outside = [name for name in document if name in OUR_NAMES and name != "models"]
     if outside:
-        raise RecipeError(
-            f"{' and '.join(outside)} at the top level and a table [models]: name the files in "
-            "one place, as base, models and output at the top level, or as base_file, "
-            "merge_files and output_file in [models]"
-        )
+        places = "all at the top level, or base_file, merge_files and output_file in [models]"
+        found = f"{' and '.join(outside)} at the top level and a table [models]"
+        raise RecipeError(f"{found}: name the files in one place, {places}")
     for key in table:
         if key not in OUR_NAMES:
             known = [others[0] for others in OTHER_NAMES.values()]
@@ -227,8 +213,8 @@ def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- entries
 
 
+# Files that are called like this are told apart by their folders.
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
-"""Files that are called like this are told apart by their folders."""
 
 _WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)])
 
@@ -281,9 +267,9 @@ Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 
+# Marks in the declaration of a field.
 SAME_WEIGHTS = "the merged weights do not depend on it"
 NOT_RECORDED = "the manifest of an output leaves it out"
-"""Marks in the declaration of a field."""
 
 
 class Strict(BaseModel):

@@ -14,31 +14,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any
 
 from dare.tensors.names import PROJECTIONS
 
-Gradient = list[float]
-"""One number or more, from the first layer to the last."""
+Gradient = list[float]  # one number or more, from the first layer to the last
 
-OUTSIDE = Fraction(0)
-"""The depth of a tensor that stands in no layer."""
+OUTSIDE = Fraction(0)  # the depth of a tensor that stands in no layer
 
+# Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers.
 SEQUENCES: tuple[tuple[str, ...], ...] = (
     ("input_blocks", "middle_block", "output_blocks"),
     ("down_blocks", "mid_block", "up_blocks"),
     ("double_blocks", "single_blocks"),
     ("transformer_blocks", "single_transformer_blocks"),
 )
-"""Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers."""
 
+# The first of these in a name: the one middle block, a module outside the layers although its parts
+# are numbered, or a number. The text encoders in `conditioner.embedders` are no layers.
 _PLACE = re.compile(
     r"(?:^|\.)(?P<middle>middle_block|mid_block)\."
     rf"|(?:^|\.)(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation)\."
     r"|(?<!embedders)\.(?P<layer>\d+)\."
 )
-"""The first of these in a name: the one middle block, a module outside the layers although its
-parts are numbered, or a number. The text encoders in `conditioner.embedders` are no layers."""
 
 
 def stack_and_layer(tensor: str) -> tuple[str, int] | None:
@@ -62,10 +59,8 @@ def count_layers(tensors: Iterable[str]) -> dict[str, int]:
     {'text.layers': 32, 'vision.blocks': 24}
     """
     counts: dict[str, int] = {}
-    for place in map(stack_and_layer, tensors):
-        if place is not None:
-            stack, layer = place
-            counts[stack] = max(counts.get(stack, 0), layer + 1)
+    for stack, layer in filter(None, map(stack_and_layer, tensors)):
+        counts[stack] = max(counts.get(stack, 0), layer + 1)
     return counts
 
 
@@ -101,22 +96,18 @@ def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
             before[stack], last[stack] = sum(layers[:place]), sum(layers) - 1
     depths = dict.fromkeys(names, OUTSIDE)
     for name in names:
-        found = stack_and_layer(name)
-        if found is not None:
-            stack, layer = found
-            deepest = last[stack]
-            depths[name] = Fraction(before[stack] + layer, deepest) if deepest else Fraction(1)
+        if found := stack_and_layer(name):
+            deepest, layer = last[found[0]], before[found[0]] + found[1]
+            depths[name] = Fraction(layer, deepest) if deepest else Fraction(1)
     return depths
 
 
-def value_at(value: Any, depth: Fraction) -> Any:
-    """Return the value at a depth, rounded once; only a gradient changes with depth.
+def value_at(value: Gradient, depth: Fraction) -> float:
+    """Return the value of a gradient at a depth, rounded once.
 
-    >>> value_at([0.0, 1.0, 0.5], Fraction(3, 4)), value_at(0.9, Fraction(3, 4))
-    (0.75, 0.9)
+    >>> value_at([0.0, 1.0, 0.5], Fraction(3, 4))
+    0.75
     """
-    if not isinstance(value, list):
-        return value
     place = depth * (len(value) - 1)
     below = int(place)
     above = min(below + 1, len(value) - 1)

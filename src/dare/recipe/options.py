@@ -6,7 +6,7 @@ A recipe says what is merged. A file, a table, keywords or flags may say both; r
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -46,10 +46,6 @@ class RunOptions(Strict, init=False):
     backend: Annotated[str, AfterValidator(check_backend), NOT_RECORDED] = Field(
         "cpu", description="The kernels that compute: cpu, or reference, which defines them."
     )
-
-    def to_tables(self) -> dict[str, Any]:
-        """Return the options that are not the usual ones, as plain values."""
-        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 USUAL = RunOptions()

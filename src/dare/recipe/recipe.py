@@ -208,13 +208,12 @@ class Recipe(Strict, init=False):
         combine = self.chain[-1][0]
         if combine.models not in (None, len(self.models)):
             yield self._wrong_count(combine)
-        if combine.default_weight is None:
-            weights = {f"model {entry.name}": entry.weight for entry in self.models}
-            weights |= {str(rule): rule.weight for rule in self.tensors}
-            for where, weight in weights.items():
-                if weight is not None:
-                    known = ", ".join(combine.parameters)
-                    yield f"{where}: {combine.name} takes no weights; it takes {known}"
+        weighed = {f"model {entry.name}": entry.weight for entry in self.models}
+        weighed |= {str(rule): rule.weight for rule in self.tensors}
+        for where, weight in weighed.items():
+            if weight is not None and combine.default_weight is None:
+                known = ", ".join(combine.parameters)
+                yield f"{where}: {combine.name} takes no weights; it takes {known}"
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
             yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
         drops = any("drop_rate" in stage.parameters for stage, _ in self.chain[:-1])
@@ -266,10 +265,9 @@ class Recipe(Strict, init=False):
                         default = {parameter: 1.0 if value is None else value}
                         chain.append((STAGES[implied], STAGES[implied].settings(default, "")))
                 elif value is not None:
-                    raise RecipeError(
-                        f"[{stage.name}] {parameter}: method {self.method!r} has the stage "
-                        f"{implied!r} already; set it in [{implied}]"
-                    )
+                    fault = f"method {self.method!r} has the stage {implied!r} already"
+                    where = f"[{stage.name}] {parameter}"
+                    raise RecipeError(f"{where}: {fault}; set it in [{implied}]")
             chain.append((stage, settings))
         return tuple(chain)
 
@@ -293,7 +291,7 @@ class Recipe(Strict, init=False):
         """Return the weight of one model for one tensor at its depth."""
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
         weight = [self.weights()[model], *rules][-1]
-        return float(value_at(weight, depth) if isinstance(weight, list) else weight)
+        return value_at(weight, depth) if isinstance(weight, list) else float(weight)
 
     def settings_for(
         self, tensor: str, model: int, depth: Fraction = OUTSIDE
@@ -320,10 +318,9 @@ class Recipe(Strict, init=False):
 
     def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
         """Return the combine stage's settings for one tensor: no model's own values count."""
-        overrides: dict[str, Any] = {}
-        for rule in self._rules_for(tensor, None):
-            overrides.update(rule.settings)
-        return _at(depth, self.chain[-1][1], overrides)
+        rules = self._rules_for(tensor, None)
+        given = {name: value for rule in rules for name, value in rule.settings.items()}
+        return _at(depth, self.chain[-1][1], given)
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
         """Yield the rules for a tensor of one model, or those that are for all models."""
@@ -469,7 +466,8 @@ class Request:
 
     def to_tables(self) -> dict[str, Any]:
         """Return recipe and options as plain tables, as people write them, without defaults."""
-        return {**self.recipe.to_tables(), **self.options.to_tables()}
+        options = self.options.model_dump(mode="json", exclude_defaults=True)
+        return {**self.recipe.to_tables(), **options}
 
     def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models].

@@ -29,8 +29,8 @@ from dare.recipe.entries import Strict, as_tuple
 
 Scores = Mapping[str, float]
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
+# Texts that earlier versions read as a formula; no score has such a name.
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
-"""Texts that earlier versions read as a formula; no score has such a name."""
 _KINDS = ("max", "min", "keep")
 
 
@@ -74,8 +74,7 @@ class Range(Strict, init=False):
         return round(value) if is_whole else round(value, 12)
 
 
-Choices = tuple[Any, ...]
-"""Values to choose from: numbers, texts, or lists over the layers."""
+Choices = tuple[Any, ...]  # values to choose from: numbers, texts, or lists over the layers
 
 
 def _over(value: object) -> object:
@@ -105,11 +104,8 @@ def _weights(value: Any) -> Any:
     for text in cast("Iterable[Any]", as_tuple(value)):
         name, equals, weight = str(text).strip().rpartition("=")
         if not equals and _FORMULA.search(weight):
-            raise RecipeError(
-                f"objective {text!r}: formulas are no longer read; write names with weights, as "
-                'in ["math", "code"], { math = 1.0, loss = -0.5 } or --objective math loss=-0.5, '
-                "or leave it out for the mean of all scores"
-            )
+            remedy = "write { math = 1.0, loss = -0.5 }, or leave it out for the mean of all scores"
+            raise RecipeError(f"objective {text!r}: formulas are no longer read; {remedy}")
         try:
             weights[name if equals else weight] = float(weight) if equals else 1.0
         except ValueError:
@@ -161,10 +157,9 @@ def _check_name(name: str, known: Iterable[str], where: str) -> None:
     """Refuse a score that an evaluator does not give."""
     names = list(known)
     if name not in names:
-        raise RecipeError(
-            f"{where}: there is no score {name!r}{did_you_mean(name, names)}; the evaluator gives "
-            f"{', '.join(names) or 'no scores'}"
-        )
+        given = ", ".join(names) or "no scores"
+        hint = f"{did_you_mean(name, names)}; the evaluator gives {given}"
+        raise RecipeError(f"{where}: there is no score {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,8 @@ class Objective:
     0.25
     """
 
+    # By score; if there are none, all scores count the same.
     weights: Mapping[str, float] = field(default_factory=dict)
-    """By score; if there are none, all scores count the same."""
 
     def __post_init__(self) -> None:
         """Refuse a score that counts nothing."""
@@ -194,7 +189,7 @@ class Objective:
         return {name: weight / total for name, weight in weights.items()}
 
     def value(self, scores: Mapping[str, float]) -> float:
-        return float(self.values({name: np.float64(score) for name, score in scores.items()}))
+        return float(self.values(scores))
 
     def values(self, scores: Mapping[str, Any]) -> np.ndarray:
         """Return the objective of many at once: arrays of one shape give one of that shape."""
@@ -221,8 +216,8 @@ class Guard:
     name: str  # the score's name; `*` for each score of the objective
     kind: str  # `max`, `min`, or `keep`: a share of the best that a single model has
     bound: float
+    # It tells which scores `*` stands for, and which are the better the smaller.
     objective: Objective = field(default_factory=Objective)
-    """It tells which scores `*` stands for, and which are the better the smaller."""
 
     @classmethod
     def parse(cls, text: str, objective: Objective | None = None) -> Guard:

@@ -29,14 +29,15 @@ from dare.tensors.files import cache_folder, read_private, write_private
 PACKAGE = "dare.web"
 INDEX = "index.html"
 PAGE = Path(__file__).parent / "page"
+# The content of each model's file, by the model's name in a setting.
 MODELS: Mapping[str, Callable[[], bytes]] = {
     **{name: (home / WEIGHTS).read_bytes for name, home in {"base": BASE, **TUNED}.items()},
     **{name: partial(broken_model, name) for name in BROKEN},
 }
-"""The content of each model's file, by the model's name in a setting."""
 DIGEST_BYTES = 32
 
 
+# The parts of the playground; each has a template of its name.
 SECTIONS = (
     Section("drop", "Drop and rescale"),
     Section("signs", "Signs and conflict"),
@@ -45,7 +46,6 @@ SECTIONS = (
     Section("breaking", "Break it"),
     Section("own", "Your own models"),
 )
-"""The parts of the playground; each has a template of its name."""
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
     "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; style-src 'unsafe-inline'"

@@ -6,9 +6,9 @@ the user's browser, can reach it there all the same. So:
 - Its Host is ours. Else a foreign name that was made to lead here would count as our own site.
 - It comes from our page or from the address bar, as Origin and Sec-Fetch-Site say.
 - It has the token: in the address, which is exchanged for a cookie, as that cookie, or as a header.
-- A body is small, and JSON by its type, which other sites cannot send without asking first.
+- A body is JSON by its type, which other sites cannot send without asking first.
 
-The contents of a body are bounded, too, before anything is made of them: `read_object`.
+A body is small, and its contents are bounded, before anything is made of them: `read_object`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dare.errors import InputError
+from dare.errors import DareError, InputError
 
 LOOPBACK = "127.0.0.1"
 MOST_BODY_BYTES = 1 << 20
-MOST_ITEMS = 200
-"""The most items in each list and table of a body: models, rules, settings."""
+MOST_ITEMS = 200  # the most items in each list and table of a body: models, rules, settings
 MOST_DEPTH = 16
-MOST_DIGITS = 20
-"""The most digits of a whole number; a seed has no more."""
+MOST_DIGITS = 20  # the most digits of a whole number; a seed has no more
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'self'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -58,18 +56,18 @@ class Key:
 
     port: int
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    # Opens it one time: other users see the command that starts a browser, with its address.
     once: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    """Opens it one time: other users see the command that starts a browser, with its address."""
 
     @property
     def address(self) -> str:
         """The address of the page, with the token."""
-        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': self.token})}"
+        return f"http://{self.hosts[0]}/?token={self.token}"
 
     @property
     def address_once(self) -> str:
         """An address that works one time."""
-        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': self.once})}"
+        return f"http://{self.hosts[0]}/?token={self.once}"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -102,15 +100,8 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        request = Request(scope, receive)
-        answer = self._check_origin(request) or self._check_token(request)
-        if answer is None and request.method not in ("GET", "HEAD"):
-            try:
-                body = await _read_body(request)
-            except ClientDisconnect:
-                return  # nobody waits for an answer
-            answer = body if isinstance(body, Response) else None
-            receive = receive if isinstance(body, Response) else _replay(body, receive)
+        request = Request(scope)
+        answer = self._check_origin(request) or self._check_token(request) or _check_type(request)
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _check_origin(self, request: Request) -> Response | None:
@@ -158,17 +149,16 @@ def refuse(request: Request, status: int, text: str) -> Response:
     return HTMLResponse(page, status, headers)
 
 
-async def _read_body(request: Request) -> bytes | Response:
-    """Return the body, or the refusal of it."""
+def _check_type(request: Request) -> Response | None:
+    """Return the refusal of a body that is not JSON by its type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        return refuse(request, 415, "The body must be JSON, with Content-Type: application/json.")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
-            return refuse(request, 413, f"The body is larger than {MOST_BODY_BYTES} bytes.")
-    return bytes(body)
+    if request.method in ("GET", "HEAD") or kind == "application/json":
+        return None
+    return refuse(request, 415, "The body must be JSON, with Content-Type: application/json.")
+
+
+class TooLargeError(DareError):
+    """A body that is larger than any request of the page."""
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -177,8 +167,13 @@ async def read_object(request: Request) -> dict[str, Any]:
     Things that JSON lacks or no recipe has are refused: NaN, infinities, unpaired surrogates,
     numbers with more digits than a seed, long lists, deep nesting.
     """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise TooLargeError(f"The body is larger than {MOST_BODY_BYTES} bytes.")
     try:
-        text = (await request.body() or b"{}").decode()
+        text = (body or b"{}").decode()
         document = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_float)
         json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -218,16 +213,6 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a function that hands out a body that was read, and then what comes after it."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return left.pop() if left else await receive()
-
-    return receive_again
 
 
 def _is_page(request: Request) -> bool:

@@ -46,16 +46,13 @@ from dare.run.processes import describe_status
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
+# Time for a process to end when it is interrupted; what a merge has done is always on the disk.
 GRACE_SECONDS = 20.0
-"""Time for a process to end when it is interrupted; what a merge has done is always on the disk."""
-LAST_BYTES = 2000
-"""The part that is shown of what a crashed process printed."""
+LAST_BYTES = 2000  # the part that is shown of what a crashed process printed
 MOST_WAITING = 20
-MOST_FINISHED = 100
-"""The jobs that ended first are forgotten first, with their files for the page."""
+MOST_FINISHED = 100  # the jobs that ended first are forgotten first, with their files for the page
 COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
-MESSAGE_SECONDS = 0.1
-"""The least time between two messages of progress."""
+MESSAGE_SECONDS = 0.1  # the least time between two messages of progress
 ANALYSIS = "analysis.json"
 INTERRUPTED = 130
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -42,7 +43,7 @@ from dare.recipe.entries import as_path, distinct
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import is_stored
-from dare.web.guard import Json, read_object
+from dare.web.guard import Json, TooLargeError, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
 WEIGHTS = {
@@ -50,11 +51,10 @@ WEIGHTS = {
     ".gguf": "GGUF",
     **dict.fromkeys((".bin", ".pt", ".pth"), "pickle"),
 }
-RECIPES = (".toml", ".yaml", ".yml")
+RECIPES = (".toml", *api.YAML_SUFFIXES)
 MOST_ENTRIES = 500
 
-Given = Mapping[str, Any]
-"""The values of a request: of its query, its body and its path."""
+Given = Mapping[str, Any]  # the values of a request: of its query, its body and its path
 AnyPath = str | os.PathLike[str]
 
 
@@ -163,9 +163,10 @@ def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
             body = await read_object(request) if request.method == "POST" else {}
             given = {**request.query_params, **body, **request.path_params}
             answered = await run_in_threadpool(answer, given)
+        except ClientDisconnect:
+            return Response()  # nobody waits for an answer
         except (DareError, OSError) as error:  # as of a name that is longer than names can be
-            status = 403 if isinstance(error, OutsideError) else 400
-            return Json({"error": str(error)}, status)
+            return Json({"error": str(error)}, STATUSES.get(type(error), 400))
         return answered if isinstance(answered, Response) else Json(json_ready(answered))
 
     return respond
@@ -179,15 +180,10 @@ def _describe_plan(planned: Plan) -> dict[str, Any]:
     recipe, shown = planned.recipe, dict(planned.document().facts)
     tensors, _, weights = shown["tensors"].partition("; ")
     names = planned.model_names, recipe.models, recipe.weights(), recipe.seeds()
+    facts = {"tensors": tensors, "weights": weights, "reads": shown["reads"]}
+    facts["writes"] = show_size(planned.cost.bytes_written)
     return {
-        "facts": {
-            "tensors": tensors,
-            "weights": weights,
-            "reads": shown["reads"],
-            "writes": show_size(planned.cost.bytes_written),
-            "memory": shown["memory"],
-            "with": shown["with"],
-        },
+        "facts": {**facts, "memory": shown["memory"], "with": shown["with"]},
         "takes": str(estimate(planned)),
         "models": [
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
@@ -242,19 +238,20 @@ class OutsideError(DareError):
     """A path that leads out of the folders."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Something in a folder that one can open or choose."""
+STATUSES: Mapping[type, int] = {OutsideError: 403, TooLargeError: 413}
 
-    name: str
-    path: str
-    kind: str
-    """`folder`, `model` (a folder or a file with weights), `recipe`, `interrupted` (a merge)."""
-    holds: str = ""
-    """The form of a model: safetensors, GGUF, pickle or adapter."""
-    nbytes: int = 0
-    opens: bool = False
-    """True for a folder that may hold more."""
+Entry = dict[str, Any]
+
+
+def _entry(path: Path, kind: str, holds: str = "", nbytes: int = 0, **more: bool) -> Entry:
+    """Return something in a folder that one can open or choose.
+
+    It is a `folder`, a `model` (a folder or a file with weights), a `recipe`, or an `interrupted`
+    merge. `holds` is the form of a model: safetensors, GGUF, pickle or adapter; a folder that may
+    hold more opens.
+    """
+    shown = {"kind": kind, "holds": holds, "nbytes": nbytes, "opens": False, **more}
+    return {"name": path.name, "path": str(path), **shown}
 
 
 class Roots:
@@ -322,27 +319,27 @@ class Roots:
     def listing(self, given: str | None) -> dict[str, Any]:
         """Return a folder with what one can open or choose in it; without a path, the folders."""
         if given is None:
-            entries = [_describe_folder(folder, str(folder)) for folder in self.folders]
-            return {"path": None, "above": None, "entries": [asdict(entry) for entry in entries]}
+            entries = [_describe_folder(path) | {"name": str(path)} for path in self.folders]
+            return {"path": None, "above": None, "entries": entries}
         folder = self.find(given)
         if not folder.is_dir():
             entry = _describe_path(folder)
             if entry is None:
                 raise InputError(f"{folder}: is neither a model nor a recipe")
-            return {**self.listing(str(folder.parent)), "found": asdict(entry)}
+            return {**self.listing(str(folder.parent)), "found": entry}
         try:
             paths = sorted(folder.iterdir(), key=lambda path: path.name.lower())
         except OSError as error:
             raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
         entries = list(self._entries(paths))
         at_top = Path(os.path.realpath(folder)) in self.folders
-        itself = _describe_folder(folder, folder.name)
+        itself = _describe_folder(folder)
         return {
             "path": str(folder),
             "above": None if at_top else str(folder.parent),
-            "entries": [asdict(entry) for entry in entries[:MOST_ENTRIES]],
+            "entries": entries[:MOST_ENTRIES],
             "more": max(0, len(entries) - MOST_ENTRIES),
-            **({"found": asdict(itself)} if itself.kind == "model" else {}),
+            **({"found": itself} if itself["kind"] == "model" else {}),
         }
 
     def _entries(self, paths: Iterable[Path]) -> Iterator[Entry]:
@@ -355,19 +352,19 @@ class Roots:
 def _describe_path(path: Path) -> Entry | None:
     """Describe a path that can be opened or chosen."""
     if path.is_dir():
-        return _describe_folder(path, path.name)
+        return _describe_folder(path)
     suffix = path.suffix.lower()
     if suffix in RECIPES:
-        return Entry(path.name, str(path), "recipe")
+        return _entry(path, "recipe")
     if suffix in WEIGHTS and path.is_file():
-        return Entry(path.name, str(path), "model", WEIGHTS[suffix], path.stat().st_size)
+        return _entry(path, "model", WEIGHTS[suffix], path.stat().st_size)
     return None
 
 
-def _describe_folder(path: Path, name: str) -> Entry:
+def _describe_folder(path: Path) -> Entry:
     """Describe a folder, or the model or the interrupted merge that it is."""
     if has_mark(path):
-        return Entry(name, str(path), "interrupted")
+        return _entry(path, "interrupted")
     try:
         sizes = {f.name: f.stat().st_size for f in path.iterdir() if f.suffix.lower() in WEIGHTS}
     except OSError:  # which is said where it is opened
@@ -382,5 +379,5 @@ def _describe_folder(path: Path, name: str) -> Entry:
     elif pickles and not safetensors:
         holds, nbytes = "pickle", sum(pickles)
     else:
-        return Entry(name, str(path), "folder", opens=True)
-    return Entry(name, str(path), "model", holds, nbytes, opens=True)
+        return _entry(path, "folder", opens=True)
+    return _entry(path, "model", holds, nbytes, opens=True)

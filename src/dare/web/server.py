@@ -33,12 +33,11 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".wasm": "application/wasm",
 }
+# Files that take a while to make, and are begun before anybody asks.
 MADE_EARLY = ("vega.js", "index.html")
-"""Files that take a while to make, and are begun before anybody asks."""
 
 USUAL_PORT = 8787
-GRACE_SECONDS = 2
-"""Time at the end for answers that are on their way."""
+GRACE_SECONDS = 2  # time at the end for answers that are on their way
 
 
 def serve(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dare.errors import printable
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import write_comment
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED, Draft
 from dare.recipe.mergekit.nodes import read_yaml
@@ -27,10 +27,9 @@ class Conversion:
 
     source: Path
     recipe: Recipe
-    differences: tuple[str, ...]
-    """Every known reason for which the weights will not be mergekit's."""
+    differences: tuple[str, ...]  # every known reason for which the weights will not be mergekit's
+    # Keys that were left out because they change nothing, and facts that could not be checked.
     notes: tuple[str, ...]
-    """Keys that were left out because they change nothing, and facts that could not be checked."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, ready for JSON."""
@@ -42,11 +41,11 @@ class Conversion:
 
     def to_toml(self) -> str:
         """Return the recipe as TOML, with the differences and notes as comments."""
-        lines = [write_comment(f"Converted from {self.source.name}, a configuration for mergekit.")]
+        lines = [f"Converted from {self.source.name}, a configuration for mergekit."]
         for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
-            listed = [write_comment(f"- {text}") for text in texts]
-            lines += ["#", f"# {head}", *listed] if texts else []
-        return "\n".join(lines) + "\n\n" + self.recipe.to_toml()
+            lines += ["", head, *(f"- {text}" for text in texts)] if texts else []
+        comments = [f"# {printable(line)}".rstrip() for line in lines]
+        return "\n".join(comments) + "\n\n" + self.recipe.to_toml()
 
 
 def convert(file: Path, tensors_of: TensorsOf) -> Conversion:

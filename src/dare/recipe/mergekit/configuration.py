@@ -14,8 +14,7 @@ from dare.stores.locations import to_path
 from dare.tensors.dtypes import MODEL_TYPES
 from dare.tensors.files import is_there
 
-TensorsOf = Callable[[Path], Iterable[str]]
-"""The names of a model's tensors."""
+TensorsOf = Callable[[Path], Iterable[str]]  # the names of a model's tensors
 
 TOP_KEYS = (
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -37,11 +36,10 @@ class Config:
     method_node: Node
     base: str | None
     inputs: tuple[Input, ...]
-    shared: tuple[Table, ...]
-    """The scopes of parameters that are no model's own, strongest first."""
+    shared: tuple[Table, ...]  # the scopes of parameters that are no model's own, strongest first
     computes_in: str | None
+    # Keys of a recipe that no method changes: type, tokenizer and chat template.
     keys: Mapping[str, str]
-    """Keys of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
 
     def others(self) -> tuple[Input, ...]:
@@ -170,15 +168,12 @@ def _inputs_of_slices(
 
     _, inputs, shared, slice_base = slices[0]
     for item, *other in slices[1:]:
-        item.require(
-            _comparable(*other) == _comparable(inputs, shared, slice_base),
-            "this slice is not like the first: slices with models or parameters of their own "
-            "cannot be converted; write one slice, and lists of values for the layers",
-        )
-    node.require(
-        len(slices) == 1 or not any(map(has_gradient, (*shared, *(i.scopes[0] for i in inputs)))),
-        "lists of values run over each slice anew, which cannot be converted; write one slice",
-    )
+        fault = "is not like the first, which cannot be converted"
+        text = f"this slice {fault}; write one slice, and lists of values for the layers"
+        item.require(_comparable(*other) == _comparable(inputs, shared, slice_base), text)
+    text = "lists of values run over each slice anew, which cannot be converted; write one slice"
+    changes = any(map(has_gradient, (*shared, *(given.scopes[0] for given in inputs))))
+    node.require(len(slices) == 1 or not changes, text)
     _check_layers(slice_base or inputs[0].model, end, node, notes, tensors_of)
     return inputs, shared, slice_base
 
@@ -205,10 +200,8 @@ def _check_layers(
 ) -> None:
     """Refuse slices that leave layers out, which would make a smaller model."""
     if not is_there(to_path(model)):
-        notes.append(
-            f"slices: taken for the whole model, which has {layers} layers then; {model} is not "
-            "here to count them"
-        )
+        whole = f"the whole model, which has {layers} layers then"
+        notes.append(f"slices: taken for {whole}; {model} is not here to count them")
         return
     counts = count_layers(tensors_of(to_path(model)))
     found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from dare.documents.words import times
 from dare.recipe.entries import ModelEntry, distinct
@@ -18,7 +18,6 @@ from dare.recipe.mergekit.nodes import (
     Input,
     as_numbers,
     flag_for_all,
-    for_all,
     number_for_all,
     numbers,
     resolve,
@@ -36,10 +35,7 @@ ELECTION = (
 CUT = "of equal magnitudes at the cut those with the lowest index are kept; mergekit leaves it open"
 ROUNDED_SHARES = "weights are divided by their sum before they are used, mergekit's result after"
 LAST_ONE = "of a tensor whose density is less than one element one is kept; mergekit keeps none"
-ROWS_OF_DELLA = (
-    "in tensors of more than two dimensions ranks are those within the last one; mergekit ranks "
-    "within the second"
-)
+ROWS_OF_DELLA = "beyond two dimensions ranks run within the last, in mergekit within the second"
 
 
 class Draft:
@@ -114,24 +110,19 @@ class Draft:
 # ---------------------------------------------------------------- changes to the base
 
 
-@dataclass(frozen=True)
-class Family:
-    """A method of the kind that changes each delta, combines them and scales the result."""
+def _convert_deltas(
+    draft: Draft, drops: str, *, elects: bool, normalize: bool, rescale: bool
+) -> None:
+    """Convert a method that changes each delta, combines them and scales the result.
 
-    drops: Literal["dare", "della", "breadcrumbs", "trim"] | None = None
-    """The stage that makes a delta sparser."""
-    elects: bool = False
-    normalize: bool = False
-    rescale: bool = False
-    """The default of the parameter, as `normalize`."""
-
-
-def _convert_deltas(family: Family, draft: Draft) -> None:
+    `drops` is the stage that makes a delta sparser, if there is one; `normalize` and `rescale` are
+    defaults of parameters.
+    """
     base, models, shared = draft.required_base, draft.config.others(), draft.config.shared
     draft.require(models, "only the base is given: there is nothing to merge into it")
     weights = [numbers("weight", given) for given in models]
-    normalize = flag_for_all("normalize", shared, default=family.normalize)
-    if family.elects:
+    normalize = flag_for_all("normalize", shared, default=normalize)
+    if elects:
         if normalize:
             _check_positive(weights, draft)
         else:
@@ -140,13 +131,13 @@ def _convert_deltas(family: Family, draft: Draft) -> None:
     elif normalize:
         weights = _shares(weights, draft)
 
-    stage = None if family.drops == "trim" else family.drops  # to trim is a parameter of ties
-    combine = "ties" if family.elects else "sum"
-    method, names = f"{stage}+{combine}" if stage else combine, [given.model for given in models]
-    draft.merge(method, base, names, scale=number_for_all("lambda", shared, 1.0))
+    combine = "ties" if elects else "sum"
+    method = combine if drops in ("", "trim") else f"{drops}+{combine}"  # to trim is up to ties
+    names, scale = [given.model for given in models], number_for_all("lambda", shared, 1.0)
+    draft.merge(method, base, names, scale)
     draft.set_for_models(None, "weight", weights)
-    if family.drops is not None:
-        _make_sparser(family.drops, flag_for_all("rescale", shared, family.rescale), draft)
+    if drops:
+        _make_sparser(drops, flag_for_all("rescale", shared, default=rescale), draft)
 
 
 def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
@@ -154,18 +145,13 @@ def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
     densities = [_densities(given, draft) for given in models]
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
     if stage in ("dare", "della"):
-        # 1 - density in decimals, as people write both
-        rates = [
-            tuple(c.changed(lambda d: float(1 - Decimal(repr(d)))) for c in cases)
-            for cases in densities
-        ]
+        rates = [tuple(case.changed(_rate_of) for case in cases) for cases in densities]
         draft.set_for_models(stage, "drop_rate", rates)
         draft.set_stage(stage, "rescale", "l1" if rescale else False)
         differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
     elif rescale and drops_any:
-        raise _given_case("rescale", draft).node.refuse(
-            f"rescale: what {draft.config.method} leaves cannot be rescaled here; delete it"
-        )
+        fault = f"what {draft.config.method} leaves cannot be rescaled here; delete it"
+        raise resolve("rescale", draft.config.shared)[0].node.refuse(f"rescale: {fault}")
     if stage == "della":  # its epsilon goes from the mean rate on, our window from the lowest
         epsilons = [numbers("epsilon", given, default=0.15) for given in models]
         for density, epsilon in zip(densities, epsilons, strict=True):
@@ -183,33 +169,26 @@ def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
         differences.append(CUT)
 
 
-def _given_case(name: str, draft: Draft) -> Case:
-    """Return a parameter of the whole merge that is known not to be at its default."""
-    case = for_all(name, draft.config.shared)
-    assert case is not None
-    return case
+def _rate_of(density: float) -> float:
+    """Return 1 - density, in decimals, as people write both."""
+    return float(1 - Decimal(repr(density)))
 
 
 def _check_positive(weights: Sequence[Cases], draft: Draft) -> None:
-    for cases in weights:
-        for case in cases:
-            case.node.require(
-                all(number >= 0 for number in case.numbers),
-                f"weight: is negative, and {draft.config.method} divides by the sum of weights "
-                "with their signs, so that the minus cancels; take the model's sign out of it",
-            )
+    fault = f"is negative, and {draft.config.method} divides by the sum of weights with their signs"
+    remedy = "so that the minus cancels; take the model's sign out of it"
+    for case in itertools.chain(*weights):
+        is_positive = all(number >= 0 for number in case.numbers)
+        case.node.require(is_positive, f"weight: {fault}, {remedy}")
 
 
 def _densities(given: Input, draft: Draft) -> Cases:
     cases = numbers("density", given, default=1.0)
     for case in cases:
         for number in case.numbers:
-            case.node.require(
-                0 < number <= 1,
-                f"density = {number:g}: must be above 0 and no more than 1 in "
-                f"{draft.config.method}; to leave a model out, take it off the list or give it "
-                "the weight 0",
-            )
+            text = f"density = {number:g}: must be above 0 and no more than 1 in"
+            remedy = "to leave a model out, take it off the list or give it the weight 0"
+            case.node.require(0 < number <= 1, f"{text} {draft.config.method}; {remedy}")
     return cases
 
 
@@ -273,10 +252,9 @@ def _constant_total(row: Sequence[Case]) -> float:
     if len(lengths) > 1 or not all(
         math.isclose(total, totals[0], rel_tol=1e-12, abs_tol=1e-12) for total in totals
     ):
-        raise lists[0].node.refuse(
-            "weight: the sum of the models' weights changes from layer to layer, and to divide "
-            "by that cannot be converted; let the weights add up to the same number in every layer"
-        )
+        fault = "the sum of the models' weights changes from layer to layer: cannot be converted"
+        remedy = "let the weights add up to the same number in every layer"
+        raise lists[0].node.refuse(f"weight: {fault}; {remedy}")
     return totals[0]
 
 
@@ -293,25 +271,19 @@ def _convert_linear(draft: Draft) -> None:
     if flag_for_all("normalize", draft.config.shared, default=True):
         weights = _shares(weights, draft)
     for cases in _by_filter(weights):
-        cases[0].node.require(
-            math.isclose(_constant_total(cases), 1, rel_tol=1e-9),
-            "weight: without normalize the weights must add up to 1, or the base would be "
-            "scaled, which cannot be converted",
-        )
+        is_one = math.isclose(_constant_total(cases), 1, rel_tol=1e-9)
+        cases[0].node.require(is_one, "weight: without normalize the weights must add up to 1")
     others = {name: cases for name, cases in zip(names, weights, strict=True) if name != base}
     draft.merge("linear", base, list(others))
     draft.set_for_models(None, "weight", list(others.values()))
-    draft.differences.append(
-        f"{base} is the base and the others' changes to it are averaged, which is the same mean "
-        "but for rounding"
-    )
+    same = "are averaged, which is the same mean but for rounding"
+    draft.differences.append(f"{base} is the base and the others' changes to it {same}")
 
 
 def _convert_slerp(draft: Draft) -> None:
     base, others = draft.required_base, draft.config.others()
-    text = (
-        f"slerp goes from the base to one other model, and {times(len(others), 'is', 'are')} given"
-    )
+    given = f"{times(len(others), 'is', 'are')} given"
+    text = f"slerp goes from the base to one other model, and {given}"
     draft.require(len(others) == 1, text)
     cases = resolve("t", draft.config.shared)
     is_complete = cases and cases[-1].contains is None
@@ -374,10 +346,8 @@ def _convert_model_stock(draft: Draft) -> None:
     text = f"model_stock needs two models besides the base; {times(len(models), 'is', 'are')} given"
     draft.require(len(models) > 1, text)
     if flag_for_all("filter_wise", draft.config.shared, default=False):
-        raise _given_case("filter_wise", draft).node.refuse(
-            "filter_wise: true: the angle is that of whole tensors here, not of rows; delete it "
-            "if that will do"
-        )
+        fault = "true: the angle is that of whole tensors here, not of rows; delete it"
+        raise resolve("filter_wise", draft.config.shared)[0].node.refuse(f"filter_wise: {fault}")
     draft.merge("model_stock", base, [given.model for given in models])
     draft.differences += [
         "where the models' changes point away from each other the base is kept; mergekit goes on "
@@ -399,27 +369,30 @@ class Method:
     of_all: tuple[str, ...]
 
 
-def _of_deltas(family: Family, *of_models: str) -> Method:
-    density, rescale = (("density",), ("rescale",)) if family.drops else ((), ())
+def _of_deltas(drops: str = "", *of_models: str, **usual: bool) -> Method:
+    density, rescale = (("density",), ("rescale",)) if drops else ((), ())
     of_all = ("normalize", "lambda", *rescale)
-    return Method(partial(_convert_deltas, family), ("weight", *density, *of_models), of_all)
+    usual = dict.fromkeys(("elects", "normalize", "rescale"), False) | usual
+    of_models = ("weight", *density, *of_models)
+    return Method(lambda draft: _convert_deltas(draft, drops, **usual), of_models, of_all)
 
 
 METHODS = {
     "linear": Method(_convert_linear, ("weight",), ("normalize",)),
-    "task_arithmetic": _of_deltas(Family()),
-    "ties": _of_deltas(Family("trim", elects=True, normalize=True)),
-    "dare_linear": _of_deltas(Family("dare", rescale=True)),
-    "dare_ties": _of_deltas(Family("dare", elects=True, rescale=True)),
-    "breadcrumbs": _of_deltas(Family("breadcrumbs"), "gamma"),
-    "breadcrumbs_ties": _of_deltas(Family("breadcrumbs", elects=True), "gamma"),
-    "della": _of_deltas(Family("della", elects=True, normalize=True, rescale=True), "epsilon"),
-    "della_linear": _of_deltas(Family("della", rescale=True), "epsilon"),
+    "task_arithmetic": _of_deltas(),
+    "ties": _of_deltas("trim", elects=True, normalize=True),
+    "dare_linear": _of_deltas("dare", rescale=True),
+    "dare_ties": _of_deltas("dare", elects=True, rescale=True),
+    "breadcrumbs": _of_deltas("breadcrumbs", "gamma"),
+    "breadcrumbs_ties": _of_deltas("breadcrumbs", "gamma", elects=True),
+    "della": _of_deltas("della", "epsilon", elects=True, normalize=True, rescale=True),
+    "della_linear": _of_deltas("della", "epsilon", rescale=True),
     "slerp": Method(_convert_slerp, (), ("t",)),
     "nuslerp": Method(_convert_nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise")),
     "karcher": Method(_convert_karcher, (), ("max_iter", "tol")),
     "model_stock": Method(_convert_model_stock, (), ("filter_wise",)),
 }
+# The other methods of mergekit 0.1.5, and why they have no equal.
 NOT_CONVERTED = {
     "multislerp": "it goes one step of the way to the mean on the sphere; karcher goes all of it",
     "sce": "it weighs models by the squares of their changes; ties is the nearest",
@@ -430,4 +403,3 @@ NOT_CONVERTED = {
     "arcee_fusion": "it selects by the divergence of softmax rows; no stage does that",
     "passthrough": "it copies layers and merges nothing",
 }
-"""The other methods of mergekit 0.1.5, and why they have no equal."""

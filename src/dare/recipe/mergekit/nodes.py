@@ -21,10 +21,9 @@ from typing import Any
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.tensors.files import read_limited
 
+# A limit; the largest configurations, with a slice for every layer, have a tenth of this.
 MAX_BYTES = 1 << 18
-"""A limit; the largest configurations, with a slice for every layer, have a tenth of this."""
-MAX_VALUES = 50_000
-"""A limit for all values, those of aliases counted wherever they stand."""
+MAX_VALUES = 50_000  # a limit for all values, those of aliases counted wherever they stand
 MAX_BITS = 64
 MAX_DIGITS = 100
 
@@ -33,8 +32,7 @@ MAX_DIGITS = 100
 class Node:
     """A value of the YAML file, and its line."""
 
-    value: Any
-    """A scalar, a tuple of nodes, or a dict of nodes."""
+    value: Any  # a scalar, a tuple of nodes, or a dict of nodes
     file: Path
     line: int
 
@@ -109,14 +107,14 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Nod
     elif node.id == "sequence":
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
-        is_number = node.tag.endswith((":int", ":float"))
-        if is_number and len(node.value) > MAX_DIGITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_DIGITS} digits")
+        place = Node(None, file, line)
+        is_long = node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS
+        place.require(not is_long, f"a number of more than {MAX_DIGITS} digits")
         value = loader.construct_object(node)
-        if isinstance(value, int) and value.bit_length() > MAX_BITS:
-            raise RecipeError(f"{file}, line {line}: a number of more than {MAX_BITS} bits")
+        is_large = isinstance(value, int) and value.bit_length() > MAX_BITS
+        place.require(not is_large, f"a number of more than {MAX_BITS} bits")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-            raise RecipeError(f"{file}, line {line}: {value!a:.80} is not valid Unicode")
+            raise place.refuse(f"{value!a:.80} is not valid Unicode")
     ours = seen[id(node)] = Node(value, file, line)
     return ours
 
@@ -135,6 +133,7 @@ def _check_keys(node: Any, file: Path) -> None:
 # ---------------------------------------------------------------- checked values
 
 Table = Mapping[str, Node]
+# Keys that are often seen and cannot be converted, or that nothing reads, and why.
 REFUSED = {
     "modules": "parts of a model cannot be configured apart; write models, and filters for the "
     "names of a part's tensors",
@@ -145,7 +144,6 @@ REFUSED = {
         ("tokens", "pad_to_multiple_of"), "embeddings of single tokens cannot be chosen here"
     ),
 }
-"""Keys that are often seen and cannot be converted, or that nothing reads, and why."""
 
 
 def as_table(
@@ -157,10 +155,8 @@ def as_table(
     for key, child in node.value.items():
         child.require(key not in REFUSED or key not in table, f"{key}: {REFUSED.get(key)}")
         if key not in known and key not in REFUSED:
-            raise child.refuse(
-                f"{key}: not known in {what}{did_you_mean(key, known)}; mergekit ignores it "
-                "without a word: correct it or delete the line"
-            )
+            remedy = "mergekit ignores it without a word: correct it or delete the line"
+            raise child.refuse(f"{key}: not known in {what}{did_you_mean(key, known)}; {remedy}")
     node.require(not required or required in table, f"{required} is missing")
     return table
 
@@ -195,8 +191,7 @@ class Case:
     """A value for the tensors whose names contain a text; None: for all."""
 
     contains: str | None
-    value: Any
-    """A number, or a list of them for the layers; before it is checked, anything."""
+    value: Any  # a number, or a list of them for the layers; before it is checked, anything
     node: Node = field(compare=False)
 
     @property
@@ -210,8 +205,8 @@ class Case:
         return replace(self, value=numbers if isinstance(self.value, list) else numbers[0])
 
 
+# The values of a parameter, of which the first match counts; the last one is for all tensors.
 Cases = tuple[Case, ...]
-"""The values of a parameter, of which the first match counts; the last one is for all tensors."""
 
 
 # ---------------------------------------------------------------- reading
@@ -222,11 +217,10 @@ def _read_cases(name: str, node: Node) -> Iterator[Case]:
     if all(isinstance(entry.value, dict) for entry in entries):
         for entry in entries:
             table = as_table(entry, ("filter", "value"), f"a value of {name}")
-            if "value" not in table:
-                raise entry.refuse(f"{name}: value is missing")
+            entry.require("value" in table, f"{name}: value is missing")
             value = _plain_value(name, table["value"])
-            if isinstance(value, dict) or value == []:
-                raise table["value"].refuse(f"{name}: must be a number or a list of numbers")
+            is_value = not isinstance(value, dict) and value != []
+            table["value"].require(is_value, f"{name}: must be a number or a list of numbers")
             text = table["filter"].value if "filter" in table else None
             yield Case(None if text in (None, "*", "") else str(text), value, table["value"])
     else:
@@ -237,8 +231,8 @@ def _plain_value(name: str, node: Node) -> Any:
     if not isinstance(node.value, tuple):
         return node.value
     for item in node.value:
-        if isinstance(item.value, dict | tuple):
-            raise item.refuse(f"{name}: must be numbers alone, or filters with values alone")
+        is_plain = not isinstance(item.value, dict | tuple)
+        item.require(is_plain, f"{name}: must be numbers alone, or filters with values alone")
     return node.plain
 
 
@@ -266,9 +260,9 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
     """Return a model's number in every case; refuse if a tensor has none."""
     cases = resolve(name, given.scopes)
     if not cases or cases[-1].contains is not None:
-        if default is None:
-            lacking = "tensors that no filter matches" if cases else given.model
-            raise given.node.refuse(f"{name} is missing for {lacking}; mergekit has no default")
+        lacking = "tensors that no filter matches" if cases else given.model
+        text = f"{name} is missing for {lacking}; mergekit has no default"
+        given.node.require(default is not None, text)
         cases = (*cases, Case(None, default, given.node))
     return as_numbers(name, cases)
 
@@ -284,35 +278,32 @@ def _one_number(name: str, node: Node, value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise node.refuse(f"{name}: must be a number, and is {value!r}")
+    node.require(math.isfinite(number), f"{name}: must be a number, and is {value!r}")
     return number
 
 
 # ---------------------------------------------------------------- of the whole merge
 
 
-def for_all(name: str, scopes: Sequence[Table]) -> Case | None:
-    """Return a parameter of the whole merge that must be the same for all tensors."""
+def _for_all(name: str, scopes: Sequence[Table]) -> Cases:
+    """Return the one case of a parameter that must be the same for all tensors, or none."""
     cases = resolve(name, scopes)
     for case in cases:
-        if case.contains is not None or isinstance(case.value, list):
-            raise case.node.refuse(f"{name}: must be one value for all tensors to be converted")
-    return cases[0] if cases else None
+        is_one = case.contains is None and not isinstance(case.value, list)
+        case.node.require(is_one, f"{name}: must be one value for all tensors to be converted")
+    return cases
 
 
 def number_for_all(name: str, scopes: Sequence[Table], default: float) -> float:
     """Return a number of the whole merge."""
-    case = for_all(name, scopes)
-    return default if case is None else _one_number(name, case.node, case.value)
+    return next((_one_number(name, c.node, c.value) for c in _for_all(name, scopes)), default)
 
 
-def flag_for_all(name: str, scopes: Sequence[Table], default: bool) -> bool:
+def flag_for_all(name: str, scopes: Sequence[Table], *, default: bool) -> bool:
     """Return a switch of the whole merge."""
-    case = for_all(name, scopes)
-    if case is None:
-        return default
-    value = {"true": True, "false": False}.get(str(case.value).lower(), case.value)
-    if value not in (True, False):
-        raise case.node.refuse(f"{name}: must be true or false, and is {case.value!r}")
-    return bool(value)
+    for case in _for_all(name, scopes):
+        value = {"true": True, "false": False}.get(str(case.value).lower(), case.value)
+        fault = f"{name}: must be true or false, and is {value!r}"
+        case.node.require(value in (True, False), fault)
+        return bool(value)
+    return default
