@@ -83,16 +83,14 @@ class Candidates:
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
-        self.memory_bytes = sum(map(held_bytes, held))
-        """The memory that the weights take."""
+        self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
+        # By file: as the recipe has it, and as the hub's commit has it.
         self._kept: dict[Path, tuple[Source, Held]] = {}
-        """By file: as the recipe has it, and as the hub's commit has it."""
         for form in (given, self.recipe):
             files = (form.base, *(entry.file for entry in form.models))
             self._kept |= zip(files, zip(sources, held, strict=True), strict=True)
-        self._inputs: dict[tuple[Any, ...], list[Source]] = {}
-        """Base and models that fit together, by how they are presented."""
-        self._inputs[_arrangement(self.recipe)] = list(map(HeldSource, sources, held))
+        # Base and models that fit together, by how they are presented.
+        self._inputs = {_arrangement(self.recipe): list[Source](map(HeldSource, sources, held))}
 
     def __repr__(self) -> str:
         names = [entry.name for entry in self.recipe.models]

@@ -31,7 +31,6 @@ from dare.errors import DareError, EvaluationError, InputError, RecipeError, pri
 from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE, request_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
@@ -54,10 +53,10 @@ from dare.studies.statistics import rungs
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
 DEFAULT_TRIALS = 40
+# Packages that a sampler of Optuna imports when it first has something to suggest.
 SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
-"""Packages that a sampler of Optuna imports when it first has something to suggest."""
+# Fields of `[search]` that have no effect where nothing is searched over.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
-"""Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
@@ -120,9 +119,7 @@ class SearchRequest:
     evaluator: Evaluator
     holdout: Evaluator | None
     judge: Judge
-    seed: int
-    output: Path | None  # the path for the merge of the best; candidates are not written there
-    options: RunOptions
+    merge: Request  # as it was asked for; its output is for the best, not for candidates
 
     @property
     def charter(self) -> Charter:
@@ -137,7 +134,6 @@ class SearchRequest:
             objective=self.table.objective,
             guards=tuple(guard.text for guard in self.judge.guards),
             race=self.table.race,
-            seed=self.seed,
         )
 
 
@@ -147,7 +143,6 @@ def make_search(
     over: Mapping[str, Choices | Range] | None = None,
     evaluate: Evaluator | None = None,
     holdout: Evaluator | None = None,
-    seed: int = 0,
     **settings: Any,
 ) -> SearchRequest:
     """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
@@ -184,8 +179,7 @@ def make_search(
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    asked = space, table, sampler, planned, judging, held, judge, seed
-    return SearchRequest(*asked, recipe.output, merge.options)
+    return SearchRequest(space, table, sampler, planned, judging, held, judge, merge)
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
@@ -244,8 +238,7 @@ class _Rules:
     singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
     reference: Scored | None = None  # scores with the names and items that all must have
     has_items: bool = True  # True if items are the same each time, so that they can be compared
-    rungs: Sequence[Sequence[str]] = ()
-    """Growing parts of the items, of which each has what is new in it."""
+    rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: what is new in each
 
     def score(
         self, scorer: Scorer, claim: Claim, recipe: Recipe, known: Mapping[str, Trial]
@@ -348,18 +341,18 @@ class _Search:
 
     def _prepare(self, *, advice: bool) -> None:
         """Find the advice, once, and where the search starts."""
-        output = self.request.output
+        output, space = self.request.merge.recipe.output, self.request.space
         with self.study.turn():
             self.study.keep("output", None if output is None else str(output))
             planned = max(self.request.planned, self.study.note("planned") or 0)
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        space = self.request.space
-        threads = self.request.options.threads
+        recipe, left_out, lack = None, (), None
         if advice:
             self.display.say("analysing the models for the advice")
-        recipe, left_out, lack = advised_for(space.recipe, threads) if advice else (None, (), None)
+            threads = self.request.merge.options.threads
+            recipe, left_out, lack = advised_for(space.recipe, threads)
         starts = [space.nearest(space.recipe)]
         if recipe is not None:
             starts.insert(0, space.nearest(recipe, left_out))
@@ -416,7 +409,7 @@ class _Search:
             how = "takes no `items`" if has_items else "gives no items"
             lack = notice("no_race", lack=how)
         elif self.request.table.race:
-            parts = rungs(first.items, seed=self.request.seed)
+            parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
         self.rules = _Rules(self.request.judge, self.stop, singles, first, has_items, parts)
         with self.study.turn():
@@ -522,7 +515,7 @@ class _Search:
             self.request.space.recipe,
             time_limit=self.request.table.time_limit,
             work=self.work,
-            options=self.request.options.model_copy(
+            options=self.request.merge.options.model_copy(
                 update={"threads": max(1, available_cores() // self.jobs)}
             ),
         )

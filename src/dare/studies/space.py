@@ -29,8 +29,7 @@ from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
-SEED_STEP = 1000
-"""Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
+SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
 MOST_IN_GRID = 100_000
 METHOD = "method"
 PART = 0.4  # the factor of task arithmetic that its authors recommend where none can be chosen

@@ -56,7 +56,7 @@ class Charter:
     objective: dict[str, float]
     guards: tuple[str, ...]
     race: bool
-    seed: int
+    seed: int = 0
 
     @property
     def document(self) -> dict[str, Any]:

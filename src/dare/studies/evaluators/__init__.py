@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
-KINDS: list[Kind] = [harness, commands, functions]
-"""The kinds of evaluators; the first that recognises one takes it."""
+KINDS: list[Kind] = [harness, commands, functions]  # the first that recognises one takes it
 
 
 def kind_of(evaluator: Evaluator) -> Kind:
@@ -158,13 +157,10 @@ class ProcessScorer(Scorer):
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        process = self._process = AnsweringProcess(
-            self._evaluator, Answering, self._options.threads
-        )
+        threads, limit = self._options.threads, self._time_limit
+        process = self._process = AnsweringProcess(self._evaluator, Answering, threads)
         try:
-            limit = (
-                None if self._time_limit is None else max(self._time_limit, functions.READY_SECONDS)
-            )
+            limit = limit and max(limit, functions.READY_SECONDS)
             found = process.ask("find", self._evaluator, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
