@@ -250,9 +250,8 @@ class _Live:
         base = resolve(recipe.base, verbose=False).path
         if load_model is None and not base.is_dir():
             raise RecipeError(
-                f"{recipe.base}: is a file, but transformers builds a model from a "
-                "directory with a config.json; define load_model(base) in the "
-                "evaluator's file, or take `tensors` as the parameter"
+                f"{recipe.base}: is a file, but transformers builds a model from a directory; "
+                "define load_model(base) in the evaluator's file, or take `tensors` instead"
             )
         self.candidate = (load_model or load_live)(base)
 

@@ -243,7 +243,7 @@ def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
             *_of_chance(contest),
             *(_of_seeds(data, entries[feasible[0]]) if best else ()),
             *(_of_ends(data.space, best.settings, contest.recipe) if best else ()),
-            *_of_others(contest, order, feasible, noise, data),
+            *_of_others(contest, order, noise, data),
             *_of_failures(data),
             *_of_scores(contest),
             *on_holdout,
@@ -405,14 +405,10 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
 
 
 def _of_others(
-    contest: _Contest,
-    order: Sequence[int],
-    feasible: Sequence[int],
-    noise: float | None,
-    data: StudyData,
+    contest: _Contest, order: Sequence[int], noise: float | None, data: StudyData
 ) -> Iterator[Notice]:
     """Say what the others mean for the best, or why there is none."""
-    table = contest.table
+    table, feasible = contest.table, contest.among
     if not order:
         yield notice("not_scored", what="No setting")
         return

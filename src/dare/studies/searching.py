@@ -98,11 +98,9 @@ def search(
 
 def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     """Return the path of a study: as given, or beside the recipe under its name."""
-    if study is not None:
-        return Path(study)
-    if isinstance(recipe, str | PathLike):
+    if study is None and isinstance(recipe, str | PathLike):
         return Path(recipe).with_suffix(".study.db")
-    return Path("study.db")
+    return Path(study or "study.db")
 
 
 # ---------------------------------------------------------------- the request
@@ -129,11 +127,9 @@ class SearchRequest:
             recipe={"models": document.pop("models"), **document},
             space=table.get("over", {}),
             sampler=self.sampler,
-            seeds=self.table.seeds,
             evaluator=_evaluator_name(self.evaluator),
-            objective=self.table.objective,
             guards=tuple(guard.text for guard in self.judge.guards),
-            race=self.table.race,
+            **{name: getattr(self.table, name) for name in ("seeds", "objective", "race")},
         )
 
 
@@ -218,8 +214,8 @@ def advised_for(
     except DareError as error:
         return None, (), notice("no_advice", reason=error)
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed")
-    policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), advice.left_out, None
+    update = {"output": None} | {name: getattr(recipe, name) for name in kept}
+    return advised.model_copy(update=update), advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
@@ -236,8 +232,8 @@ class _Rules:
     judge: Judge
     stop: threading.Event
     singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
-    reference: Scored | None = None  # scores with the names and items that all must have
-    has_items: bool = True  # True if items are the same each time, so that they can be compared
+    # Scores with the names and items that all must have; no items if those differ each time.
+    reference: Scored | None = None
     rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: what is new in each
 
     def score(
@@ -264,10 +260,10 @@ class _Rules:
             output = error.output if isinstance(error, EvaluationError) else ""
             notes |= {"message": str(error), "output": output}
             return claim.end(State.FAILED, seconds=time.perf_counter() - began, **notes)
-        if not self.has_items:
-            scored = replace(scored, items={})
         if self.reference is None:
             self.judge.check_names(scored.scores)
+        elif not self.reference.items:
+            scored = replace(scored, items={})
         notes |= {
             "scored": scored,
             "objective": self.judge.objective.value(scored.scores),
@@ -299,7 +295,7 @@ class _Rules:
         if self.reference is None:
             return
         found = scored
-        if self.rungs or not self.has_items:  # then only the names are compared
+        if self.rungs or not self.reference.items:  # then only the names are compared
             found = replace(scored, items=self.reference.items)
         if difference := compare_items(self.reference, found):
             message = f"the evaluator gave different scores: {difference}"
@@ -348,11 +344,10 @@ class _Search:
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        recipe, left_out, lack = None, (), None
+        threads = self.request.merge.options.threads
         if advice:
             self.display.say("analysing the models for the advice")
-            threads = self.request.merge.options.threads
-            recipe, left_out, lack = advised_for(space.recipe, threads)
+        recipe, left_out, lack = advised_for(space.recipe, threads) if advice else (None, (), None)
         starts = [space.nearest(space.recipe)]
         if recipe is not None:
             starts.insert(0, space.nearest(recipe, left_out))
@@ -397,21 +392,19 @@ class _Search:
         singles = [scored.scores for trial, scored in done if trial.role is Role.SINGLE]
         differences = list(filter(None, (compare_items(first, other) for _, other in others)))
         if any(other.scores.keys() != first.scores.keys() for _, other in others):
-            raise InputError(
-                "the evaluator gives different scores each time, so nothing can be "
-                f"compared: {differences[0]}; return the same names each time"
-            )
-        has_items = bool(first.items) and not differences
+            how = f"{differences[0]}; return the same names each time"
+            raise InputError(f"the evaluator gives different scores each time: {how}")
         parts, lack = list[list[str]](), None
         if differences:
             lack = notice("items_differ", difference=differences[0])
-        elif self.request.table.race and not (has_items and scorer.takes_items):
-            how = "takes no `items`" if has_items else "gives no items"
+            first = replace(first, items={})
+        elif self.request.table.race and not (first.items and scorer.takes_items):
+            how = "takes no `items`" if first.items else "gives no items"
             lack = notice("no_race", lack=how)
         elif self.request.table.race:
             parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
-        self.rules = _Rules(self.request.judge, self.stop, singles, first, has_items, parts)
+        self.rules = _Rules(self.request.judge, self.stop, singles, first, parts)
         with self.study.turn():
             self._note(lack)
 
@@ -509,18 +502,13 @@ class _Search:
     @contextmanager
     def _scorers(self, evaluator: Evaluator) -> Iterator[list[Scorer]]:
         """Open a scorer for each job; all are ended with the search, however it ends."""
-        open_one = partial(
-            open_scorer,
-            evaluator,
-            self.request.space.recipe,
-            time_limit=self.request.table.time_limit,
-            work=self.work,
-            options=self.request.merge.options.model_copy(
-                update={"threads": max(1, available_cores() // self.jobs)}
-            ),
-        )
+        recipe, limit = self.request.space.recipe, self.request.table.time_limit
+        threads = max(1, available_cores() // self.jobs)
+        options = self.request.merge.options.model_copy(update={"threads": threads})
+        open_one = partial(open_scorer, time_limit=limit, work=self.work, options=options)
         with ExitStack() as opened:
-            yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]
+            every = (closing(open_one(evaluator, recipe)) for _ in range(self.jobs))
+            yield list(map(opened.enter_context, every))
 
     def _work(
         self,
@@ -572,11 +560,8 @@ class SearchProgress:
         plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
         plain["soft_wrap"] = True
         console = Console(stderr=True, quiet=not visible, force_jupyter=False, **plain)
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
+        text = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(20), MofNCompleteColumn(), text)
         has_bar = visible and sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
         self._task = self.bar.add_task("", total=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -108,7 +109,6 @@ class Study:
         from sqlalchemy import URL
 
         optuna = _optuna()
-        is_new = not self.path.exists()
         # In a file's name `?` and `%` are signs like others.
         address = URL.create("sqlite", database=str(self.path.resolve())).render_as_string()
         try:
@@ -119,7 +119,7 @@ class Study:
         except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
-        if not is_new and TRIALS not in known and known:
+        if known and TRIALS not in known:
             raise InputError(f"{self.path}: contains studies of another program")
         self._begin(storage)
         if charter is not None and self._is_abandoned(charter):
@@ -132,10 +132,10 @@ class Study:
             self.keep("format", FORMAT)
             self.keep("charter", asdict(charter))
         if self.note("format") != FORMAT:
+            versions = f"(format {self.note('format')}, and this one reads {FORMAT})"
             raise InputError(
-                f"{self.path}: was written by another version of dare (format "
-                f"{self.note('format')}, and this one reads {FORMAT}); give another --study, or "
-                "use the version that wrote it"
+                f"{self.path}: was written by another version of dare {versions}; "
+                "give another --study, or use the version that wrote it"
             )
         kept = self.note("charter")
         self.charter = Charter(**{**kept, "guards": tuple(kept["guards"])})
@@ -158,10 +158,9 @@ class Study:
         """
         if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
-        states = _optuna().trial.TrialState
         found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
         owners = {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
-        is_scored = any(trial.state in (states.COMPLETE, states.PRUNED) for trial in found)
+        is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
     def _describe_other(self, charter: Charter) -> str:
@@ -310,16 +309,15 @@ class Study:
 
     def importance(self) -> dict[str, float]:
         """Return how much each of several settings tells good trials from others, in shares."""
-        optuna, study, found = _optuna(), self._studies[TRIALS], dict[str, float]()
+        optuna, study, found = _optuna(), self._studies[TRIALS], Counter[str]()
         values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
         if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
         for name, value in shares.items():  # of a setting by layers: the sum
-            setting = name.partition("[")[0]
-            found[setting] = found.get(setting, 0.0) + value
-        return found if len(found) > 1 else {}
+            found[name.partition("[")[0]] += value
+        return dict(found) if len(found) > 1 else {}
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Scorer:
     def make(self, recipe: Recipe) -> str:
         """Make the candidate of a recipe; return the digest of its weights."""
         self._is_made = False
-        digest = self._make(recipe)
+        digest = self._form.make(recipe)
         self._is_made = True
         return digest
 
@@ -110,18 +110,7 @@ class Scorer:
         if items is not None and not self.takes_items:
             lack = "the evaluator has no `items` and cannot score a part of the items"
             raise EvaluationError(lack)
-        return self._score(None if items is None else list(items))
-
-    def close(self) -> None:
-        """End what was started, and delete what was written."""
-        self._is_made = False
-        self._form.close()
-
-    def _make(self, recipe: Recipe) -> str:
-        return self._form.make(recipe)
-
-    def _score(self, items: list[str] | None) -> Scored:
-        more = {"items": items} if self.takes_items else {}
+        more = {"items": items and list(items)} if self.takes_items else {}
         started = time.perf_counter()
         try:
             returned = self._call(self._form.candidate, **more)
@@ -132,6 +121,11 @@ class Scorer:
         seconds = time.perf_counter() - started
         scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
         return replace(scored, seconds=seconds)
+
+    def close(self) -> None:
+        """End what was started, and delete what was written."""
+        self._is_made = False
+        self._form.close()
 
 
 class ProcessScorer(Scorer):
@@ -177,12 +171,12 @@ class ProcessScorer(Scorer):
             raise
         return process
 
-    def _make(self, recipe: Recipe) -> str:
+    def make(self, recipe: Recipe) -> str:
         digest, _ = self._ask("make", recipe.to_document(), None)
         return str(digest)
 
-    def _score(self, items: list[str] | None) -> Scored:
-        scored, printed = self._ask("score", items, self._time_limit)
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        scored, printed = self._ask("score", items and list(items), self._time_limit)
         return Scored(**{**scored, "output": printed})
 
     def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
@@ -196,7 +190,6 @@ class ProcessScorer(Scorer):
             raise
 
     def close(self) -> None:
-        self._is_made = False
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -81,9 +81,7 @@ def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> F
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for other in others:
         if other.name != "items" and other.default is other.empty and other.kind not in variable:
-            raise RecipeError(
-                f"{shown}: there is no value for its parameter {other.name!r}; only "
-                f"{first.name} and items are known, and other parameters need a default"
-            )
+            how = f"only {first.name} and items are known, and others need a default"
+            raise RecipeError(f"{shown}: there is no value for its parameter {other.name!r}; {how}")
     takes_items = any(other.name == "items" for other in others)
     return Function(function, first.name, takes_items, load_model)
