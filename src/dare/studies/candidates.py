@@ -75,10 +75,8 @@ class Candidates:
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
-        request = make_request(recipe)
+        request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
-        if threads is not None:
-            self.options = self.options.model_copy(update={"threads": threads})
         self.recipe, opened = open_inputs(given, self.options, rescales=False)
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         sources = (opened.base, *opened.models)

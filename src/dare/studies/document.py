@@ -98,10 +98,8 @@ class SearchResult(Shown):
                 trial["items"] = len(scored.get("items", ()))
         for name in ("advice", "output", "importance"):
             document.pop(name)
-        recipes = {
-            name: None if made is None else made.to_document()
-            for name, made in (("best", self.best), ("simplest", self.simplest))
-        }
+        made = {"best": self.best, "simplest": self.simplest}
+        recipes = {name: recipe and recipe.to_document() for name, recipe in made.items()}
         conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 

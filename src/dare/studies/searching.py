@@ -377,7 +377,7 @@ class _Search:
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
-        self._score_beside(scorers, BASELINE, recipes)
+        self._score_beside(scorers, BASELINE, {name: (r, {}) for name, r in recipes.items()})
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -472,28 +472,23 @@ class _Search:
             if not found.baseline
         }
         ranked |= {found.baseline: found for found in conclusion.baselines}
-        recipes = {name: recipe_of(data, found) for name, found in ranked.items()}
-        settings = {name: found.settings for name, found in ranked.items()}
-        self._score_beside(scorers, HOLDOUT, recipes, settings)
+        wanted = {name: (recipe_of(data, found), found.settings) for name, found in ranked.items()}
+        self._score_beside(scorers, HOLDOUT, wanted)
 
     def _score_beside(
-        self,
-        scorers: Sequence[Scorer],
-        kind: str,
-        recipes: Mapping[str, Recipe],
-        settings: Mapping[str, Settings] | None = None,
+        self, scorers: Sequence[Scorer], kind: str, wanted: Mapping[str, tuple[Recipe, Settings]]
     ) -> None:
-        """Score candidates that are no trials, by name; `settings` tell some of them apart."""
+        """Score candidates that are no trials, by name; settings tell some of them apart."""
         rules = _Rules(self.request.judge, self.stop)
-        wanted = settings or {name: {} for name in recipes}
+        settings = {name: found for name, (_, found) in wanted.items()}
 
         def take() -> Scoring | None:
-            claim = self.study.take_beside(kind, wanted)
+            claim = self.study.take_beside(kind, settings)
             if claim is None:
                 return None
             self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
             known = {} if claim.name == Role.AGAIN else _by_digest(self.study.beside(kind))
-            return partial(rules.score, claim=claim, recipe=recipes[claim.name], known=known)
+            return partial(rules.score, claim=claim, recipe=wanted[claim.name][0], known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 

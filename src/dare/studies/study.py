@@ -209,15 +209,13 @@ class Study:
             if (left := self._resume(study, lambda _taken: True, space)) is not None:
                 return left
             found = self.trials()
+            latest = {placed.place: placed for placed in found}  # a retry comes later
             failed = {
-                placed.place: Planned(placed.trial.settings, placed.shift)
-                for placed in found
+                place: Planned(placed.trial.settings, placed.shift)
+                for place, placed in latest.items()
                 if placed.trial.state is State.FAILED and placed.trial.number < retry_before
             }
-            filled = {
-                p.place for p in found if p.place not in failed or p.trial.number >= retry_before
-            }
-            place = next((p for p in range(planned) if p not in filled), None)
+            place = next((p for p in range(planned) if p not in latest or p in failed), None)
             if place is None:
                 return None
             chosen = failed.get(place) or choose(place, found)
@@ -297,8 +295,9 @@ class Study:
 
     def trials(self) -> list[Placed]:
         """Return all trials that have begun, in the order of their numbers."""
-        found = self._studies[TRIALS].get_trials(deepcopy=False)
-        return [_placed(trial) for trial in found if TAKEN in trial.user_attrs]
+        begun = self._studies[TRIALS].get_trials(deepcopy=False)
+        found = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
+        return [Placed(_read(t), taken["place"], taken.get("shift", 0)) for t, taken in found]
 
     def beside(self, kind: str) -> list[Trial]:
         """Return the baselines, or what was scored on the holdout; the last try of each."""
@@ -370,11 +369,6 @@ def _read(found: Any) -> Trial:
     kept.setdefault("seed", 0)
     settings, name = taken.get("settings", {}), taken.get("name", "")
     return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
-
-
-def _placed(found: Any) -> Placed:
-    taken = found.user_attrs[TAKEN]
-    return Placed(_read(found), taken["place"], taken.get("shift", 0))
 
 
 def _sampler(name: str, seed: Sequence[int]) -> Any:

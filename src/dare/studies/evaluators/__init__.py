@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,22 +128,19 @@ class Scorer:
         self._form.close()
 
 
+@dataclass(eq=False)
 class ProcessScorer(Scorer):
     """Scores candidates by a function in a process, which is started anew when it has ended."""
 
+    evaluator: str
+    recipe: Recipe
+    time_limit: float | None
+    work: Path | None
+    options: RunOptions
     _process: AnsweringProcess | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __init__(
-        self,
-        evaluator: str,
-        recipe: Recipe,
-        time_limit: float | None,
-        work: Path | None,
-        options: RunOptions,
-    ) -> None:
-        self._evaluator, self._recipe, self._work = evaluator, recipe, work
-        self._time_limit, self._options = time_limit, options
+    def __post_init__(self) -> None:
         self._start()
 
     def _start(self) -> AnsweringProcess:
@@ -151,16 +148,16 @@ class ProcessScorer(Scorer):
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        threads, limit = self._options.threads, self._time_limit
-        process = self._process = AnsweringProcess(self._evaluator, Answering, threads)
+        threads, limit = self.options.threads, self.time_limit
+        process = self._process = AnsweringProcess(self.evaluator, Answering, threads)
         try:
             limit = limit and max(limit, functions.READY_SECONDS)
-            found = process.ask("find", self._evaluator, limit)
+            found = process.ask("find", self.evaluator, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
-                self._folder = temporary_folder(self._work)
+                self._folder = temporary_folder(self.work)
             request = {
-                "recipe": Request(self._recipe, self._options).to_document(),
+                "recipe": Request(self.recipe, self.options).to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 # The files of stages that are no package's: who makes candidates needs them too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
@@ -176,7 +173,7 @@ class ProcessScorer(Scorer):
         return str(digest)
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
-        scored, printed = self._ask("score", items and list(items), self._time_limit)
+        scored, printed = self._ask("score", items and list(items), self.time_limit)
         return Scored(**{**scored, "output": printed})
 
     def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
