@@ -232,12 +232,6 @@ def test_of_equally_simple_ones_the_better_is_taken_and_plain_merges_go_first():
     assert {r.baseline for r in plain.tied} == {"average", "sum", "base"}
 
 
-def test_a_recipe_that_cannot_be_read_here_is_no_hindrance():
-    trials = [trial(0, {"method": "own+ties"}, right(51)), trial(1, {"method": "own"}, right(50))]
-    found = conclude(study(trials, recipe={"method": "own"}))
-    assert found.simplest.settings == {"method": "own"}
-
-
 # ------------------------------------------------------------------------------------- notices
 
 

@@ -173,7 +173,7 @@ def test_examples_that_are_drawn_hinder_scoring_some(tasks, recipe):
 def test_tasks_that_cannot_be_scored_are_refused(tasks, recipe):
     pytest.importorskip("lm_eval")
     for name, message in (
-        ("dare_loss", r"measures \(bits_per_byte\), less is better"),
+        ("dare_loss", r"measures bits_per_byte, where less is better"),
         ("dare_ad", r"no task 'dare_ad', neither in .* harness \(did you mean 'dare_add'\?\)"),
     ):
         with pytest.raises(RecipeError, match=message):

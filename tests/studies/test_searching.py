@@ -306,7 +306,7 @@ def strange(recipe, tmp_path, monkeypatch) -> Recipe:
     file = save(tmp_path / "odd.safetensors", {"layers.0.w": odd})
     models = [*(entry.file for entry in recipe.models), file]
     advised = recipe, ("odd",), None
-    monkeypatch.setattr("dare.studies.searching.advised_for", lambda _recipe, _threads: advised)
+    monkeypatch.setattr("dare.studies.searching.advised_for", lambda *_: advised)
     return Recipe(base=recipe.base, models=models, method="linear")
 
 

@@ -75,24 +75,20 @@ class Candidates:
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
-        request = make_request(recipe)
+        request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
-        if threads is not None:
-            self.options = self.options.model_copy(update={"threads": threads})
         self.recipe, opened = open_inputs(given, self.options, rescales=False)
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
-        self.memory_bytes = sum(map(held_bytes, held))
-        """The memory that the weights take."""
+        self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
+        # By file: as the recipe has it, and as the hub's commit has it.
         self._kept: dict[Path, tuple[Source, Held]] = {}
-        """By file: as the recipe has it, and as the hub's commit has it."""
         for form in (given, self.recipe):
             files = (form.base, *(entry.file for entry in form.models))
             self._kept |= zip(files, zip(sources, held, strict=True), strict=True)
-        self._inputs: dict[tuple[Any, ...], list[Source]] = {}
-        """Base and models that fit together, by how they are presented."""
-        self._inputs[_arrangement(self.recipe)] = list(map(HeldSource, sources, held))
+        # Base and models that fit together, by how they are presented.
+        self._inputs = {_arrangement(self.recipe): list[Source](map(HeldSource, sources, held))}
 
     def __repr__(self) -> str:
         names = [entry.name for entry in self.recipe.models]
@@ -252,9 +248,8 @@ class _Live:
         base = resolve(recipe.base, verbose=False).path
         if load_model is None and not base.is_dir():
             raise RecipeError(
-                f"{recipe.base}: is a file, but transformers builds a model from a "
-                "directory with a config.json; define load_model(base) in the "
-                "evaluator's file, or take `tensors` as the parameter"
+                f"{recipe.base}: is a file, but transformers builds a model from a directory; "
+                "define load_model(base) in the evaluator's file, or take `tensors` instead"
             )
         self.candidate = (load_model or load_live)(base)
 

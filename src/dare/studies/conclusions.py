@@ -46,33 +46,16 @@ from dare.studies.statistics import (
 )
 
 _NEAR = 0.02  # a value is at the end of a range if it is nearer to it than this share of the range
-
-
-_PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)
-"""Baselines that are merges, and need no setting."""
-LEVELS = (
-    (Role.BASE,),
-    (Role.SINGLE,),
-    (Role.AVERAGE, Role.WITHOUT_STRANGERS),
-    (Role.SUM, Role.PART),
-    (Role.ADVICE,),
-    (Role.RECIPE,),
-)
-"""Baselines, the simplest first."""
+_PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)  # merges that need no setting
 
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Rank the settings, compare the best with all else, and say what that is worth."""
-    document = {key: value for key, value in data.recipe.items() if key != "search"}
-    try:
-        recipe = request_from_document(document, "the study's recipe").recipe
-    except RecipeError:
-        recipe = None
-    judge = Judge.by(data.objective, data.guards, recipe)
-    entries = judge.entries([*data.trials, *data.baselines])
+    recipe = request_from_document(data.recipe, "the study's recipe").recipe
+    entries = _entries(recipe, [*data.trials, *data.baselines])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
-    contest = _Contest(judge, entries, resamples)
+    contest = _Contest(Judge.by(data.objective, data.guards), recipe, entries, resamples)
     return (_among_settings if data.is_searched else _among_baselines)(data, contest)
 
 
@@ -85,15 +68,11 @@ class Judge:
 
     objective: Objective
     guards: tuple[Guard, ...]
-    recipe: Recipe | None = None
-    """None if it cannot be read here, as when a stage of its own is missing."""
 
     @classmethod
-    def by(
-        cls, weights: Mapping[str, float], guards: Iterable[str], recipe: Recipe | None = None
-    ) -> Judge:
+    def by(cls, weights: Mapping[str, float], guards: Iterable[str]) -> Judge:
         objective = Objective(weights)
-        return cls(objective, tuple(Guard.parse(text, objective) for text in guards), recipe)
+        return cls(objective, tuple(Guard.parse(text, objective) for text in guards))
 
     def check_names(self, scores: Iterable[str]) -> None:
         """Refuse an objective or a guard that asks for scores which there are not."""
@@ -112,59 +91,42 @@ class Judge:
         found = {name: sign for name, sign in bounds if name in names}
         return found | self.objective.directions(names)
 
-    def with_settings(self, settings: Settings) -> Recipe | None:
-        """Return the recipe of a setting, if it can be had."""
-        try:
-            return with_settings(self.recipe, settings) if self.recipe else None
-        except RecipeError:
-            return None
 
-    def is_random(self, settings: Settings, role: Role = Role.SETTING) -> bool:
-        """Tell if another seed gives other weights; assumed if that is not known."""
-        if role is not Role.SETTING and not settings:  # of plain baselines, only recipes may draw
-            return role in (Role.ADVICE, Role.RECIPE)
-        recipe = self.with_settings(settings)
-        return recipe is None or is_random(recipe)
+def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
+    """Put done trials together by name or setting, but for the one that tells the noise."""
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
+            found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
+    return [_entry(recipe, same, same[0].name) for same in found.values()]
 
-    def entries(self, trials: Iterable[Trial]) -> list[Entry]:
-        """Put done trials together by name or setting, but for the one that tells the noise."""
-        found: dict[str, tuple[Trial, ...]] = {}
-        for trial in trials:
-            if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
-                key = trial.name or key_of(trial.settings)
-                found[key] = (*found.get(key, ()), trial)
-        return [
-            Entry(same, same[0].name, self.is_random(same[0].settings, same[0].role))
-            for same in found.values()
-        ]
 
-    def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
-        """Sort by what they need: a plain merge, then few stages, no randomness, few changes."""
-        merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
-        return sorted(merges, key=lambda one: (self._complexity(one), -one.objective.value))
+def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
+    """Return trials of one setting or baseline; tell if another seed would give other weights."""
+    settings, role = trials[0].settings, trials[0].role
+    if settings or role is Role.SETTING:
+        return Entry(tuple(trials), name, is_random(with_settings(recipe, settings)))
+    return Entry(tuple(trials), name, role in (Role.ADVICE, Role.RECIPE))
 
-    def _complexity(self, ranked: Ranked) -> tuple[int, int, bool, int]:
-        if ranked.baseline:
-            return 0, 0, False, 0
-        recipe = self.with_settings(ranked.settings)
-        if recipe is None:
-            stages = len(str(ranked.settings.get("method", "")).split("+"))
-            return 1, stages, True, sum(map(_count, ranked.settings.values()))
-        return 1, len(recipe.chain), is_random(recipe), self._changes(ranked.settings)
 
-    def _changes(self, settings: Settings) -> int:
-        """Count settings that differ in effect from the recipe's; each layer's value counts."""
-        method = {name: value for name, value in settings.items() if name == "method"}
-        start, changes = self.with_settings(method), 0
-        if start is not None and self.recipe is not None:
-            before, now = ([s.name for s, _ in r.chain] for r in (self.recipe, start))
-            changes = int(before != now)
-        for name, value in settings.items():
-            if name != "method":
-                changed = self.with_settings({**method, name: value})
-                differs = changed is None or start is None or _effect(changed) != _effect(start)
-                changes += _count(value) if differs else 0
-        return changes
+def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, int, bool, int]:
+    """Return what it needs: a plain merge, then few stages, no randomness, few changes."""
+    if ranked.baseline:
+        return 0, 0, False, 0
+    made = with_settings(recipe, ranked.settings)
+    return 1, len(made.chain), is_random(made), _changes(recipe, ranked.settings)
+
+
+def _changes(recipe: Recipe, settings: Settings) -> int:
+    """Count settings that differ in effect from the recipe's; each layer's value counts."""
+    method = {name: value for name, value in settings.items() if name == "method"}
+    start = with_settings(recipe, method)
+    before, now = ([stage.name for stage, _ in made.chain] for made in (recipe, start))
+    changes = int(before != now)
+    for name, value in settings.items():
+        if _effect(with_settings(recipe, {**method, name: value})) != _effect(start):
+            changes += len(value) if isinstance(value, list | tuple) else 1
+    return changes
 
 
 def _effect(recipe: Recipe) -> tuple[Any, ...]:
@@ -176,15 +138,13 @@ def _effect(recipe: Recipe) -> tuple[Any, ...]:
     )
 
 
-def _count(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple) else 1
-
-
 class _Contest:
     """Settings and baselines that one evaluator has scored."""
 
-    def __init__(self, judge: Judge, entries: Sequence[Entry], resamples: int) -> None:
-        self.judge, self.entries, self.resamples = judge, entries, resamples
+    def __init__(
+        self, judge: Judge, recipe: Recipe, entries: Sequence[Entry], resamples: int
+    ) -> None:
+        self.judge, self.recipe, self.entries, self.resamples = judge, recipe, entries, resamples
         self.table = resample(entries, judge.objective, resamples=resamples)
         alone = (entry.scored for entry in entries if Role.of(entry.name) is Role.SINGLE)
         self.singles: list[Scores] = [one.scores for scored in alone for one in scored]
@@ -199,16 +159,15 @@ class _Contest:
             )
             for place, entry in enumerate(entries)
         ]
+        # By settings as text, or by the name of a baseline that keeps to the guards.
         self.places: dict[str, int] = {}
-        """By settings as text, or by the name of a baseline that keeps to the guards."""
         for place, entry in enumerate(entries):
             settings = entry.trials[0].settings
             if settings or not entry.name:
                 self.places[key_of(settings)] = place
             elif not self.standing[place].broken:
                 self.places[entry.name] = place
-        self.among: Sequence[int] = ()
-        """Places of the settings of which the best was chosen here."""
+        self.among: Sequence[int] = ()  # places of the settings of which the best was chosen here
 
     def difference(self, one: int, other: int, among: Sequence[int] = ()) -> Difference:
         """Return one minus another, by an interval that holds for all of some at once."""
@@ -228,8 +187,8 @@ class _Contest:
             return ()
         others = {name: n for name, n in self.places.items() if n != place}
         every = list(others.values())
-        found = {name: -self.table.difference(n, place, every) for name, n in others.items()}
-        return tuple(Difference(name, value, verdict(value)) for name, value in found.items())
+        found = ((name, -self.table.difference(n, place, every)) for name, n in others.items())
+        return tuple(Difference(name, value, verdict(value)) for name, value in found)
 
 
 def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
@@ -260,7 +219,8 @@ def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
     better, chosen = _choose(best, rivals, contests) if best else ([], None)
     simplest = chosen
     if best is not None and chosen is best:
-        merges = judge.simplest_first(best, tied)
+        merges = [best, *(one for one in tied if one.role in (Role.SETTING, *_PLAIN))]
+        merges.sort(key=lambda one: (_complexity(contest.recipe, one), -one.objective.value))
         merges = [one for one in merges if not _beating(one, [best], held)]
         simplest = next(o for o in merges if o is best or not _beating(o, rivals, contests))
     noise = _noise(data.baselines, judge)
@@ -282,8 +242,8 @@ def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
         notices=(
             *_of_chance(contest),
             *(_of_seeds(data, entries[feasible[0]]) if best else ()),
-            *(_of_ends(data.space, best.settings, judge) if best else ()),
-            *_of_others(contest, order, feasible, noise, data),
+            *(_of_ends(data.space, best.settings, contest.recipe) if best else ()),
+            *_of_others(contest, order, noise, data),
             *_of_failures(data),
             *_of_scores(contest),
             *on_holdout,
@@ -354,10 +314,8 @@ def _among_baselines(data: StudyData, contest: _Contest) -> Conclusion:
 
 def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked | None:
     """Return the best that nothing beats in any contest; of equal ones the simplest."""
-    levels = {role: place for place, roles in enumerate(LEVELS) for role in roles}
-    for best in sorted(rivals, key=lambda one: (-one.objective.value, levels[one.role])):
-        found = [d.verdict for contest in contests for d in contest.against_all(best)]
-        if WORSE not in found:
+    for best in sorted(rivals, key=lambda one: -one.objective.value):  # the simplest come first
+        if not any(d.verdict == WORSE for c in contests for d in c.against_all(best)):
             return best
     return None
 
@@ -368,7 +326,7 @@ def _holdout(
     """Compare the winner on the second evaluator with all else that was scored there."""
     if best is None:
         return None, [], []
-    judge = chosen_by.judge
+    judge, recipe = chosen_by.judge, chosen_by.recipe
     names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
     winners = [trial for trial in data.holdout if trial.name in names]
     done = [t for t in winners if t.is_done and t.scored is not None]
@@ -376,11 +334,11 @@ def _holdout(
         problems = [f"The winner has no score on the holdout: {t.message}" for t in winners[-1:]]
         return None, [], [notice("holdout_failed", problem=problem) for problem in problems]
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
-    trials = tuple(t for t in done if t.settings == latest)
-    others = judge.entries(t for t in data.holdout if t not in winners)
+    trials = [t for t in done if t.settings == latest]
+    others = _entries(recipe, (t for t in data.holdout if t not in winners))
     try:
-        winner_entry = Entry(trials, best.baseline, judge.is_random(latest))
-        contest = _Contest(judge, [winner_entry, *others], chosen_by.resamples)
+        entries = [_entry(recipe, trials, best.baseline), *others]
+        contest = _Contest(judge, recipe, entries, chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
         return None, [], [notice("holdout_failed", problem=problem)]
@@ -447,14 +405,10 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
 
 
 def _of_others(
-    contest: _Contest,
-    order: Sequence[int],
-    feasible: Sequence[int],
-    noise: float | None,
-    data: StudyData,
+    contest: _Contest, order: Sequence[int], noise: float | None, data: StudyData
 ) -> Iterator[Notice]:
     """Say what the others mean for the best, or why there is none."""
-    table = contest.table
+    table, feasible = contest.table, contest.among
     if not order:
         yield notice("not_scored", what="No setting")
         return
@@ -524,7 +478,7 @@ def doubts(
     ]
 
 
-def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[Notice]:
+def _of_ends(space: Mapping[str, Any], settings: Settings, recipe: Recipe) -> Iterator[Notice]:
     """Find numbers of a setting at an end of their range, where the recipe would take more."""
     for name, over in space.items():
         value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
@@ -540,6 +494,12 @@ def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iter
                 share = (value - edge) / (other - edge)
                 beyond = edge + (edge - other) * _NEAR
             further = edge + (1 if edge > other else -1) if isinstance(value, int) else beyond
-            could = judge.recipe is None or judge.with_settings({**settings, name: further})
-            if share <= _NEAR and could:
+            if share <= _NEAR and _is_valid(recipe, {**settings, name: further}):
                 yield notice("end_of_range", name=name, end=end, value=value)
+
+
+def _is_valid(recipe: Recipe, settings: Settings) -> bool:
+    try:
+        return bool(with_settings(recipe, settings))
+    except RecipeError:
+        return False

@@ -98,10 +98,8 @@ class SearchResult(Shown):
                 trial["items"] = len(scored.get("items", ()))
         for name in ("advice", "output", "importance"):
             document.pop(name)
-        recipes = {
-            name: None if made is None else made.to_document()
-            for name, made in (("best", self.best), ("simplest", self.simplest))
-        }
+        made = {"best": self.best, "simplest": self.simplest}
+        recipes = {name: recipe and recipe.to_document() for name, recipe in made.items()}
         conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
@@ -135,10 +133,7 @@ class SearchResult(Shown):
         return f"<SearchResult of {self.study}: {self}>"
 
     def __str__(self) -> str:
-        chosen = self.conclusion.chosen
-        if chosen is not None and not self.conclusion.no_recipe:
-            return f"{chosen.label}: {chosen.objective}"
-        return self.conclusion.no_recipe
+        return self.conclusion.no_recipe or str(self.conclusion.chosen)
 
 
 def read_result(path: Path) -> SearchResult:
@@ -293,25 +288,21 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
 
 def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     """Yield label and sentence of what decides."""
-    best, chosen, simplest = conclusion.best, conclusion.chosen, conclusion.simplest
+    best, simplest = conclusion.best, conclusion.simplest
     tied = [ranked.label for ranked in conclusion.tied]
     if best is None:
         return
-    taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
     if best.baseline:
-        yield "Take", conclusion.no_recipe or taken
+        yield "Take", conclusion.no_recipe or str(conclusion.chosen)
     else:
-        label = "Best setting" if conclusion.better else "Best"
-        yield label, f"{best.label}: {best.objective}"
+        yield "Best setting" if conclusion.better else "Best", str(best)
     if tied:
         more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
         yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
     if conclusion.better:
-        yield "Take instead", conclusion.no_recipe or taken
+        yield "Take instead", conclusion.no_recipe or str(conclusion.chosen)
     elif simplest is not None and not best.baseline:
-        same = simplest == best
-        shown = "the best itself" if same else f"{simplest.label}: {simplest.objective}"
-        yield "Simplest within noise", shown
+        yield "Simplest within noise", "the best itself" if simplest == best else str(simplest)
     if conclusion.holdout is not None:
         yield "Holdout", holdout_text(conclusion.holdout)
     if conclusion.noise is not None:

@@ -35,8 +35,7 @@ MOST_CURVES = 8
 MOST_GROUPS = 7  # lines in one figure that colours can tell apart
 MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
 WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
-GREY = "#888"
-"""A colour that stands out from light and dark grounds alike."""
+GREY = "#888"  # stands out from light and dark grounds alike
 KINDS = ("best", "within noise", "other setting", "baseline")
 SHORT = ".4~g"
 INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")  # fields of tooltips

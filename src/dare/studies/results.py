@@ -312,6 +312,9 @@ class Ranked:
     def key(self) -> str:
         return self.baseline or key_of(self.settings)
 
+    def __str__(self) -> str:
+        return f"{self.label}: {self.objective}"
+
 
 @dataclass(frozen=True)
 class Difference:

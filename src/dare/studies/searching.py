@@ -31,7 +31,6 @@ from dare.errors import DareError, EvaluationError, InputError, RecipeError, pri
 from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE, request_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
@@ -54,10 +53,10 @@ from dare.studies.statistics import rungs
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
 DEFAULT_TRIALS = 40
+# Packages that a sampler of Optuna imports when it first has something to suggest.
 SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
-"""Packages that a sampler of Optuna imports when it first has something to suggest."""
+# Fields of `[search]` that have no effect where nothing is searched over.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
-"""Fields of `[search]` that have no effect where nothing is searched over."""
 POLL_SECONDS = 0.3
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
@@ -99,11 +98,9 @@ def search(
 
 def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     """Return the path of a study: as given, or beside the recipe under its name."""
-    if study is not None:
-        return Path(study)
-    if isinstance(recipe, str | PathLike):
+    if study is None and isinstance(recipe, str | PathLike):
         return Path(recipe).with_suffix(".study.db")
-    return Path("study.db")
+    return Path(study or "study.db")
 
 
 # ---------------------------------------------------------------- the request
@@ -120,9 +117,7 @@ class SearchRequest:
     evaluator: Evaluator
     holdout: Evaluator | None
     judge: Judge
-    seed: int
-    output: Path | None  # the path for the merge of the best; candidates are not written there
-    options: RunOptions
+    merge: Request  # as it was asked for; its output is for the best, not for candidates
 
     @property
     def charter(self) -> Charter:
@@ -132,12 +127,9 @@ class SearchRequest:
             recipe={"models": document.pop("models"), **document},
             space=table.get("over", {}),
             sampler=self.sampler,
-            seeds=self.table.seeds,
             evaluator=_evaluator_name(self.evaluator),
-            objective=self.table.objective,
             guards=tuple(guard.text for guard in self.judge.guards),
-            race=self.table.race,
-            seed=self.seed,
+            **{name: getattr(self.table, name) for name in ("seeds", "objective", "race")},
         )
 
 
@@ -147,7 +139,6 @@ def make_search(
     over: Mapping[str, Choices | Range] | None = None,
     evaluate: Evaluator | None = None,
     holdout: Evaluator | None = None,
-    seed: int = 0,
     **settings: Any,
 ) -> SearchRequest:
     """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
@@ -184,8 +175,7 @@ def make_search(
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    asked = space, table, sampler, planned, judging, held, judge, seed
-    return SearchRequest(*asked, recipe.output, merge.options)
+    return SearchRequest(space, table, sampler, planned, judging, held, judge, merge)
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
@@ -224,8 +214,8 @@ def advised_for(
     except DareError as error:
         return None, (), notice("no_advice", reason=error)
     kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed")
-    policies = {name: getattr(recipe, name) for name in kept}
-    return advised.model_copy(update={**policies, "output": None}), advice.left_out, None
+    update = {"output": None} | {name: getattr(recipe, name) for name in kept}
+    return advised.model_copy(update=update), advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
@@ -242,10 +232,9 @@ class _Rules:
     judge: Judge
     stop: threading.Event
     singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
-    reference: Scored | None = None  # scores with the names and items that all must have
-    has_items: bool = True  # True if items are the same each time, so that they can be compared
-    rungs: Sequence[Sequence[str]] = ()
-    """Growing parts of the items, of which each has what is new in it."""
+    # Scores with the names and items that all must have; no items if those differ each time.
+    reference: Scored | None = None
+    rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: what is new in each
 
     def score(
         self, scorer: Scorer, claim: Claim, recipe: Recipe, known: Mapping[str, Trial]
@@ -271,10 +260,10 @@ class _Rules:
             output = error.output if isinstance(error, EvaluationError) else ""
             notes |= {"message": str(error), "output": output}
             return claim.end(State.FAILED, seconds=time.perf_counter() - began, **notes)
-        if not self.has_items:
-            scored = replace(scored, items={})
         if self.reference is None:
             self.judge.check_names(scored.scores)
+        elif not self.reference.items:
+            scored = replace(scored, items={})
         notes |= {
             "scored": scored,
             "objective": self.judge.objective.value(scored.scores),
@@ -306,7 +295,7 @@ class _Rules:
         if self.reference is None:
             return
         found = scored
-        if self.rungs or not self.has_items:  # then only the names are compared
+        if self.rungs or not self.reference.items:  # then only the names are compared
             found = replace(scored, items=self.reference.items)
         if difference := compare_items(self.reference, found):
             message = f"the evaluator gave different scores: {difference}"
@@ -348,15 +337,14 @@ class _Search:
 
     def _prepare(self, *, advice: bool) -> None:
         """Find the advice, once, and where the search starts."""
-        output = self.request.output
+        output, space = self.request.merge.recipe.output, self.request.space
         with self.study.turn():
             self.study.keep("output", None if output is None else str(output))
             planned = max(self.request.planned, self.study.note("planned") or 0)
             self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
-        space = self.request.space
-        threads = self.request.options.threads
+        threads = self.request.merge.options.threads
         if advice:
             self.display.say("analysing the models for the advice")
         recipe, left_out, lack = advised_for(space.recipe, threads) if advice else (None, (), None)
@@ -389,7 +377,7 @@ class _Search:
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
                 raise InputError(f"{self.study.path}: inputs have changed; give another --study")
-        self._score_beside(scorers, BASELINE, recipes)
+        self._score_beside(scorers, BASELINE, {name: (r, {}) for name, r in recipes.items()})
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
@@ -404,21 +392,19 @@ class _Search:
         singles = [scored.scores for trial, scored in done if trial.role is Role.SINGLE]
         differences = list(filter(None, (compare_items(first, other) for _, other in others)))
         if any(other.scores.keys() != first.scores.keys() for _, other in others):
-            raise InputError(
-                "the evaluator gives different scores each time, so nothing can be "
-                f"compared: {differences[0]}; return the same names each time"
-            )
-        has_items = bool(first.items) and not differences
+            how = f"{differences[0]}; return the same names each time"
+            raise InputError(f"the evaluator gives different scores each time: {how}")
         parts, lack = list[list[str]](), None
         if differences:
             lack = notice("items_differ", difference=differences[0])
-        elif self.request.table.race and not (has_items and scorer.takes_items):
-            how = "takes no `items`" if has_items else "gives no items"
+            first = replace(first, items={})
+        elif self.request.table.race and not (first.items and scorer.takes_items):
+            how = "takes no `items`" if first.items else "gives no items"
             lack = notice("no_race", lack=how)
         elif self.request.table.race:
-            parts = rungs(first.items, seed=self.request.seed)
+            parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
-        self.rules = _Rules(self.request.judge, self.stop, singles, first, has_items, parts)
+        self.rules = _Rules(self.request.judge, self.stop, singles, first, parts)
         with self.study.turn():
             self._note(lack)
 
@@ -486,28 +472,23 @@ class _Search:
             if not found.baseline
         }
         ranked |= {found.baseline: found for found in conclusion.baselines}
-        recipes = {name: recipe_of(data, found) for name, found in ranked.items()}
-        settings = {name: found.settings for name, found in ranked.items()}
-        self._score_beside(scorers, HOLDOUT, recipes, settings)
+        wanted = {name: (recipe_of(data, found), found.settings) for name, found in ranked.items()}
+        self._score_beside(scorers, HOLDOUT, wanted)
 
     def _score_beside(
-        self,
-        scorers: Sequence[Scorer],
-        kind: str,
-        recipes: Mapping[str, Recipe],
-        settings: Mapping[str, Settings] | None = None,
+        self, scorers: Sequence[Scorer], kind: str, wanted: Mapping[str, tuple[Recipe, Settings]]
     ) -> None:
-        """Score candidates that are no trials, by name; `settings` tell some of them apart."""
+        """Score candidates that are no trials, by name; settings tell some of them apart."""
         rules = _Rules(self.request.judge, self.stop)
-        wanted = settings or {name: {} for name in recipes}
+        settings = {name: found for name, (_, found) in wanted.items()}
 
         def take() -> Scoring | None:
-            claim = self.study.take_beside(kind, wanted)
+            claim = self.study.take_beside(kind, settings)
             if claim is None:
                 return None
             self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
             known = {} if claim.name == Role.AGAIN else _by_digest(self.study.beside(kind))
-            return partial(rules.score, claim=claim, recipe=recipes[claim.name], known=known)
+            return partial(rules.score, claim=claim, recipe=wanted[claim.name][0], known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 
@@ -516,18 +497,13 @@ class _Search:
     @contextmanager
     def _scorers(self, evaluator: Evaluator) -> Iterator[list[Scorer]]:
         """Open a scorer for each job; all are ended with the search, however it ends."""
-        open_one = partial(
-            open_scorer,
-            evaluator,
-            self.request.space.recipe,
-            time_limit=self.request.table.time_limit,
-            work=self.work,
-            options=self.request.options.model_copy(
-                update={"threads": max(1, available_cores() // self.jobs)}
-            ),
-        )
+        recipe, limit = self.request.space.recipe, self.request.table.time_limit
+        threads = max(1, available_cores() // self.jobs)
+        options = self.request.merge.options.model_copy(update={"threads": threads})
+        open_one = partial(open_scorer, time_limit=limit, work=self.work, options=options)
         with ExitStack() as opened:
-            yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]
+            every = (closing(open_one(evaluator, recipe)) for _ in range(self.jobs))
+            yield list(map(opened.enter_context, every))
 
     def _work(
         self,
@@ -579,11 +555,8 @@ class SearchProgress:
         plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
         plain["soft_wrap"] = True
         console = Console(stderr=True, quiet=not visible, force_jupyter=False, **plain)
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
+        text = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(20), MofNCompleteColumn(), text)
         has_bar = visible and sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
         self._task = self.bar.add_task("", total=None)

@@ -20,7 +20,6 @@ from dare.recipe.document import (
     applies,
     get_by_name,
     request_from_document,
-    set_by_name,
     with_settings,
 )
 from dare.recipe.entries import distinct
@@ -29,8 +28,7 @@ from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
-SEED_STEP = 1000
-"""Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
+SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
 MOST_IN_GRID = 100_000
 METHOD = "method"
 PART = 0.4  # the factor of task arithmetic that its authors recommend where none can be chosen
@@ -83,15 +81,12 @@ class Space:
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():
-            in_methods = [m for m in self.methods if name == METHOD or applies(name, m)]
+            tried = [m for m in self.methods if name == METHOD or applies(name, m)]
             try:
-                if not in_methods:
-                    names = distinct([entry.name for entry in self.recipe.models])
-                    document = {**self.recipe.to_tables(), METHOD: self.methods[0]}
-                    set_by_name(document, name, _ends(dimension)[0], names)
-                    raise RecipeError(f"it has no effect in {', '.join(self.methods)}")
-                for method, value in itertools.product(in_methods, _ends(dimension)):
+                for method, value in itertools.product(tried or self.methods, _ends(dimension)):
                     self.candidate({METHOD: method, name: value})
+                if not tried:
+                    raise RecipeError(f"it has no effect in {', '.join(self.methods)}")
             except RecipeError as error:
                 raise RecipeError(f"over {name}: {error}") from None
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +29,11 @@ FORMAT = 2  # format 1 had formulas as objectives
 SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
-KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
-"""Fields of a trial that are written when it ends; the rest is known before."""
+KNOWN_BEFORE = ("number", "settings", "state", "name")  # the rest is written when a trial ends
+# Notes on a trial: by whom it was taken and for what, and what became of it.
 TAKEN, OUTCOME = "taken", "outcome"
-"""Notes on a trial: by whom it was taken and for what, and what became of it."""
+# Trials that must be done before settings are ranked: one of them makes the best tenth.
 LEAST_FOR_IMPORTANCE = 10
-"""Trials that must be done before settings are ranked: one of them makes the best tenth."""
 OPTUNA_STATES = {
     State.DONE: "COMPLETE",
     State.STOPPED: "PRUNED",
@@ -41,8 +41,8 @@ OPTUNA_STATES = {
     State.RUNNING: "RUNNING",
     State.WAITING: "WAITING",
 }
+# Names of a charter's fields in messages, where they differ.
 CHARTER_WORDS = {"space": "settings that are searched over", "seeds": "number of seeds"}
-"""Names of a charter's fields in messages, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Charter:
     objective: dict[str, float]
     guards: tuple[str, ...]
     race: bool
-    seed: int
+    seed: int = 0
 
     @property
     def document(self) -> dict[str, Any]:
@@ -109,7 +109,6 @@ class Study:
         from sqlalchemy import URL
 
         optuna = _optuna()
-        is_new = not self.path.exists()
         # In a file's name `?` and `%` are signs like others.
         address = URL.create("sqlite", database=str(self.path.resolve())).render_as_string()
         try:
@@ -120,7 +119,7 @@ class Study:
         except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
-        if not is_new and TRIALS not in known and known:
+        if known and TRIALS not in known:
             raise InputError(f"{self.path}: contains studies of another program")
         self._begin(storage)
         if charter is not None and self._is_abandoned(charter):
@@ -133,10 +132,10 @@ class Study:
             self.keep("format", FORMAT)
             self.keep("charter", asdict(charter))
         if self.note("format") != FORMAT:
+            versions = f"(format {self.note('format')}, and this one reads {FORMAT})"
             raise InputError(
-                f"{self.path}: was written by another version of dare (format "
-                f"{self.note('format')}, and this one reads {FORMAT}); give another --study, or "
-                "use the version that wrote it"
+                f"{self.path}: was written by another version of dare {versions}; "
+                "give another --study, or use the version that wrote it"
             )
         kept = self.note("charter")
         self.charter = Charter(**{**kept, "guards": tuple(kept["guards"])})
@@ -159,10 +158,9 @@ class Study:
         """
         if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
-        states = _optuna().trial.TrialState
         found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
         owners = {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
-        is_scored = any(trial.state in (states.COMPLETE, states.PRUNED) for trial in found)
+        is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
     def _describe_other(self, charter: Charter) -> str:
@@ -205,31 +203,27 @@ class Study:
         failed before trial number `retry_before` is tried again.
         """
         study = self._studies[TRIALS]
-        with self.turn():
-            begun = study.get_trials(deepcopy=False)
-            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(begun)])
-            if (left := self._left_behind(study, begun)) is not None:
-                return self._claim(study, left, space, left.user_attrs.get(TAKEN))
-            found = list(map(_placed, begun))
+        with self.turn(), _quiet():
+            count = len(study.get_trials(deepcopy=False))
+            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, count])
+            if (left := self._resume(study, lambda _taken: True, space)) is not None:
+                return left
+            found = self.trials()
+            latest = {placed.place: placed for placed in found}  # a retry comes later
             failed = {
-                placed.place: Planned(placed.trial.settings, placed.shift)
-                for placed in found
+                place: Planned(placed.trial.settings, placed.shift)
+                for place, placed in latest.items()
                 if placed.trial.state is State.FAILED and placed.trial.number < retry_before
             }
-            filled = {
-                p.place for p in found if p.place not in failed or p.trial.number >= retry_before
-            }
-            place = next((p for p in range(planned) if p not in filled), None)
+            place = next((p for p in range(planned) if p not in latest or p in failed), None)
             if place is None:
                 return None
             chosen = failed.get(place) or choose(place, found)
-            taken: dict[str, Any] = {"place": place, "owner": self._presence.mark}
-            if chosen is not None:
-                taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
-                suggestion = space.suggestion(chosen.settings)
-                study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
-            with _quiet():
-                return self._claim(study, study.ask(), space, taken)
+            taken: dict[str, Any] = {"place": place}
+            if chosen is None:
+                return self._claim(study, study.ask(), taken, space)
+            taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
+            return self._begin_trial(study, taken, space.suggestion(chosen.settings), space)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
         """Take the first of some baselines, or of what goes to the holdout, by name.
@@ -237,48 +231,53 @@ class Study:
         None if all are taken or done. One that failed is tried again, once by each process.
         """
         study = self._studies[BESIDE]
-        states = _optuna().trial.TrialState
-        with self.turn():
+
+        def is_wanted(taken: Mapping[str, Any]) -> bool:
+            return taken["kind"] == kind and taken["name"] in wanted
+
+        with self.turn(), _quiet():
+            if (left := self._resume(study, is_wanted)) is not None:
+                return left
             begun = study.get_trials(deepcopy=False)
-            if any(found.state == states.WAITING for found in begun):  # somebody died over it
-                study.ask()
-                begun = study.get_trials(deepcopy=False)
-            closed = set()
-            for found in begun:
-                taken = found.user_attrs[TAKEN]
-                if taken["kind"] != kind or taken["name"] not in wanted:
-                    continue
-                if not found.state.is_finished() and not self._presence.is_alive(taken["owner"]):
-                    return self._claim(study, _resumed(study, found), None, taken)
-                if found.state != states.FAIL or taken["owner"] == self._presence.mark:
-                    closed.add(taken["name"])
+            closed = {
+                taken["name"]
+                for found in begun
+                if is_wanted(taken := found.user_attrs[TAKEN])
+                and (found.state.name != "FAIL" or taken["owner"] == self._presence.mark)
+            }
             name = next((name for name in wanted if name not in closed), None)
             if name is None:
                 return None
             taken = {"kind": kind, "name": name, "settings": dict(wanted[name])}
-            taken["owner"] = self._presence.mark
-            study.enqueue_trial({}, user_attrs={TAKEN: taken})
-            with _quiet():
-                return self._claim(study, study.ask(), None, taken)
+            return self._begin_trial(study, taken, {})
 
-    def _left_behind(self, study: Any, begun: Sequence[Any]) -> Any:
-        """Return the first trial that a process has taken, or was about to take, and died over."""
+    def _resume(
+        self, study: Any, is_wanted: Callable[[Any], bool], space: Space | None = None
+    ) -> Claim | None:
+        """Take the first trial that a process has taken, or was about to take, and died over."""
         states = _optuna().trial.TrialState
-        for found in begun:
-            if found.state == states.WAITING:
-                return study.ask()
-            owner = found.user_attrs.get(TAKEN, {}).get("owner")
-            if found.state == states.RUNNING and not (owner and self._presence.is_alive(owner)):
-                return _resumed(study, found)
+        for _ in study.get_trials(deepcopy=False, states=(states.WAITING,)):
+            study.ask()
+        for found in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            taken = found.user_attrs.get(TAKEN, {"place": found.number})
+            owner = taken.get("owner")
+            if is_wanted(taken) and not (owner and self._presence.is_alive(owner)):
+                trial = _optuna().trial.Trial(study, found._trial_id)
+                return self._claim(study, trial, taken, space)
         return None
 
-    def _claim(self, study: Any, trial: Any, space: Space | None, taken: Any) -> Claim:
-        """Write down who has a trial; `taken` is None if its taker died before that."""
-        known = dict(taken or {"place": trial.number})
-        if space is not None:
-            with _quiet():
-                known.setdefault("settings", space.suggest(trial))
-        known["owner"] = self._presence.mark
+    def _begin_trial(
+        self, study: Any, taken: dict[str, Any], suggestion: Any, space: Space | None = None
+    ) -> Claim:
+        """Begin a trial that is known before; what it is for survives if this process dies."""
+        taken["owner"] = self._presence.mark
+        study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
+        return self._claim(study, study.ask(), taken, space)
+
+    def _claim(self, study: Any, trial: Any, taken: Mapping[str, Any], space: Any) -> Claim:
+        """Write down who has a trial, and its settings where the sampler chooses them."""
+        suggested = {} if space is None else {"settings": space.suggest(trial)}
+        known = {**suggested, **taken, "owner": self._presence.mark}
         trial.set_user_attr(TAKEN, known)
         settings, shift = known["settings"], known.get("shift", 0)
         return Claim(self, study, trial, settings, shift, known.get("name", ""))
@@ -296,8 +295,9 @@ class Study:
 
     def trials(self) -> list[Placed]:
         """Return all trials that have begun, in the order of their numbers."""
-        found = self._studies[TRIALS].get_trials(deepcopy=False)
-        return [_placed(trial) for trial in found if TAKEN in trial.user_attrs]
+        begun = self._studies[TRIALS].get_trials(deepcopy=False)
+        found = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
+        return [Placed(_read(t), taken["place"], taken.get("shift", 0)) for t, taken in found]
 
     def beside(self, kind: str) -> list[Trial]:
         """Return the baselines, or what was scored on the holdout; the last try of each."""
@@ -308,16 +308,15 @@ class Study:
 
     def importance(self) -> dict[str, float]:
         """Return how much each of several settings tells good trials from others, in shares."""
-        optuna, study, found = _optuna(), self._studies[TRIALS], dict[str, float]()
+        optuna, study, found = _optuna(), self._studies[TRIALS], Counter[str]()
         values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
         if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
         for name, value in shares.items():  # of a setting by layers: the sum
-            setting = name.partition("[")[0]
-            found[setting] = found.get(setting, 0.0) + value
-        return found if len(found) > 1 else {}
+            found[name.partition("[")[0]] += value
+        return dict(found) if len(found) > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -351,8 +350,8 @@ class Claim:
         for name, slack in (slacks or {}).items():
             self._taken.set_constraint(name, slack)
         ended = Trial(self.number, dict(self.settings), outcome.pop("seed", 0), state, **outcome)
-        kept = asdict(replace(ended, name=self.name))
-        self._taken.set_user_attr(OUTCOME, {name: kept[name] for name in KEPT})
+        kept = {name: v for name, v in asdict(ended).items() if name not in KNOWN_BEFORE}
+        self._taken.set_user_attr(OUTCOME, kept)
         value = ended.objective if state is State.DONE else None
         with self.study.turn(), _quiet():
             optuna_state = _optuna().trial.TrialState[OPTUNA_STATES[state]]
@@ -372,16 +371,6 @@ def _read(found: Any) -> Trial:
     return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
 
 
-def _placed(found: Any) -> Placed:
-    taken = found.user_attrs[TAKEN]
-    return Placed(_read(found), taken["place"], taken.get("shift", 0))
-
-
-def _resumed(study: Any, found: Any) -> Any:
-    """Return a trial that another process left behind, to be gone on with."""
-    return _optuna().trial.Trial(study, found._trial_id)
-
-
 def _sampler(name: str, seed: Sequence[int]) -> Any:
     """Make a sampler; each trial has a new one, so that a resumed study goes on unchanged."""
     samplers = _optuna().samplers
@@ -390,8 +379,7 @@ def _sampler(name: str, seed: Sequence[int]) -> Any:
         "cmaes": (samplers.CmaEsSampler, {"warn_independent_sampling": False}),
         "gp": (samplers.GPSampler, {"warn_independent_sampling": False}),
     }.get(name, (samplers.RandomSampler, {}))
-    with _quiet():
-        return kind(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), **options)
+    return kind(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), **options)
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
-KINDS: list[Kind] = [harness, commands, functions]
-"""The kinds of evaluators; the first that recognises one takes it."""
+KINDS: list[Kind] = [harness, commands, functions]  # the first that recognises one takes it
 
 
 def kind_of(evaluator: Evaluator) -> Kind:
@@ -100,7 +99,7 @@ class Scorer:
     def make(self, recipe: Recipe) -> str:
         """Make the candidate of a recipe; return the digest of its weights."""
         self._is_made = False
-        digest = self._make(recipe)
+        digest = self._form.make(recipe)
         self._is_made = True
         return digest
 
@@ -111,18 +110,7 @@ class Scorer:
         if items is not None and not self.takes_items:
             lack = "the evaluator has no `items` and cannot score a part of the items"
             raise EvaluationError(lack)
-        return self._score(None if items is None else list(items))
-
-    def close(self) -> None:
-        """End what was started, and delete what was written."""
-        self._is_made = False
-        self._form.close()
-
-    def _make(self, recipe: Recipe) -> str:
-        return self._form.make(recipe)
-
-    def _score(self, items: list[str] | None) -> Scored:
-        more = {"items": items} if self.takes_items else {}
+        more = {"items": items and list(items)} if self.takes_items else {}
         started = time.perf_counter()
         try:
             returned = self._call(self._form.candidate, **more)
@@ -134,23 +122,25 @@ class Scorer:
         scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
         return replace(scored, seconds=seconds)
 
+    def close(self) -> None:
+        """End what was started, and delete what was written."""
+        self._is_made = False
+        self._form.close()
 
+
+@dataclass(eq=False)
 class ProcessScorer(Scorer):
     """Scores candidates by a function in a process, which is started anew when it has ended."""
 
+    evaluator: str
+    recipe: Recipe
+    time_limit: float | None
+    work: Path | None
+    options: RunOptions
     _process: AnsweringProcess | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __init__(
-        self,
-        evaluator: str,
-        recipe: Recipe,
-        time_limit: float | None,
-        work: Path | None,
-        options: RunOptions,
-    ) -> None:
-        self._evaluator, self._recipe, self._work = evaluator, recipe, work
-        self._time_limit, self._options = time_limit, options
+    def __post_init__(self) -> None:
         self._start()
 
     def _start(self) -> AnsweringProcess:
@@ -158,19 +148,16 @@ class ProcessScorer(Scorer):
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        process = self._process = AnsweringProcess(
-            self._evaluator, Answering, self._options.threads
-        )
+        threads, limit = self.options.threads, self.time_limit
+        process = self._process = AnsweringProcess(self.evaluator, Answering, threads)
         try:
-            limit = (
-                None if self._time_limit is None else max(self._time_limit, functions.READY_SECONDS)
-            )
-            found = process.ask("find", self._evaluator, limit)
+            limit = limit and max(limit, functions.READY_SECONDS)
+            found = process.ask("find", self.evaluator, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
-                self._folder = temporary_folder(self._work)
+                self._folder = temporary_folder(self.work)
             request = {
-                "recipe": Request(self._recipe, self._options).to_document(),
+                "recipe": Request(self.recipe, self.options).to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 # The files of stages that are no package's: who makes candidates needs them too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
@@ -181,12 +168,12 @@ class ProcessScorer(Scorer):
             raise
         return process
 
-    def _make(self, recipe: Recipe) -> str:
+    def make(self, recipe: Recipe) -> str:
         digest, _ = self._ask("make", recipe.to_document(), None)
         return str(digest)
 
-    def _score(self, items: list[str] | None) -> Scored:
-        scored, printed = self._ask("score", items, self._time_limit)
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        scored, printed = self._ask("score", items and list(items), self.time_limit)
         return Scored(**{**scored, "output": printed})
 
     def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
@@ -200,7 +187,6 @@ class ProcessScorer(Scorer):
             raise
 
     def close(self) -> None:
-        self._is_made = False
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -28,8 +28,8 @@ ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be 
 QUOTED_LINE = 200  # characters of a last line that a message quotes
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
+# The program of a command, after variables that it sets, where it is a plain word.
 _FIRST_WORD = re.compile(r"\s*(?:\w+=[\w./:-]*\s+)*(?P<program>[\w./+-]+)(?=\s)")
-"""The program of a command, after variables that it sets, where it is a plain word."""
 
 
 def recognises(evaluator: Evaluator) -> bool:

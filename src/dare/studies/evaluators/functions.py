@@ -19,27 +19,16 @@ from dare.studies.evaluators.kinds import Evaluator, Function, LoadModel
 WRITTEN = "module:function or file.py:function"
 IS_APART = True
 FORMS = ("tensors", "model", "path")
-READY_SECONDS = 600.0
-"""The least time limit for importing an evaluator and its model, if scoring has a limit."""
+READY_SECONDS = 600.0  # the least limit for importing it and its model, if scoring has one
 
 
 def recognises(evaluator: Evaluator) -> bool:
     """Tell if it is a callable, or names a function in a module or a file."""
     if not isinstance(evaluator, str):
         return True
-    place, name = split_name(evaluator)
+    place, _, name = evaluator.rpartition(":")
     parts = name.split(".") + ([] if place.endswith(FILE_SUFFIX) else place.split("."))
     return all(part.isidentifier() for part in parts)
-
-
-def split_name(text: str) -> tuple[str, str]:
-    """Return place and function of `module:function` or `folder/file.py:function`.
-
-    >>> split_name("scores.demo:validation"), split_name("my scores.py:test")
-    (('scores.demo', 'validation'), ('my scores.py', 'test'))
-    """
-    place, _, name = text.rpartition(":")
-    return place, name
 
 
 def check(evaluator: str) -> None:
@@ -60,7 +49,7 @@ def find(
 ) -> Function:
     """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
     if isinstance(evaluator, str):
-        place, name = split_name(evaluator)
+        place, _, name = evaluator.rpartition(":")
         module = import_program(place)
         try:
             function = attrgetter(name)(module)
@@ -92,9 +81,7 @@ def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> F
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for other in others:
         if other.name != "items" and other.default is other.empty and other.kind not in variable:
-            raise RecipeError(
-                f"{shown}: there is no value for its parameter {other.name!r}; only "
-                f"{first.name} and items are known, and other parameters need a default"
-            )
+            how = f"only {first.name} and items are known, and others need a default"
+            raise RecipeError(f"{shown}: there is no value for its parameter {other.name!r}; {how}")
     takes_items = any(other.name == "items" for other in others)
     return Function(function, first.name, takes_items, load_model)

@@ -22,8 +22,8 @@ PREFIX = "lm_eval:"
 WRITTEN = f"{PREFIX}task@folder"
 IS_APART = True
 INSTALL = "pip install 'dare-merge[eval]'"
+# By preference: a task's score is the first that it has, otherwise its own first.
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
-"""Metrics by preference: a task's score is the first that it has, otherwise its own first."""
 BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
 SEED = 1234  # for everything that the harness draws
 

@@ -35,10 +35,8 @@ class Function:
 class Kind(Protocol):
     """A module that knows one kind of evaluator."""
 
-    WRITTEN: str
-    """The form that such an evaluator has, for messages."""
-    IS_APART: bool
-    """True if it runs in a process of its own, which also makes the candidates."""
+    WRITTEN: str  # the form that such an evaluator has, for messages
+    IS_APART: bool  # True if it runs in a process of its own, which also makes the candidates
 
     def recognises(self, evaluator: Any, /) -> bool:
         """Tell if an evaluator is of this kind."""
