@@ -205,8 +205,8 @@ DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1,
 
 
 _LOOKS = tomllib.loads(files("dare.documents").joinpath("themes.toml").read_text("utf-8"))
+# Light and dark: `colours` of the page, by name, and of what the figures show.
 THEMES = {name: SimpleNamespace(**_LOOKS[name]) for name in ("light", "dark")}
-"""Light and dark: `colours` of the page, by name, and of what the figures show."""
 
 
 def vega_config(theme: SimpleNamespace) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from dare.documents.words import listed, number, value_text
 from dare.errors import OutputError
 
 PACKAGE = "dare.documents"
+# The policy of every page: load nothing that is not allowed by name.
 CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'"
-"""The policy of every page: load nothing that is not allowed by name."""
 NEEDED = ("altair", "jinja2", "vl_convert")
+# The name of the section with the notices; the first one, if a document has none of it.
 NOTICES = "notices"
-"""The name of the section with the notices; the first one, if a document has none of it."""
 EXPOSE = "window.vegaEmbed = vegaEmbed;"
 
 

@@ -31,8 +31,8 @@ class Display:
     announce: Callable[[str], None]
 
 
+# A function that opens a display for a number of bytes and a verb.
 Show = Callable[[int, str], AbstractContextManager[Display]]
-"""A function that opens a display for a number of bytes and a verb."""
 _elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
 
 

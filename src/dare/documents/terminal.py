@@ -27,26 +27,18 @@ from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ELLIPSIS = "…"
-PIPE_WIDTH = 160
-"""Columns where the output is not a terminal and has no width."""
+PIPE_WIDTH = 160  # columns where the output is not a terminal and has no width
 TEXT_WIDTH = 100
-LEAST_NAME = 12
-"""Columns that names have at least."""
-MOST_NAME = 25
-"""Columns that names have before optional columns get any."""
-LEAST_FACT = 20
-"""Columns that the text of a fact has at least."""
-BETWEEN = 3
-"""Columns from one column of a table to the next."""
+LEAST_NAME = 12  # columns that names have at least
+MOST_NAME = 25  # columns that names have before optional columns get any
+LEAST_FACT = 20  # columns that the text of a fact has at least
+BETWEEN = 3  # columns from one column of a table to the next
 BAR_CELLS = 24
-STEP = 10
-"""Columns before a command."""
-MOST_NOTES = 3
-"""Kinds of mere notes that are shown; the others are counted."""
-MOST_ALIKE = 3
-"""Notices of one kind that are shown in full."""
+STEP = 10  # columns before a command
+MOST_NOTES = 3  # kinds of mere notes that are shown; the others are counted
+MOST_ALIKE = 3  # notices of one kind that are shown in full
+# A word of a command, as `shlex.quote` writes it.
 WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
-"""A word of a command, as `shlex.quote` writes it."""
 STYLES = {Tone.GOOD: "green", Tone.FAIR: "yellow", Tone.POOR: "red", Tone.PLAIN: ""}
 
 

@@ -41,15 +41,15 @@ DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 TEXTS: dict[str, Any] = tomllib.loads(
     files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
 )
+# Findings whose models no setting can make fit.
 ALWAYS_OUT = ("nothing_compared", "not_finite", "unrelated", "equals_base")
-"""Findings whose models no setting can make fit."""
+# Findings that a setting of the recipe takes care of.
 POLICIES = {
     "missing_tensors": ("on_missing", "base"),
     "mismatched": ("on_mismatch", "base"),
     "extra_tensors": ("on_extra", "drop"),
     "vocabulary": ("vocabulary", "base"),
 }
-"""Findings that a setting of the recipe takes care of."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Guideline:
     applies_to: str
     lowest: float
     highest: float
+    # The sizes of model that it is for, from and to.
     parameters: tuple[float, float] = (0.0, math.inf)
-    """The sizes of model that it is for, from and to."""
     steps: tuple[int, int] | None = None  # steps of fine-tuning that it is for; None: any
     is_lora: bool = False
 
@@ -91,8 +91,8 @@ class Habit:
     applies_to: str
     method: str
     models: tuple[int, float]
+    # The kind of the models: diverse, alike or lora; or large, whatever else they are.
     relation: str = "diverse"
-    """The kind of the models: diverse, alike or lora; or large, whatever else they are."""
 
 
 OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])

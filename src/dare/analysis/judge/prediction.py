@@ -34,13 +34,11 @@ class Prediction:
     """The expected effect of dropping at a rate."""
 
     drop_rate: float
-    relative_error: float
-    """√E‖δ̂ - δ‖² / ‖δ‖."""
+    relative_error: float  # √E‖δ̂ - δ‖² / ‖δ‖
+    # The same of a layer's outputs, relative to the base's, for inputs that prefer no direction;
+    # infinite where the base is zero.
     output_error: float
-    """The same of a layer's outputs, relative to the base's, for inputs that prefer no direction;
-    infinite where the base is zero."""
-    variance: float
-    """Mean over the elements of Var[δ̂ᵢ]."""
+    variance: float  # mean over the elements of Var[δ̂ᵢ]
 
 
 def predict(statistics: Statistics, drop_rate: float) -> Prediction:

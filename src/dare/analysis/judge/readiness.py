@@ -33,17 +33,18 @@ from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding, some_of
 
+# The contents of config.json, by model; the base's under `BASE`.
 Configs = Mapping[str, Mapping[str, Any]]
-"""The contents of config.json, by model; the base's under `BASE`."""
 BASE = "base"
+# Keys of config.json that decide what weights do.
 DECISIVE_KEYS = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "rope_theta", "rope_scaling"),
     "tie_word_embeddings",
 )
-"""Keys of config.json that decide what weights do."""
 STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
 GRAVITY = list(reversed(Severity))
+# Conditions, in the order in which they are tried; `bool`: if there is such a subject at all.
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
@@ -66,7 +67,6 @@ RULES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("vocabulary", "mismatched", "extra_tensors", "tied"), bool),
     "other_configuration": bool,
 }
-"""Conditions, in the order in which they are tried; `bool`: if there is such a subject at all."""
 
 
 def assess(

@@ -14,8 +14,8 @@ from dare.analysis.results import PairAnalysis
 from dare.documents.notices import LIMIT
 from dare.tensors.names import some_of
 
+# The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in.
 Values = dict[str, Any]
-"""The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in."""
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,12 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
 AnyPath = str | PathLike[str]
+# Which matrices' singular values are computed: what is cheap, every one, none.
 Spectra = Literal["auto", "all", "none"]
-"""Which matrices' singular values are computed: what is cheap, every one, none."""
 
 COMPILING = "compiling kernels (once; ten seconds or so)"
+# Share of the changed matrices that must be of low rank for a model to count as a LoRA.
 NEARLY_ALL = 0.9
-"""Share of the changed matrices that must be of low rank for a model to count as a LoRA."""
 
 
 def analyze(
@@ -153,15 +153,15 @@ class Study:
     models: Mapping[str, Source]
     subjects: Sequence[Subject]
     left_out: Sequence[LeftOut]
+    # True if figures of each tensor are kept, not only those of a layer's tensors of a kind.
     keeps_magnitudes: bool = False
-    """True if figures of each tensor are kept, not only those of a layer's tensors of a kind."""
     bytes_read: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)
+    # By tensor and model.
     statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
-    """By tensor and model."""
     spectra: dict[tuple[str, int], Spectrum | None] = field(default_factory=dict)
+    # By model, layer and kind.
     magnitudes: dict[tuple[int, int, Kind], Magnitudes] = field(default_factory=dict)
-    """By model, layer and kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

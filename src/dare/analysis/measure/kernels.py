@@ -37,8 +37,8 @@ i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 summing = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 RUN = 64  # elements that are sampled together
+# The bit of each pair that says that an element is above zero; the other says below.
 ABOVE = u64(0x5555555555555555)
-"""The bit of each pair that says that an element is above zero; the other says below."""
 
 
 # ---------------------------------------------------------------- one model

@@ -38,8 +38,8 @@ from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 Floats = NDArray[np.float32]
 
+# Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each.
 AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
-"""Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each."""
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
 TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
@@ -108,12 +108,16 @@ class Measured(Additive):
     summed_magnitude: float = 0.0  # Σ|Σδ|
     shared: int = 0  # elements that two models or more change
     conflicted: int = 0  # the elements of those that are changed in both directions
+    # Some deltas of each chunk, models × elements, if there are two models or more.
     samples: tuple[Floats, ...] = ()
-    """Some deltas of each chunk, models × elements, if there are two models or more."""
 
 
 # ---------------------------------------------------------------- what a name tells
 
+# The first pattern that is found in a name, whatever its case, says the kind.
+# Norms come first, since every part of a model may have one; the linear layer inside some norms of
+# diffusion models is no norm. Experts come before attention and the other layers of perceptrons
+# after it, because BERT's attention has an `output.dense` too.
 PATTERNS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -129,12 +133,6 @@ PATTERNS = tuple(
         (Kind.MLP, r"dense_h_to_4h|dense_4h_to_h|\.output\.dense"),
     )
 )
-"""The first pattern that is found in a name, whatever its case, says the kind.
-
-Norms come first, since every part of a model may have one; the linear layer inside some norms of
-diffusion models is no norm. Experts come before attention and the other layers of perceptrons after
-it, because BERT's attention has an `output.dense` too.
-"""
 
 
 @cache
@@ -255,8 +253,8 @@ class Worker:
         widest = widest_of(base, models)
         self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (base, *models)]
         self._floats = [np.empty(CHUNK, np.float32) for _ in (base, *models)]  # not always needed
+        # Empty between chunks.
         self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
-        """Empty between chunks."""
 
     def prefetch(self, step: MeasureStep) -> None:
         """Ask for a chunk's bytes of every input; spectra are of what has just been read."""
