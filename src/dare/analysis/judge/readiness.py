@@ -73,18 +73,17 @@ def assess(
     analysis: AnalysisData,
     configs: Configs | None = None,
     *,
-    output_error: float | None = None,
+    output_error: float = LIMIT.output_error,
     method: str = "",
 ) -> Readiness:
     """Say whether models should be merged, and what to do about problems.
 
     `configs` is what config.json says of each model, and under "base" of the base, if that is to
     be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
-    0.05 if not given. With a `method` the verdict is for a merge by it; without, for any.
+    0.05 by default. With a `method` the verdict is for a merge by it; without, for any.
     """
-    bound = LIMIT.output_error if output_error is None else output_error
-    subjects = list(_subjects(analysis, configs or {}, bound))
-    limits = SimpleNamespace(**vars(LIMIT) | {"output_error": bound})
+    subjects = list(_subjects(analysis, configs or {}, output_error))
+    limits = SimpleNamespace(**vars(LIMIT) | {"output_error": output_error})
     findings = [
         found for code in RULES for found in _find(code, [{**s, "limit": limits} for s in subjects])
     ]
@@ -170,7 +169,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "broken": times(total.not_finite, "element is", "elements are"),
         "where": some_of([t.name for t in model.tensors if t.statistics.not_finite], 3),
         "left_out": f", {times(body.outliers, 'outlier')} left out" if body.outliers else "",
-        "is_foreign": body.is_foreign,
         "is_changed": any(exposure.carriers for exposure in exposures),
         "tolerated_drop_rate": tolerated_drop_rate(exposures, bound=bound),
         "error": mean_bounded_error(exposures, LIMIT.easy_rate),
@@ -295,11 +293,7 @@ class Body:
     mean_magnitude: float
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
-
-    @property
-    def is_foreign(self) -> bool:
-        """Tell if the model is too far from the base to count as a fine-tune of it."""
-        return is_far_from_base(self.mean_magnitude, self.ratio)
+    is_foreign: bool  # True if it is too far from the base for a fine-tune of it
 
 
 def body_of(model: ModelAnalysis) -> Body:
@@ -313,14 +307,11 @@ def body_of(model: ModelAnalysis) -> Body:
     finite = [part.elements - part.not_finite for part in parts]
     norm = math.hypot(*(part.inliers.norm for part in parts))
     base_norm = math.hypot(*(part.base_norm for part in parts))
-    magnitude = sum(
-        part.inliers.mean_magnitude * count for part, count in zip(parts, finite, strict=True)
-    )
-    return Body(
-        magnitude / sum(finite) if any(finite) else 0.0,
-        norm / base_norm if base_norm else 0.0,
-        sum(part.inliers.outliers for part in parts),
-    )
+    sums = (part.inliers.mean_magnitude * n for part, n in zip(parts, finite, strict=True))
+    mean = sum(sums) / sum(finite) if any(finite) else 0.0
+    ratio = norm / base_norm if base_norm else 0.0
+    outliers = sum(part.inliers.outliers for part in parts)
+    return Body(mean, ratio, outliers, is_far_from_base(mean, ratio))
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:
@@ -348,14 +339,14 @@ def rounding_norm(analysis: AnalysisData, model: ModelAnalysis) -> float:
     b the bits of the mantissa, whose root mean square is 2^-b/√12; that of an element itself, its
     logarithm spread evenly, is √(3/(2·ln 2)).
     """
-    if model.is_adapter or not analysis.base_dtypes or not model.dtypes:
+    # What is equal to the bit has not been rounded: the base was before.
+    is_exact = model.is_adapter or model.total.sparsity >= LIMIT.unrounded
+    if is_exact or not analysis.base_dtypes or not model.dtypes:
         return 0.0
-    if model.total.sparsity >= LIMIT.unrounded:
-        return 0.0  # what is equal to the bit has not been rounded: the base was before
-    bits = STORAGE_TYPES[_main_type(model.dtypes)].mantissa_bits
-    if not 0 < bits < STORAGE_TYPES[_main_type(analysis.base_dtypes)].mantissa_bits:
-        return 0.0
-    return float(2.0**-bits / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
+    types = (STORAGE_TYPES[_main_type(each)] for each in (model.dtypes, analysis.base_dtypes))
+    bits, finer = (kind.mantissa_bits for kind in types)
+    step = float(2.0**-bits / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
+    return step if 0 < bits < finer else 0.0
 
 
 def _main_type(dtypes: Mapping[str, int]) -> str:

@@ -17,7 +17,6 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import tallies
 from dare.analysis.measure.measuring import (
-    AddUp,
     Measured,
     MeasureSpectrum,
     MeasureStep,
@@ -56,12 +55,13 @@ from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.cluster import RunPiece, Sample, check_inputs, connect, sample_inputs, task_request
-from dare.run.threads import Step, run_steps
+from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
 AnyPath = str | PathLike[str]
 # Which matrices' singular values are computed: what is cheap, every one, none.
+Result = tuple[MeasureStep, Any]  # a step and what it found
 Spectra = Literal["auto", "all", "none"]
 
 COMPILING = "compiling kernels (once; ten seconds or so)"
@@ -154,7 +154,7 @@ class Study:
     subjects: Sequence[Subject]
     left_out: Sequence[LeftOut]
     # True if figures of each tensor are kept, not only those of a layer's tensors of a kind.
-    keeps_magnitudes: bool = False
+    keeps_all: bool = False
     bytes_read: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)
     # By tensor and model.
@@ -169,12 +169,12 @@ class Study:
         """The base and the models."""
         return (self.base, *self.models.values())
 
-    def collect(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
+    def collect(self, results: Iterable[Result]) -> None:
         """Keep the results of spectra, and of the last step of each tensor."""
-        for step, found in zip(steps, results, strict=True):
+        for step, found in results:
             if isinstance(step, MeasureSpectrum):
                 self.spectra[step.subject.name, step.model] = found
-            elif isinstance(step, AddUp) and step.is_last:
+            else:
                 self._add(step.subject, found)
 
     def _add(self, subject: Subject, found: Measured) -> None:
@@ -184,7 +184,7 @@ class Study:
             cell = (model, subject.layer, subject.kind)
             with self.lock:
                 self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
-        kept = found if self.keeps_magnitudes else replace(found, magnitudes={})
+        kept = found if self.keeps_all else replace(found, magnitudes={})
         self.measured[subject.name] = kept
 
     def conclude(
@@ -262,7 +262,7 @@ def _measure_there(
         there = task_request(request.recipe, options, cluster.task_memory)
         job = AnalysisJob(there, sample_inputs(study.sources))
         for _, found, nbytes in cluster.run(job, cut(steps)):
-            study.collect(*zip(*found, strict=True))
+            study.collect(found)
             display.advance(nbytes)
 
 
@@ -277,11 +277,19 @@ def _run(
     sources: Sequence[Source],
     threads: int,
     progress: Callable[[int], None],
-    collect: Callable[[Sequence[MeasureStep], Sequence[Any]], None],
+    collect: Callable[[Iterable[Result]], None],
 ) -> None:
-    """Do steps on sources that are open, and make sure that nobody changed these meanwhile."""
+    """Do steps on sources that are open, and make sure that nobody changed these meanwhile.
+
+    What is needed beyond its tensor is collected: spectra, and the last sums of each.
+    """
     base, *models = sources
-    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=collect)
+
+    def keep(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
+        pairs = zip(steps, results, strict=True)
+        collect([pair for pair in pairs if pair[0].is_last])
+
+    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=keep)
     check_unchanged(sources)
 
 
@@ -477,22 +485,12 @@ class AnalysisJob:
         check_inputs(self.request.recipe, sources, self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
-            found: list[Any] = []
+            found: list[Result] = []
             read: list[int] = []
-
-            def collect(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
-                pairs = zip(steps, results, strict=True)
-                found.extend(pair for pair in pairs if is_kept(pair[0]))
-
-            _run(steps, sources, 1, read.append, collect)
+            _run(steps, sources, 1, read.append, found.extend)
             return found, sum(read)
 
         return do
-
-
-def is_kept(step: Step) -> bool:
-    """Say whether the result of a step is needed beyond its tensor."""
-    return isinstance(step, MeasureSpectrum) or (isinstance(step, AddUp) and step.is_last)
 
 
 def cut(steps: Iterable[MeasureStep]) -> Iterator[list[MeasureStep]]:

@@ -186,6 +186,7 @@ class MeasureStep(Step):
 
     subject: Subject
     nbytes: int
+    is_last: bool  # True if its result is needed beyond the tensor
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,6 @@ class MeasureChunk(MeasureStep):
 @dataclass(frozen=True)
 class AddUp(MeasureStep):
     """Add up what was found of the chunks so far."""
-
-    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def list_steps(
             for chunk in range(first, last):
                 count = chunk_span(chunk, subject.elements)[1]
                 nbytes = count * together
-                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, chunk)
+                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, False, chunk)
             needs = (*before, *((name, chunk) for chunk in range(first, last)))
             before = ((name, "up to", last),)
             yield AddUp(before[0], needs, 0, 0, subject, 0, last == chunks)
@@ -237,7 +236,7 @@ def list_steps(
                 both = size + base_size * (not models[model].delta_of(name).is_change)
                 seen = sum(count for _, count in window.runs) * columns
                 yield MeasureSpectrum(
-                    *((name, "of", model), (), 0, seen, subject, seen * both, model, window)
+                    *((name, "of", model), (), 0, seen, subject, seen * both, True, model, window)
                 )
 
 
