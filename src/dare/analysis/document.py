@@ -36,10 +36,10 @@ from dare.documents.words import (
     listed,
     number,
     rate_text,
-    setting,
     share,
     show_size,
     times,
+    value_text,
     weight_text,
 )
 from dare.output.receipt import short_name
@@ -142,7 +142,7 @@ def _advised(advice: Advice) -> str:
     if not advice.recipe:
         return "none of the models should be merged"
     scale = advice.recipe.get("scale")
-    said = [advice.recipe["method"], f"scale {setting(scale)}" if scale else ""]
+    said = [advice.recipe["method"], f"scale {value_text(scale)}" if scale else ""]
     said.append(f"without {_some(advice.left_out)}" if advice.left_out else "")
     return ", ".join(filter(None, said))
 

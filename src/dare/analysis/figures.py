@@ -255,15 +255,12 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
 
 def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
     """Return the changes in each layer that any of the columns has."""
-    layers = sorted({layer for by_layer in columns.values() for layer in by_layer})
-    rows = [
-        (
-            layer_name(n),
-            *(share(c[n].relative_norm) if n in c else NOTHING for c in columns.values()),
-        )
-        for n in layers
-    ]
-    return Table(("layer", *(f"{name} >" for name in columns)), tuple(rows))
+    found = columns.values()
+    rows = tuple(
+        (layer_name(n), *(share(c[n].relative_norm) if n in c else NOTHING for c in found))
+        for n in sorted({layer for by_layer in found for layer in by_layer})
+    )
+    return Table(("layer", *(f"{name} >" for name in columns)), rows)
 
 
 def spectra(analysis: AnalysisData) -> Figure | None:

@@ -150,37 +150,34 @@ def render_table(table: Table, console: Console, names: Names | None = None) -> 
     are_numbers = [name.endswith(" >") for name in table.columns]
     places, bars = list(range(len(headers))), table.bars
     columns = list(zip(*cells, strict=True))
-    widths = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
-    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
+    whole = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
+    whole[1:] = [min(width, console.width // 2) for width in whole[1:]]  # longer ones are folded
+    narrow = list(whole)
+    for place in (place for place in places if are_numbers[place]):  # headers may be folded
+        narrow[place] = max(map(cell_len, (*headers[place].split(), *columns[place])))
 
-    def surplus(longest: int) -> int:
+    def surplus(widths: Sequence[int], longest: int) -> int:
         room = BAR_CELLS + BETWEEN if bars else 0
         used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
         return used + min(widths[0], longest) - console.width
 
-    whole, is_tight = list(widths), surplus(widths[0]) > 0
-    if is_tight:  # then the headers of numbers may take several lines
-        for place in (place for place in places if are_numbers[place]):
-            words = (cell_len(word) for word in headers[place].split())
-            widths[place] = max(*words, *map(cell_len, columns[place]))
+    is_tight = surplus(whole, whole[0]) > 0
     for name in reversed(table.optional):
-        if surplus(MOST_NAME) <= 0:
+        if surplus(narrow, MOST_NAME) <= 0:
             break
         if name == BARS:
             bars = ()
         elif name in table.columns:
             places.remove(table.columns.index(name))
-    narrow, widths[:] = list(widths), whole  # headers are whole if there is room for them now
-    if is_tight and surplus(widths[0]) > 0:
-        widths[:] = narrow
-    is_crowded = surplus(widths[0]) > 0
-    last, over = places[-1], surplus(widths[0]) - len(places)
+    widths = narrow if surplus(whole, whole[0]) > 0 else whole
+    is_crowded = surplus(widths, widths[0]) > 0
+    last, over = places[-1], surplus(widths, widths[0]) - len(places)
     if over > 0 and not are_numbers[last] and widths[last] - over >= LEAST_NAME:
         widths[last] -= over
         for row in (row for row in cells if " " not in row[last]):
             row[last] = cut_middle(row[last], widths[last])  # rather than broken in two
     narrower = len(places) if is_crowded else 0  # the columns then stand nearer to each other
-    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0]) - narrower))
+    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths, widths[0]) - narrower))
     padding = (0, 1, 0, 0) if is_crowded else (0, 1)
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=padding, header_style="dim")
     for place in places:

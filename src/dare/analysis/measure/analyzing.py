@@ -88,16 +88,9 @@ def analyze(
     The nodes of a Ray `cluster` do it if one is named.
     """
     started = time.perf_counter()
-    request, inputs = open_to_compare(
-        base,
-        models,
-        vocabulary=vocabulary,
-        allow_pickle=allow_pickle,
-        max_memory=max_memory,
-        threads=threads,
-        cluster=cluster,
-        verbose=verbose,
-    )
+    settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
+    means = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
+    request, inputs = open_to_compare(base, models, **settings, **means)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     return _study(inputs.base, sources, request, spectra).conclude(

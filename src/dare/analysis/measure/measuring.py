@@ -293,15 +293,12 @@ class Worker:
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
         counts[:, tallies.LEAST] = int(tallies.LEAST_OF_NONE)
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
-        shared_sums, shared_counts = np.zeros(2), np.zeros(2, np.int64)
         counters = self._counters[: len(models)]
         addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-        KERNELS.measure(
-            *(base, (tuned or [base])[0][:0], addresses, given),
-            *(sums, counts, dots, pair_counts, shared_sums, shared_counts, counters),
+        like = (tuned or [base])[0][:0]
+        base_squares, *together = KERNELS.measure(
+            base, like, addresses, given, sums, counts, dots, pair_counts, counters
         )
-        base_squares, summed_magnitude = shared_sums.tolist()
-        shared, conflicted = shared_counts.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
         for place, model in enumerate(models):
@@ -315,7 +312,7 @@ class Worker:
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
-            *(summed_magnitude, shared, conflicted),
+            *together,
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
         )
 
