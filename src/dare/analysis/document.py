@@ -48,12 +48,7 @@ from dare.recipe.entries import write_toml
 MOST_NAMES = 3  # names and groups of models that a sentence lists; more are counted
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
-ORIGINS = {
-    Origin.UNCHANGED: "unchanged",
-    Origin.LORA: "LoRA",
-    Origin.FULL: "full fine-tune",
-    Origin.UNKNOWN: "not known",
-}
+ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 MERGED_COLUMNS: Columns = {
     "model": lambda model: model.name,
     "weight >": lambda model: weight_text(model.weight),

@@ -126,11 +126,8 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
     chart = _lines("magnitudes", names, x, y).transform_filter("datum.kind === kind")
     chart = chart.add_params(alt.param(name="kind", value=ALL_KINDS, bind=picker))
     medians = [f"{model.name} {number(model.total.quantiles.p50)}" for model in analysis.models]
-    shares = {
-        (row["from"], row["to"], row["model"]): row["share"]
-        for row in rows
-        if row["kind"] == ALL_KINDS
-    }
+    of_all = [row for row in rows if row["kind"] == ALL_KINDS]
+    shares = {(row["from"], row["to"], row["model"]): row["share"] for row in of_all}
     cells = [
         (f"{number(low)} … {number(high)}", *(share(shares.get((low, high, n), 0)) for n in names))
         for low, high in sorted({(low, high) for low, high, _ in shares})

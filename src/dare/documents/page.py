@@ -28,7 +28,6 @@ CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'"
 NEEDED = ("altair", "jinja2", "vl_convert")
 # The name of the section with the notices; the first one, if a document has none of it.
 NOTICES = "notices"
-EXPOSE = "window.vegaEmbed = vegaEmbed;"
 
 
 def check_installed() -> None:
@@ -154,7 +153,7 @@ def drawing_bundle(version: str) -> str:
     """Return the JavaScript that draws figures of a version of Vega-Lite."""
     import vl_convert
 
-    library = vl_convert.javascript_bundle(EXPOSE, vl_version=version)
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     return re.sub(r"</(?=script)", r"<\\/", library, flags=re.IGNORECASE)
 
 

@@ -142,9 +142,8 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]], names: Name
             console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
 
 
-def render_table(table: Table, console: Console, names: Names | None = None) -> Grid:
+def render_table(table: Table, console: Console, names: Names) -> Grid:
     """Return a table that fits the console: without optional columns, if there is no room."""
-    names = names or Names()
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
     are_numbers = [name.endswith(" >") for name in table.columns]

@@ -402,13 +402,12 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     """Return how a model's delta was made, and the rank if by a LoRA, from the spectra."""
     if not any(tensor.statistics.norm or tensor.statistics.not_finite for tensor in tensors):
         return Origin.UNCHANGED, None
-    seen = [tensor for tensor in tensors if tensor.spectrum is not None]
-    inner = [tensor for tensor in seen if tensor.kind not in OUTER] or seen
+    seen = [(tensor.kind, tensor.spectrum.low_rank) for tensor in tensors if tensor.spectrum]
+    inner = [each for each in seen if each[0] not in OUTER] or seen
     if not inner:
         return Origin.UNKNOWN, None
-    low_ranks = [tensor.spectrum.low_rank for tensor in inner if tensor.spectrum is not None]
-    ranks = [rank for rank in low_ranks if rank is not None]
-    if len(ranks) >= NEARLY_ALL * len(low_ranks):
+    ranks = [rank for _, rank in inner if rank is not None]
+    if len(ranks) >= NEARLY_ALL * len(inner):
         return Origin.LORA, max(ranks)
     return Origin.FULL, None
 

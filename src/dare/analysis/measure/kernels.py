@@ -233,6 +233,7 @@ def measure(
     counts,
     pair_sums,
     pair_counts,
+    shared_counts,
     magnitudes,
     base,
     zeros,
@@ -243,17 +244,17 @@ def measure(
 ):
     """Measure a chunk of all models; add what is found of them to the arrays from `sums` on.
 
-    Return Σbase², Σ|Σδ|, the elements that two models or more change, and those of them that are
-    changed in both directions.
+    Return Σbase² and Σ|Σδ|.
 
     base_raw: carriers of the base. like: an array of the models' carrier.
     addresses: int64[models]. given: bool[models], whether a model is given by its delta.
     sums: float64[models, SUMS]. counts: int64[models, COUNTS], PEAK and LEAST replaced.
     pair_sums: float64[pairs], dot products. pair_counts: int64[pairs, 2], both and agreeing.
+    shared_counts: int64[2], shared and conflicted.
     magnitudes: uint32[models, WAYS, COUNTERS]. The others are scratch arrays, `zeros` of zeros.
     """
     models, size = addresses.size, base_raw.size
-    base_squares, summed, shared, conflicted = f64(0), f64(0), i64(0), i64(0)
+    base_squares, summed = f64(0), f64(0)
     for first in range(0, size, TILE):
         used = min(TILE, size - first)
         decode(base_raw[first : first + used], base)
@@ -270,11 +271,11 @@ def measure(
         base_squares += squares_of_base(base[:used])
         if models > 1:
             compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts)
-            many, opposed = count_conflicts(signs)
-            shared += many
-            conflicted += opposed
+            shared, conflicted = count_conflicts(signs)
+            shared_counts[0] += shared
+            shared_counts[1] += conflicted
             summed += sum_together(deltas, scales, used, base[:used])
-    return base_squares, summed, shared, conflicted
+    return base_squares, summed
 
 
 @kernel

@@ -37,6 +37,7 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
 # Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each.
 AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
@@ -77,13 +78,9 @@ class Subject:
         return self.base.name
 
     @property
-    def elements(self) -> int:
-        return self.base.elements
-
-    @property
     def period(self) -> int:
         """One run in so many is sampled."""
-        return min(1 << max(0, (self.elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
+        return min(1 << max(0, (self.base.elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
 
 
 @dataclass(frozen=True)
@@ -219,11 +216,11 @@ def list_steps(
         base_size = subject.base.dtype.itemsize
         together = base_size + sum(sizes.values())
         before: tuple[Any, ...] = ()
-        chunks = chunk_count(subject.elements)
+        chunks = chunk_count(subject.base.elements)
         for first in range(0, max(chunks, 1), TOGETHER):
             last = min(first + TOGETHER, chunks)
             for chunk in range(first, last):
-                count = chunk_span(chunk, subject.elements)[1]
+                count = chunk_span(chunk, subject.base.elements)[1]
                 nbytes = count * together
                 yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, False, chunk)
             needs = (*before, *((name, chunk) for chunk in range(first, last)))
@@ -258,7 +255,7 @@ class Worker:
     def prefetch(self, step: MeasureStep) -> None:
         """Ask for a chunk's bytes of every input; spectra are of what has just been read."""
         if isinstance(step, MeasureChunk):
-            start, count = chunk_span(step.chunk, step.subject.elements)
+            start, count = chunk_span(step.chunk, step.subject.base.elements)
             for source in self._sources(step.subject):
                 source.prefetch(step.subject.name, start, count)
 
@@ -282,7 +279,7 @@ class Worker:
         name, models = subject.name, subject.models
         pairs = list(combinations(models, 2))
         sources = self._sources(subject)
-        start, count = chunk_span(chunk, subject.elements)
+        start, count = chunk_span(chunk, subject.base.elements)
         base, *tuned = (
             read_stored(source, name, start, count, buffer)
             for source, buffer in zip(sources, self._bytes, strict=False)
@@ -295,9 +292,9 @@ class Worker:
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
         counters = self._counters[: len(models)]
         addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-        like = (tuned or [base])[0][:0]
-        base_squares, *together = KERNELS.measure(
-            base, like, addresses, given, sums, counts, dots, pair_counts, counters
+        shared, like = np.zeros(2, np.int64), (tuned or [base])[0][:0]
+        base_squares, summed_magnitude = KERNELS.measure(
+            base, like, addresses, given, sums, counts, dots, pair_counts, shared, counters
         )
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
@@ -312,13 +309,11 @@ class Worker:
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
-            *together,
+            *(summed_magnitude, *shared.tolist()),
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
         )
 
-    def _alike(
-        self, base: Raw, tuned: list[Raw], given: NDArray[np.bool_]
-    ) -> tuple[Raw, list[Raw]]:
+    def _alike(self, base: Raw, tuned: list[Raw], given: Flags) -> tuple[Raw, list[Raw]]:
         """Bring a chunk of base and models to one type, if they do not have one that can stay.
 
         What is not float32 becomes a delta in float32, which `given` notes.
@@ -339,15 +334,14 @@ class Worker:
         return floats[0], alike
 
     def _sample(
-        self,
-        subject: Subject,
-        start: int,
-        base: Raw,
-        tuned: Sequence[Raw],
-        given: NDArray[np.bool_],
+        self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
     ) -> Floats:
         period = subject.period
-        size = CHUNK // period if subject.elements > CHUNK else -(-subject.elements // 64) * 64
+        size = (
+            CHUNK // period
+            if subject.base.elements > CHUNK
+            else -(-subject.base.elements // 64) * 64
+        )
         sample = np.zeros((len(tuned), size), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
             KERNELS.sample(raw, base, is_delta, start, period, row)
@@ -388,7 +382,7 @@ class Worker:
         sample = np.concatenate([part[place] for part in total.samples])
         codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
         if magnitudes.counts.size:
-            least = top_bin(magnitudes, math.ceil(TOP * subject.elements)) << BIN_SHIFT
+            least = top_bin(magnitudes, math.ceil(TOP * subject.base.elements)) << BIN_SHIFT
             KERNELS.encode_signs(sample, np.int32(max(least, 1)), codes)
             KERNELS.pack_signs(codes, signs)
         return signs
