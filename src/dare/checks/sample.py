@@ -451,18 +451,18 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
     """Say why that matters and what to do, where changes are dropped at random."""
     if not gambled:
         return "", ""
-    first, elements = gambled[0], sum(each.tensor.elements for each in gambled)
-    asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
     reason = "DARE works best where changes are small"
     if is_too_large:
+        elements = sum(each.tensor.elements for each in gambled)
+        asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of its layers' outputs is above the bound of "
             f"{LIMIT.output_error:.0%}"
         )
-    draws = first.tensor.draws_of(first.plan.stages, first.model)
-    stages = zip(first.plan.stages, draws, strict=False)
-    names = [stage.name for stage, draw in stages if draw is not None]
+    first, stages = gambled[0], gambled[0].plan.stages
+    draws = zip(stages, first.tensor.draws_of(stages, first.model), strict=False)
+    names = [stage.name for stage, draw in draws if draw is not None]
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
     return f". {reason}", f"Lower drop_rate{leave}"
 

@@ -119,11 +119,9 @@ def named_levels(name: str, tooltip: Sequence[Any]) -> list[Any]:
 
 def staggered_names(chart: Any, field: str) -> list[Any]:
     """Names beside points, above and below by a row's `turn`, for points that lie on each other."""
-    named = chart.encode(text=f"{field}:N")
+    named, looks = chart.encode(text=f"{field}:N"), {"align": "left", "dx": 8, "limit": 110}
     return [
-        haloed_text(
-            named.transform_filter(f"datum.turn === {turn}"), align="left", dx=8, dy=dy, limit=110
-        )
+        haloed_text(named.transform_filter(f"datum.turn === {turn}"), dy=dy, **looks)
         for turn, dy in enumerate((0, -11, 11))
     ]
 

@@ -33,10 +33,8 @@ NOTICES = "notices"
 def check_installed() -> None:
     """Refuse to make a page without the packages that it takes."""
     if not all(find_spec(name) for name in NEEDED):
-        raise OutputError(
-            "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
-            "installed: pip install 'dare-merge[report]'"
-        )
+        missing = "a report needs packages that are not installed"
+        raise OutputError(f"{missing}: pip install 'dare-merge[report]'")
 
 
 def render_page(document: Document, library: str | None = None) -> str:
@@ -90,18 +88,15 @@ def render_template(
     `policy` says what the page may load, `allowed` which scripts besides its own.
     """
     start = read_template(PACKAGE, "start.js")
-    text: str = (
-        _environment(package)
-        .get_template(template)
-        .render(
-            policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
-            colours={name: theme.colours for name, theme in THEMES.items()},
-            style="".join([read_template(PACKAGE, "page.css"), *styles]),
-            start=start,
-            scripts=scripts,
-            themes={name: vega_config(theme) for name, theme in THEMES.items()},
-            **values,
-        )
+    page = _environment(package).get_template(template)
+    text: str = page.render(
+        policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
+        colours={name: theme.colours for name, theme in THEMES.items()},
+        style="".join([read_template(PACKAGE, "page.css"), *styles]),
+        start=start,
+        scripts=scripts,
+        themes={name: vega_config(theme) for name, theme in THEMES.items()},
+        **values,
     )
     return text
 

@@ -148,9 +148,8 @@ def _subjects(analysis: AnalysisData, configs: Configs, output_error: float) -> 
         yield from _outliers(model)
     near = [model for model in analysis.models if not bodies[model.name].is_foreign]
     fit = [model.name for model in near if model.total.norm]
-    links = [
-        Link(pair, (bodies[pair.first].ratio, bodies[pair.second].ratio)) for pair in analysis.pairs
-    ]
+    far = {name: body.ratio for name, body in bodies.items()}
+    links = [Link(pair, (far[pair.first], far[pair.second])) for pair in analysis.pairs]
     yield from find_groups(analysis.names, links, fit)
     yield from _outweighed(near)
     yield from _together(analysis)
@@ -238,9 +237,7 @@ def _together(analysis: AnalysisData) -> Iterator[Values]:
     if len(changed) >= 3:  # of two models `opposed` tells more
         chance, cancelled = chance_cancelled(analysis), analysis.together.cancelled
         yield {"about": "cancelling", "concerns": (), "cancelled": cancelled, "chance": chance}
-    outer = [
-        model.by_kind[k].norm for model in analysis.models for k in OUTER if k in model.by_kind
-    ]
+    outer = [m.by_kind[kind].norm for m in analysis.models for kind in OUTER if kind in m.by_kind]
     if analysis.tied and any(outer):
         names = some_of(analysis.tied, 3)
         yield {"about": "tied", "concerns": (), "tensors": len(analysis.tied), "names": names}
@@ -265,9 +262,7 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "tensors": len(tensors),
                 "models": len(differing),
                 "count": times(len(tensors), "tensor"),
-                "line": some_of(
-                    [*map(str, tensors), *(f"{name}: {text}" for name, text in differing.items())]
-                ),
+                "line": some_of([*map(str, tensors), *map(": ".join, differing.items())]),
                 "names": some_of([tensor.tensor for tensor in tensors], 3),
             }
 
