@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -152,8 +152,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
         return f"no two models are alike or opposed; {cosines}"
-    more = len(notable) - MOST_NAMES
-    return "; ".join([*notable[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])])
+    return "; ".join(_first(notable))
 
 
 def _relation(finding: Notice) -> str:
@@ -168,9 +167,13 @@ def _relation(finding: Notice) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """Return the first few of some names."""
-    more = len(names) - MOST_NAMES
-    return listed((*names[:MOST_NAMES], f"{more} more") if more > 0 else names)
+    """Return the first few of some names, as a sentence lists them."""
+    return listed(_first(names))
+
+
+def _first(items: Sequence[str]) -> list[str]:
+    more = len(items) - MOST_NAMES
+    return [*items[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])]
 
 
 def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, str]]:
