@@ -309,7 +309,7 @@ class Worker:
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
-            *(summed_magnitude, *shared.tolist()),
+            *(summed_magnitude, int(shared[0]), int(shared[1])),
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
         )
 
