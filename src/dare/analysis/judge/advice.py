@@ -124,10 +124,10 @@ def advise(
     outcome = find_outcome(**known)
     policies = list(_policies(readiness, {model.name for model in models}))
     reason, source = outcome.reason.format(**known), f"{EVIDENCE}, {outcome.name}"
-    origin = outcome.record, source, Evidence.STRONG if outcome.models else Evidence.FAIR
-    settings = [Suggestion("method", outcome.method, None, f"{reason}. {origin[0]}", *origin[1:])]
+    founded = source, Evidence.STRONG if outcome.models else Evidence.FAIR
+    settings = [Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", *founded)]
     if outcome.scale != 1:
-        settings.append(Suggestion("scale", outcome.scale, None, *origin))
+        settings.append(Suggestion("scale", outcome.scale, None, outcome.record, *founded))
     recipe = {
         "base": analysis.base,
         "models": [model.file for model in models],
