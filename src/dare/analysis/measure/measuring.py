@@ -440,13 +440,14 @@ def _without_outliers(models: Sequence[int], total: Measured) -> Measured:
     return replace(total, pairs=pairs, summed_magnitude=summed)
 
 
-def _sums(elements: int, sums: list[Any], counts: list[int], base_squares: float) -> Sums:
+def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
     """Return what the kernel has found of one model."""
     changed, not_finite, peak, least = counts
     zeros = elements - changed - not_finite
     smallest = float(np.uint32(least + 1).view(np.float32)) if changed else math.inf
     largest = float(np.uint32(peak).view(np.float32))
-    return Sums(elements, zeros, not_finite, *sums, smallest, largest, base_squares)
+    found: list[Any] = [elements, zeros, not_finite, *sums, smallest, largest, base_squares]
+    return Sums(*found)
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
