@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from dare.documents.document import Table
-from dare.documents.terminal import draw_bar, render_table
+from dare.documents.terminal import Names, draw_bar, render_table
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ def test_a_bar_has_its_cells_whatever_the_part(part, bar):
 def test_names_of_columns_are_not_markup():
     console = Console(file=io.StringIO(), width=40)
     table = Table(("[bold]x[/bold]", "a > b", "n >"), (("1", "2", "3"),))
-    console.print(render_table(table, console))
+    console.print(render_table(table, console, Names()))
     assert console.file.getvalue().split("\n")[1].split() == ["[bold]x[/bold]", "a", ">", "b", "n"]

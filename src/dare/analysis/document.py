@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -36,10 +36,10 @@ from dare.documents.words import (
     listed,
     number,
     rate_text,
-    setting,
     share,
     show_size,
     times,
+    value_text,
     weight_text,
 )
 from dare.output.receipt import short_name
@@ -48,12 +48,7 @@ from dare.recipe.entries import write_toml
 MOST_NAMES = 3  # names and groups of models that a sentence lists; more are counted
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
-ORIGINS = {
-    Origin.UNCHANGED: "unchanged",
-    Origin.LORA: "LoRA",
-    Origin.FULL: "full fine-tune",
-    Origin.UNKNOWN: "not known",
-}
+ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 MERGED_COLUMNS: Columns = {
     "model": lambda model: model.name,
     "weight >": lambda model: weight_text(model.weight),
@@ -142,7 +137,7 @@ def _advised(advice: Advice) -> str:
     if not advice.recipe:
         return "none of the models should be merged"
     scale = advice.recipe.get("scale")
-    said = [advice.recipe["method"], f"scale {setting(scale)}" if scale else ""]
+    said = [advice.recipe["method"], f"scale {value_text(scale)}" if scale else ""]
     said.append(f"without {_some(advice.left_out)}" if advice.left_out else "")
     return ", ".join(filter(None, said))
 
@@ -157,8 +152,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
         return f"no two models are alike or opposed; {cosines}"
-    more = len(notable) - MOST_NAMES
-    return "; ".join([*notable[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])])
+    return "; ".join(_first(notable))
 
 
 def _relation(finding: Notice) -> str:
@@ -173,9 +167,13 @@ def _relation(finding: Notice) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """Return the first few of some names."""
-    more = len(names) - MOST_NAMES
-    return listed((*names[:MOST_NAMES], f"{more} more") if more > 0 else names)
+    """Return the first few of some names, as a sentence lists them."""
+    return listed(_first(names))
+
+
+def _first(items: Sequence[str]) -> list[str]:
+    more = len(items) - MOST_NAMES
+    return [*items[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])]
 
 
 def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, str]]:

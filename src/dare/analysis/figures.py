@@ -49,19 +49,19 @@ from dare.documents.words import NOTHING, listed, number, share, times
 from dare.errors import InputError
 
 ALL_KINDS = "all"
+# Octaves with fewer of the elements are out of sight until one drags the figure.
 LEAST_SHARE = 0.0005
-"""Octaves with fewer of the elements are out of sight until one drags the figure."""
 MOST_MAPS = 4  # models with a heat map each; of more there is one for all, and theirs are folded
 MOST_LAYERS_BESIDE = 48  # heat maps with more layers need the whole width
+# Matrices whose spectra are drawn, of all models together and of one.
 MOST_SPECTRA, MOST_SPECTRA_OF_A_MODEL = 96, 24
-"""Matrices whose spectra are drawn, of all models together and of one."""
+# Singular values below this share of the largest are not drawn: a LoRA's line just ends.
 FAINTEST = 1e-4
-"""Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
+# Models whose matrices have a text in every cell; of more only what is notable has one.
 ROOM_FOR_TEXT = 5
-"""Models whose matrices have a text in every cell; of more only what is notable has one."""
 NOISE = 0.05  # shares that differ by less look alike, and their figures are folded
+# Ends of a scale of changes are so many times apart at least, so that noise looks like noise.
 LEAST_RANGE = 2.0
-"""Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
 WIDE_RANGE = 5  # largest over smallest change from which colours follow the logarithm
 RATES = tuple(percent / 100 for percent in range(1, 100))
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -69,8 +69,8 @@ CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 LEFT_OUT = "left_out"  # the parameter with the names of models that the advice does not merge
+# A model's name on an axis or in a legend; a sign stands before those that are left out.
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
-"""A model's name on an axis or in a legend; a sign stands before those that are left out."""
 TEXTS = read_texts("dare.analysis")
 
 
@@ -126,11 +126,8 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
     chart = _lines("magnitudes", names, x, y).transform_filter("datum.kind === kind")
     chart = chart.add_params(alt.param(name="kind", value=ALL_KINDS, bind=picker))
     medians = [f"{model.name} {number(model.total.quantiles.p50)}" for model in analysis.models]
-    shares = {
-        (row["from"], row["to"], row["model"]): row["share"]
-        for row in rows
-        if row["kind"] == ALL_KINDS
-    }
+    of_all = [row for row in rows if row["kind"] == ALL_KINDS]
+    shares = {(row["from"], row["to"], row["model"]): row["share"] for row in of_all}
     cells = [
         (f"{number(low)} … {number(high)}", *(share(shares.get((low, high, n), 0)) for n in names))
         for low, high in sorted({(low, high) for low, high, _ in shares})
@@ -255,15 +252,12 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
 
 def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
     """Return the changes in each layer that any of the columns has."""
-    layers = sorted({layer for by_layer in columns.values() for layer in by_layer})
-    rows = [
-        (
-            layer_name(n),
-            *(share(c[n].relative_norm) if n in c else NOTHING for c in columns.values()),
-        )
-        for n in layers
-    ]
-    return Table(("layer", *(f"{name} >" for name in columns)), tuple(rows))
+    found = columns.values()
+    rows = tuple(
+        (layer_name(n), *(share(c[n].relative_norm) if n in c else NOTHING for c in found))
+        for n in sorted({layer for by_layer in found for layer in by_layer})
+    )
+    return Table(("layer", *(f"{name} >" for name in columns)), rows)
 
 
 def spectra(analysis: AnalysisData) -> Figure | None:

@@ -364,12 +364,9 @@ class AnalysisData:
         schema = document.pop("schema", None) if isinstance(document, dict) else None
         if schema != SCHEMA:
             is_other = str(schema).startswith("dare-analysis/")
-            problem = (
-                f"has format {schema:.40}, and this version of dare reads {SCHEMA}"
-                if is_other
-                else f"is not an analysis ({SCHEMA})"
-            )
-            raise InputError(f"{where}: {problem}; run `dare analyze`")
+            found = f"has format {schema:.40}" if is_other else "is not an analysis"
+            known = f"this version of dare reads {SCHEMA}; run `dare analyze`"
+            raise InputError(f"{where}: {found}, and {known}")
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:

@@ -20,13 +20,13 @@ All leave outliers out. The weights are read by the pass of an analysis, and the
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
@@ -98,8 +98,8 @@ class Configuration:
 
     def selects(self, layer: str) -> bool:
         """Say whether a tensor is looked at."""
-        patterns = ("*",) if self.analysis_layers is None else self.analysis_layers
-        return any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
+        patterns = self.analysis_layers
+        return patterns is None or any(fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,13 @@ class DARESparsityAnalyzer:
         has_base = base is not None
         if base is None:
             base, tuned = self._assumed_base(tuned), _Delta(tuned, tuned.tensors)
-        subjects, left_out = find_subjects(base, {NAME: tuned})
+        study = Study(base, {NAME: tuned}, *find_subjects(base, {NAME: tuned}), keeps_all=True)
         selects = self.configuration.selects
-        subjects = [subject for subject in subjects if selects(subject.name)]
-        left_out = [each for each in left_out if selects(each.tensor)]
-        if not subjects:
-            reasons = map(str, left_out[:1])
+        study.subjects = [subject for subject in study.subjects if selects(subject.name)]
+        study.left_out = [each for each in study.left_out if selects(each.tensor)]
+        if not study.subjects:
+            reasons = map(str, study.left_out[:1])
             raise InputError(": ".join(["there are no weights to look at", *reasons]))
-        study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
         measure(study)
         file = str(second) if isinstance(second, str | PathLike) else NAME
         analysis = study.conclude(started, NAME, [file])
@@ -288,11 +287,8 @@ class DARESparsityAnalyzer:
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:
-        rate = tolerated_drop_rate(
-            exposures,
-            bound=self.configuration.output_error,
-            highest=self.configuration.droppable_percentile,
-        )
+        settings = self.configuration
+        rate = tolerated_drop_rate(exposures, settings.output_error, settings.droppable_percentile)
         return rate if rate >= LIMIT.useful_rate else 0.0
 
 

@@ -38,6 +38,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -450,18 +451,18 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
     """Say why that matters and what to do, where changes are dropped at random."""
     if not gambled:
         return "", ""
-    first, elements = gambled[0], sum(each.tensor.elements for each in gambled)
-    asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
     reason = "DARE works best where changes are small"
     if is_too_large:
+        elements = sum(each.tensor.elements for each in gambled)
+        asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of its layers' outputs is above the bound of "
             f"{LIMIT.output_error:.0%}"
         )
-    draws = first.tensor.draws_of(first.plan.stages, first.model)
-    stages = zip(first.plan.stages, draws, strict=False)
-    names = [stage.name for stage, draw in stages if draw is not None]
+    first, stages = gambled[0], gambled[0].plan.stages
+    draws = zip(stages, first.tensor.draws_of(stages, first.model), strict=False)
+    names = [stage.name for stage, draw in draws if draw is not None]
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
     return f". {reason}", f"Lower drop_rate{leave}"
 
@@ -515,33 +516,29 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
 
     Ranks are sought where dropping may hurt a LoRA, or if `finds_rank` asks for them.
     """
+    notices: list[Notice] = []
+    exposures: list[Mapping[str, Exposure]] = []
+    not_finite: dict[str, TensorPlan] = {}
+    ranks: list[int | None] = []
+    contents: list[Any] = []  # None where nothing that was sampled is changed
     with hold_open((plan.base, *plan.models)), np.errstate(invalid="ignore", over="ignore"):
-        samples = _read_samples(plan)
-        rates = [_highest_rate(model, sample) for model, sample in enumerate(samples)]
-        ranks = tuple(
-            _low_rank(source, sample) if finds_rank or rate > LIMIT.low_rank_rate else None
-            for source, rate, sample in zip(plan.models, rates, samples, strict=True)
-        )
-        notices: list[Notice] = []
-        for name, rank, rate, sample in zip(plan.model_names, ranks, rates, samples, strict=True):
+        for model, (name, sample) in enumerate(_read_samples(plan)):
+            settings = (table for each in sample for table in each.tensor.settings_of(model))
+            rate = max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
+            may_hurt = rate > LIMIT.low_rank_rate
+            rank = _low_rank(plan.models[model], sample) if finds_rank or may_hurt else None
             notices += _far_from_base(name, sample)
-            if rank is not None and rate > LIMIT.low_rank_rate:
+            if rank is not None and may_hurt:
                 notices.append(notice("low_rank", name, rank=rank, rate=rate))
-        contents = [  # None where nothing that was sampled is changed
-            tuple((each.tensor.name, bytes_digest((each.delta + 0).data)) for each in sample)
-            if any(each.delta.any() for each in sample)
-            else None
-            for sample in samples
-        ]
+            ranks.append(rank)
+            digests = {each.tensor.name: bytes_digest((each.delta + 0).data) for each in sample}
+            contents.append(digests if any(each.delta.any() for each in sample) else None)
+            exposures.append({each.tensor.name: each.exposure for each in sample})
+            broken = (each.tensor for each in sample if not np.isfinite(each.delta).all())
+            not_finite |= {tensor.name: tensor for tensor in broken}
         notices += find_copies(plan, contents)
-        exposures = tuple({each.tensor.name: each.exposure for each in s} for s in samples)
-    not_finite = {
-        each.tensor.name: each.tensor
-        for sample in samples
-        for each in sample
-        if not np.isfinite(each.delta).all()
-    }
-    return SampledModels(tuple(notices), exposures, tuple(not_finite.values()), ranks)
+    found = tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks)
+    return SampledModels(*found)
 
 
 def is_far_from_base(mean: float, ratio: float) -> bool:
@@ -549,8 +546,8 @@ def is_far_from_base(mean: float, ratio: float) -> bool:
     return bool(mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio)
 
 
-def _read_samples(plan: Plan) -> list[list[SampledMatrix]]:
-    """Read for each model its part of some matrices that are spread over the model."""
+def _read_samples(plan: Plan) -> Iterator[tuple[str, list[SampledMatrix]]]:
+    """Yield each model's name and its part of some matrices that are spread over the model."""
     matrices = [
         tensor
         for tensor in plan.merged()
@@ -560,15 +557,14 @@ def _read_samples(plan: Plan) -> list[list[SampledMatrix]]:
     ]
     chosen = [matrices[place] for place in spread(len(matrices), MATRICES)]
     bases = [_read_rows(plan.base, tensor, plan.backend) for tensor in chosen]
-    samples: list[list[SampledMatrix]] = []
     for model, source in enumerate(plan.models):
-        samples.append([])
+        sample = []
         for tensor, base in zip(chosen, bases, strict=True):
             if model in tensor.models and tensor.name in source.tensors:
                 values = _read_rows(source, tensor, plan.backend)
                 delta = values if source.delta_of(tensor.name).is_change else values - base
-                samples[-1].append(SampledMatrix(tensor, base, delta))
-    return samples
+                sample.append(SampledMatrix(tensor, base, delta))
+        yield plan.model_names[model], sample
 
 
 def _read_rows(source: Source, tensor: TensorPlan, backend: str) -> Floats:
@@ -602,11 +598,6 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notic
     ratio = math.sqrt(sum(map(_sum_of_squares, deltas))) / base_norm
     if is_far_from_base(mean, ratio):
         yield notice("far_from_base", name, mean=mean, ratio=ratio)
-
-
-def _highest_rate(model: int, sample: Sequence[SampledMatrix]) -> float:
-    settings = (table for each in sample for table in each.tensor.settings_of(model))
-    return max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
 
 
 def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:

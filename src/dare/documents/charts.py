@@ -119,11 +119,9 @@ def named_levels(name: str, tooltip: Sequence[Any]) -> list[Any]:
 
 def staggered_names(chart: Any, field: str) -> list[Any]:
     """Names beside points, above and below by a row's `turn`, for points that lie on each other."""
-    named = chart.encode(text=f"{field}:N")
+    named, looks = chart.encode(text=f"{field}:N"), {"align": "left", "dx": 8, "limit": 110}
     return [
-        haloed_text(
-            named.transform_filter(f"datum.turn === {turn}"), align="left", dx=8, dy=dy, limit=110
-        )
+        haloed_text(named.transform_filter(f"datum.turn === {turn}"), dy=dy, **looks)
         for turn, dy in enumerate((0, -11, 11))
     ]
 
@@ -205,8 +203,8 @@ DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1,
 
 
 _LOOKS = tomllib.loads(files("dare.documents").joinpath("themes.toml").read_text("utf-8"))
+# Light and dark: `colours` of the page, by name, and of what the figures show.
 THEMES = {name: SimpleNamespace(**_LOOKS[name]) for name in ("light", "dark")}
-"""Light and dark: `colours` of the page, by name, and of what the figures show."""
 
 
 def vega_config(theme: SimpleNamespace) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from typing import Any
 
 from dare.documents.notices import Notice, Severity
 
-Spec = dict[str, Any]
-"""A chart as Vega-Lite, without colours."""
+Spec = dict[str, Any]  # a chart as Vega-Lite, without colours
+# Values that a figure is drawn from; one that is not finite is None there, and is left out.
 Row = dict[str, Any]
-"""Values that a figure is drawn from; one that is not finite is None there, and is left out."""
 
 
 class Tone(StrEnum):
@@ -37,8 +36,7 @@ class Tone(StrEnum):
     PLAIN = "plain"
 
 
-BARS = "bars"
-"""The bars of a table, where it names what a narrow terminal may leave out."""
+BARS = "bars"  # the bars of a table, where it names what a narrow terminal may leave out
 TONES = {Severity.NOTE: Tone.PLAIN, Severity.WARNING: Tone.FAIR, Severity.SEVERE: Tone.POOR}
 
 
@@ -52,18 +50,15 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
-    hint: str = ""
-    """A sentence below it that says how to read it."""
+    hint: str = ""  # a sentence below it that says how to read it
+    # The tone of cells with these texts, such as verdicts.
     tones: Mapping[str, Tone] = field(default_factory=dict)
-    """The tone of cells with these texts, such as verdicts."""
+    # Columns that a narrow terminal leaves out, the first of them last; `bars` are these.
     optional: tuple[str, ...] = ()
-    """Columns that a narrow terminal leaves out, the first of them last; `bars` are these."""
+    # For each row the length of a bar below its first number; see `bar_lengths`.
     bars: tuple[float, ...] = ()
-    """For each row the length of a bar below its first number; see `bar_lengths`."""
-    of_models: bool = False
-    """True if rows are of models, which a page can bring out."""
-    most: int | None = None
-    """Rows that a terminal shows; all if None."""
+    of_models: bool = False  # True if rows are of models, which a page can bring out
+    most: int | None = None  # rows that a terminal shows; all if None
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,7 @@ class SortableTable:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[float | str | None, ...], ...]
-    comparable: tuple[bool, ...]
-    """True if a row has values to compare with another's."""
+    comparable: tuple[bool, ...]  # True if a row has values to compare with another's
     title: str = ""
 
 
@@ -83,19 +77,14 @@ class Figure:
 
     name: str
     title: str
-    caption: str
-    """The content of the figure, and how to read it."""
-    description: str
-    """For those who do not see it: what is drawn, and the most telling numbers."""
+    caption: str  # the content of the figure, and how to read it
+    description: str  # for those who do not see it: what is drawn, and the most telling numbers
     spec: Spec
     table: Table
-    models: tuple[str, ...] = ()
-    """The models that it shows, if not all."""
-    width: float = 1.0
-    """The share of the page's width that it needs."""
+    models: tuple[str, ...] = ()  # the models that it shows, if not all
+    width: float = 1.0  # the share of the page's width that it needs
     zooms: bool = False
-    folded: bool = False
-    """True if it waits until somebody asks for it."""
+    folded: bool = False  # True if it waits until somebody asks for it
 
 
 @dataclass(frozen=True)
@@ -132,8 +121,8 @@ class Folded:
     parts: tuple[Any, ...]
 
 
+# A piece of a section; a text is a paragraph. Figures are put in when a page is made.
 Part = str | Table | SortableTable | Figure | Code | Facts | Listing | Folded | Notice
-"""A piece of a section; a text is a paragraph. Figures are put in when a page is made."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +132,10 @@ class Section:
     name: str
     title: str
     parts: tuple[Part, ...] = ()
+    # The names of its figures, or how they begin, in the order of the page.
     figures: tuple[str, ...] = ()
-    """The names of its figures, or how they begin, in the order of the page."""
-    is_brief: bool = False
-    """True if terminal and notebook show it too."""
-    on_page: bool = True
-    """True if pages show it; they may have figures of the same."""
+    is_brief: bool = False  # True if terminal and notebook show it too
+    on_page: bool = True  # True if pages show it; they may have figures of the same
 
 
 @dataclass(frozen=True)
@@ -156,27 +143,22 @@ class Document:
     """Everything that is to be shown of a result."""
 
     title: str
-    kind: str
-    """The page's brand: `merge report`, `search`."""
+    kind: str  # the page's brand: `merge report`, `search`
     tone: Tone = Tone.PLAIN
-    lead: str = ""
-    """A phrase after the title: of what, how many, how fast."""
+    lead: str = ""  # a phrase after the title: of what, how many, how fast
     facts: tuple[tuple[str, str], ...] = ()
+    # Label, value and remark of the most telling numbers; for pages.
     tiles: tuple[tuple[str, str, str], ...] = ()
-    """Label, value and remark of the most telling numbers; for pages."""
-    code: Code | None = None
-    """Things to take along, such as the recipe; for pages and notebooks."""
+    code: Code | None = None  # things to take along, such as the recipe; for pages and notebooks
     sections: tuple[Section, ...] = ()
     notices: tuple[Notice, ...] = ()
+    # The commands that come next, by a word for each.
     steps: Mapping[str, str] = field(default_factory=dict)
-    """The commands that come next, by a word for each."""
-    done: str = ""
-    """A line before the steps: where the result is."""
+    done: str = ""  # a line before the steps: where the result is
     footer: str = ""
-    models: tuple[str, ...] = ()
-    """Names that a page lets one pick from."""
+    models: tuple[str, ...] = ()  # names that a page lets one pick from
+    # Draws all figures, which takes packages and time that only pages and plots need.
     draw: Callable[[], Sequence[Figure]] = tuple
-    """Draws all figures, which takes packages and time that only pages and plots need."""
 
 
 # ---------------------------------------------------------------- tables
@@ -202,8 +184,7 @@ def finite(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-MANY_TIMES = 10
-"""Largest over smallest value from which a scale is logarithmic."""
+MANY_TIMES = 10  # largest over smallest value from which a scale is logarithmic
 
 
 def spans_decades(values: Iterable[float]) -> bool:

@@ -16,10 +16,8 @@ from dare.documents.notices import Notice
 from dare.documents.page import check_installed
 from dare.errors import RecipeError, did_you_mean, printable
 
-MOST_ROWS = 20
-"""Rows of a table that are shown; more are counted."""
-CHART_WIDTH = 640
-"""The width in pixels; a notebook has no place whose width a chart could take."""
+MOST_ROWS = 20  # rows of a table that are shown; more are counted
+CHART_WIDTH = 640  # the width in pixels; a notebook has no place whose width a chart could take
 _LINE = "1px solid rgba(128, 128, 128, 0.4)"
 _CELL = f"padding: 0.15em 0.8em; border: 0; border-bottom: {_LINE};"
 _SHAPE = f"border: {_LINE}; border-radius: 6px; padding: 0.6em 0.9em; max-width: 62em;"

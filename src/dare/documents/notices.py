@@ -123,16 +123,9 @@ def notice(
     **values: Any,
 ) -> Notice:
     """Return the notice of that code, its texts filled in with the values and the limits."""
-    entry = CATALOGUE[code]
-    known = {"limit": LIMIT, **values}
-    return Notice(
-        code,
-        severity or entry.severity,
-        subjects,
-        entry.text.format_map(known),
-        entry.remedy.format_map(known),
-        figures or {},
-    )
+    entry, known = CATALOGUE[code], {"limit": LIMIT, **values}
+    text, remedy = (each.format_map(known) for each in (entry.text, entry.remedy))
+    return Notice(code, severity or entry.severity, subjects, text, remedy, figures or {})
 
 
 def notice_from_dict(values: dict[str, Any]) -> Notice:

@@ -23,21 +23,18 @@ from dare.documents.words import listed, number, value_text
 from dare.errors import OutputError
 
 PACKAGE = "dare.documents"
+# The policy of every page: load nothing that is not allowed by name.
 CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'"
-"""The policy of every page: load nothing that is not allowed by name."""
 NEEDED = ("altair", "jinja2", "vl_convert")
+# The name of the section with the notices; the first one, if a document has none of it.
 NOTICES = "notices"
-"""The name of the section with the notices; the first one, if a document has none of it."""
-EXPOSE = "window.vegaEmbed = vegaEmbed;"
 
 
 def check_installed() -> None:
     """Refuse to make a page without the packages that it takes."""
     if not all(find_spec(name) for name in NEEDED):
-        raise OutputError(
-            "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
-            "installed: pip install 'dare-merge[report]'"
-        )
+        missing = "a report needs packages that are not installed"
+        raise OutputError(f"{missing}: pip install 'dare-merge[report]'")
 
 
 def render_page(document: Document, library: str | None = None) -> str:
@@ -91,18 +88,15 @@ def render_template(
     `policy` says what the page may load, `allowed` which scripts besides its own.
     """
     start = read_template(PACKAGE, "start.js")
-    text: str = (
-        _environment(package)
-        .get_template(template)
-        .render(
-            policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
-            colours={name: theme.colours for name, theme in THEMES.items()},
-            style="".join([read_template(PACKAGE, "page.css"), *styles]),
-            start=start,
-            scripts=scripts,
-            themes={name: vega_config(theme) for name, theme in THEMES.items()},
-            **values,
-        )
+    page = _environment(package).get_template(template)
+    text: str = page.render(
+        policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
+        colours={name: theme.colours for name, theme in THEMES.items()},
+        style="".join([read_template(PACKAGE, "page.css"), *styles]),
+        start=start,
+        scripts=scripts,
+        themes={name: vega_config(theme) for name, theme in THEMES.items()},
+        **values,
     )
     return text
 
@@ -154,7 +148,7 @@ def drawing_bundle(version: str) -> str:
     """Return the JavaScript that draws figures of a version of Vega-Lite."""
     import vl_convert
 
-    library = vl_convert.javascript_bundle(EXPOSE, vl_version=version)
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     return re.sub(r"</(?=script)", r"<\\/", library, flags=re.IGNORECASE)
 
 

@@ -31,8 +31,8 @@ class Display:
     announce: Callable[[str], None]
 
 
+# A function that opens a display for a number of bytes and a verb.
 Show = Callable[[int, str], AbstractContextManager[Display]]
-"""A function that opens a display for a number of bytes and a verb."""
 _elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
 
 
@@ -93,14 +93,8 @@ def _show_bar(total_bytes: int, verb: str) -> Iterator[Display]:
         TransferSpeedColumn,
     )
 
-    with Progress(
-        TextColumn(verb),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn(verb), *columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(verb, total=total_bytes)
         yield Display(lambda nbytes: bar.advance(task, nbytes), bar.console.print)
 

@@ -27,26 +27,18 @@ from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ELLIPSIS = "…"
-PIPE_WIDTH = 160
-"""Columns where the output is not a terminal and has no width."""
+PIPE_WIDTH = 160  # columns where the output is not a terminal and has no width
 TEXT_WIDTH = 100
-LEAST_NAME = 12
-"""Columns that names have at least."""
-MOST_NAME = 25
-"""Columns that names have before optional columns get any."""
-LEAST_FACT = 20
-"""Columns that the text of a fact has at least."""
-BETWEEN = 3
-"""Columns from one column of a table to the next."""
+LEAST_NAME = 12  # columns that names have at least
+MOST_NAME = 25  # columns that names have before optional columns get any
+LEAST_FACT = 20  # columns that the text of a fact has at least
+BETWEEN = 3  # columns from one column of a table to the next
 BAR_CELLS = 24
-STEP = 10
-"""Columns before a command."""
-MOST_NOTES = 3
-"""Kinds of mere notes that are shown; the others are counted."""
-MOST_ALIKE = 3
-"""Notices of one kind that are shown in full."""
+STEP = 10  # columns before a command
+MOST_NOTES = 3  # kinds of mere notes that are shown; the others are counted
+MOST_ALIKE = 3  # notices of one kind that are shown in full
+# A word of a command, as `shlex.quote` writes it.
 WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
-"""A word of a command, as `shlex.quote` writes it."""
 STYLES = {Tone.GOOD: "green", Tone.FAIR: "yellow", Tone.POOR: "red", Tone.PLAIN: ""}
 
 
@@ -150,45 +142,41 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]], names: Name
             console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
 
 
-def render_table(table: Table, console: Console, names: Names | None = None) -> Grid:
+def render_table(table: Table, console: Console, names: Names) -> Grid:
     """Return a table that fits the console: without optional columns, if there is no room."""
-    names = names or Names()
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
     are_numbers = [name.endswith(" >") for name in table.columns]
     places, bars = list(range(len(headers))), table.bars
     columns = list(zip(*cells, strict=True))
-    widths = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
-    widths[1:] = [min(width, console.width // 2) for width in widths[1:]]  # longer ones are folded
+    whole = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
+    whole[1:] = [min(width, console.width // 2) for width in whole[1:]]  # longer ones are folded
+    narrow = list(whole)
+    for place in (place for place in places if are_numbers[place]):  # headers may be folded
+        narrow[place] = max(map(cell_len, (*headers[place].split(), *columns[place])))
 
-    def surplus(longest: int) -> int:
+    def surplus(widths: Sequence[int], longest: int) -> int:
         room = BAR_CELLS + BETWEEN if bars else 0
         used = sum(widths[place] + BETWEEN for place in places[1:]) + room + BETWEEN
         return used + min(widths[0], longest) - console.width
 
-    whole, is_tight = list(widths), surplus(widths[0]) > 0
-    if is_tight:  # then the headers of numbers may take several lines
-        for place in (place for place in places if are_numbers[place]):
-            words = (cell_len(word) for word in headers[place].split())
-            widths[place] = max(*words, *map(cell_len, columns[place]))
+    is_tight = surplus(whole, whole[0]) > 0
     for name in reversed(table.optional):
-        if surplus(MOST_NAME) <= 0:
+        if surplus(narrow, MOST_NAME) <= 0:
             break
         if name == BARS:
             bars = ()
         elif name in table.columns:
             places.remove(table.columns.index(name))
-    narrow, widths[:] = list(widths), whole  # headers are whole if there is room for them now
-    if is_tight and surplus(widths[0]) > 0:
-        widths[:] = narrow
-    is_crowded = surplus(widths[0]) > 0
-    last, over = places[-1], surplus(widths[0]) - len(places)
+    widths = narrow if surplus(whole, whole[0]) > 0 else whole
+    is_crowded = surplus(widths, widths[0]) > 0
+    last, over = places[-1], surplus(widths, widths[0]) - len(places)
     if over > 0 and not are_numbers[last] and widths[last] - over >= LEAST_NAME:
         widths[last] -= over
         for row in (row for row in cells if " " not in row[last]):
             row[last] = cut_middle(row[last], widths[last])  # rather than broken in two
     narrower = len(places) if is_crowded else 0  # the columns then stand nearer to each other
-    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths[0]) - narrower))
+    first = max(LEAST_NAME, widths[0] - max(0, surplus(widths, widths[0]) - narrower))
     padding = (0, 1, 0, 0) if is_crowded else (0, 1)
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=padding, header_style="dim")
     for place in places:

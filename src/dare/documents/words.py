@@ -57,15 +57,6 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(some)} and {last}" if some else last
 
 
-def setting(value: float | str) -> str:
-    """Return the value of a recipe's setting.
-
-    >>> setting(0.9), setting("dare+ties")
-    ('0.9', 'dare+ties')
-    """
-    return value if isinstance(value, str) else f"{value:g}"
-
-
 def exact_text(value: object) -> str:
     """Return a value as a recipe has it, every digit of it.
 
@@ -158,14 +149,14 @@ def times(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def named(names: Sequence[str], most: int = 5) -> str:
-    """Return a count of models, with the names of the first.
+def named(names: Sequence[str]) -> str:
+    """Return a count of models, with the names of the first five.
 
-    >>> named(["math"]), named(["a", "b", "c"], most=2)
-    ('1 model (math)', '3 models (a, b, …)')
+    >>> named(["math"]), named(list("abcdef"))
+    ('1 model (math)', '6 models (a, b, c, d, e, …)')
     """
-    more = ", …" if len(names) > most else ""
-    return f"{times(len(names), 'model')} ({', '.join(names[:most])}{more})"
+    more = ", …" if len(names) > 5 else ""
+    return f"{times(len(names), 'model')} ({', '.join(names[:5])}{more})"
 
 
 def _plain(value: float, *, trailing: bool = False) -> str:

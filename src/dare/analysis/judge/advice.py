@@ -16,11 +16,10 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
@@ -41,63 +40,26 @@ DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 TEXTS: dict[str, Any] = tomllib.loads(
     files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
 )
+# Findings whose models no setting can make fit.
 ALWAYS_OUT = ("nothing_compared", "not_finite", "unrelated", "equals_base")
-"""Findings whose models no setting can make fit."""
+# Findings that a setting of the recipe takes care of.
 POLICIES = {
     "missing_tensors": ("on_missing", "base"),
     "mismatched": ("on_mismatch", "base"),
     "extra_tensors": ("on_extra", "drop"),
     "vocabulary": ("vocabulary", "base"),
 }
-"""Findings that a setting of the recipe takes care of."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A recipe, and the models that it was the best default for."""
-
-    name: str
-    method: str
-    reason: str
-    record: str
-    scale: float = 1.0
-    models: int | None = None
-    cosine: float = -math.inf  # the least mean cosine of two of them
-    change: float = math.inf  # the largest change of any of them
-
-    def applies(self, models: int, cosine: float, change: float) -> bool:
-        """Tell if it is for such models."""
-        is_many = self.models is None or self.models == models
-        return is_many and cosine >= self.cosine and change <= self.change
+def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
+    """Return the rows of a table with its usual values, all as attributes."""
+    return [SimpleNamespace(**{**usual, **row}) for row in rows]
 
 
-@dataclass(frozen=True)
-class Guideline:
-    """A drop rate that is often recommended."""
-
-    applies_to: str
-    lowest: float
-    highest: float
-    parameters: tuple[float, float] = (0.0, math.inf)
-    """The sizes of model that it is for, from and to."""
-    steps: tuple[int, int] | None = None  # steps of fine-tuning that it is for; None: any
-    is_lora: bool = False
-
-
-@dataclass(frozen=True)
-class Habit:
-    """A method that is often recommended."""
-
-    applies_to: str
-    method: str
-    models: tuple[int, float]
-    relation: str = "diverse"
-    """The kind of the models: diverse, alike or lora; or large, whatever else they are."""
-
-
-OUTCOMES = TypeAdapter(list[Outcome]).validate_python(TEXTS["outcomes"])
-GUIDELINES = TypeAdapter(list[Guideline]).validate_python(TEXTS["others"]["guidelines"])
-METHODS = TypeAdapter(list[Habit]).validate_python(TEXTS["others"]["habits"])
+ANY = (0.0, math.inf)
+OUTCOMES = _table(TEXTS["outcomes"], scale=1.0, models=None, cosine=-math.inf, change=math.inf)
+GUIDELINES = _table(TEXTS["others"]["guidelines"], parameters=ANY, steps=ANY, is_lora=False)
+METHODS = _table(TEXTS["others"]["habits"], relation="diverse")
 ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
@@ -159,29 +121,37 @@ def advise(
     if not models:
         return Advice(tuple(unfit), {}, (notice("nothing_left"),))
     known = _features(analysis, models)
-    outcome = next(outcome for outcome in OUTCOMES if outcome.applies(**known))
+    outcome = find_outcome(**known)
     policies = list(_policies(readiness, {model.name for model in models}))
-    scale = {} if outcome.scale == 1 else {"scale": outcome.scale}
     reason, source = outcome.reason.format(**known), f"{EVIDENCE}, {outcome.name}"
-    evidence = Evidence.STRONG if outcome.models else Evidence.FAIR
-    settings = [
-        Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", source, evidence),
-        *(Suggestion("scale", s, None, outcome.record, source, evidence) for s in scale.values()),
-    ]
+    founded = source, Evidence.STRONG if outcome.models else Evidence.FAIR
+    settings = [Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", *founded)]
+    if outcome.scale != 1:
+        settings.append(Suggestion("scale", outcome.scale, None, outcome.record, *founded))
     recipe = {
         "base": analysis.base,
         "models": [model.file for model in models],
         "output": OUTPUT,
-        "method": outcome.method,
-        **scale,
-        **{policy.setting: policy.value for policy in policies},
+        **{each.setting: each.value for each in (*settings, *policies)},
     }
     if parameters is None:
         parameters = float(sum(analysis.base_dtypes.values()))
-    doubts = _doubts(models, known | {"parameters": parameters}, outcome, steps)
+    doubts = _doubts(models, known | {"parameters": parameters}, outcome.method, steps)
     if any(finding.code in ("contained", "other_base") for finding in readiness.findings):
         doubts = [notice("base_in_doubt"), *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
+
+
+def find_outcome(models: int, cosine: float, change: float) -> Any:
+    """Return the recipe that was the best default for such models.
+
+    `cosine` is the mean of every two of them, `change` the largest of any.
+    """
+    return next(
+        row
+        for row in OUTCOMES
+        if row.models in (None, models) and cosine >= row.cosine and change <= row.change
+    )
 
 
 def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
@@ -233,7 +203,7 @@ def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, 
 
 
 def _doubts(
-    models: list[ModelAnalysis], known: dict[str, float], outcome: Outcome, steps: int | None
+    models: list[ModelAnalysis], known: dict[str, float], method: str, steps: int | None
 ) -> list[Notice]:
     usual = _usual(models, known["cosine"], known["parameters"], steps)
     doubts = [notice("only_data_tell"), notice("often_recommended", usual=usual)]
@@ -244,8 +214,8 @@ def _doubts(
     ]
     if outside:
         doubts.append(notice("extrapolates", outside="; ".join(outside)))
-    if any(stage.sees == "matrix" for stage in parse_method(outcome.method)):
-        doubts.append(notice("slow_method", method=outcome.method))
+    if any(stage.sees == "matrix" for stage in parse_method(method)):
+        doubts.append(notice("slow_method", method=method))
     return doubts
 
 
@@ -269,7 +239,7 @@ def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps:
     return ", ".join(said)
 
 
-def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Guideline]:
+def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Any]:
     """The guidelines for a model: those of its kind, its size and, if given, its steps.
 
     >>> [row.applies_to for row in find_guidelines(False, 6.7e9, 1000)]
@@ -282,5 +252,5 @@ def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list
         for row in GUIDELINES
         if row.is_lora == is_lora
         and row.parameters[0] <= parameters <= row.parameters[1]
-        and (steps is None or row.steps is None or row.steps[0] <= steps <= row.steps[1])
+        and (steps is None or row.steps[0] <= steps <= row.steps[1])
     ]

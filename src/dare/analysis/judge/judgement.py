@@ -9,7 +9,7 @@ from typing import Any
 from dare.documents.document import Code, Document, Section, Table, Tone
 from dare.documents.notices import Notice
 from dare.documents.shown import Shown
-from dare.documents.words import named, setting, times
+from dare.documents.words import named, times, value_text
 from dare.errors import printable
 from dare.recipe.entries import in_our_form, write_toml
 
@@ -111,7 +111,7 @@ class Suggestion:
         if self.setting == "models":
             return f"{self.model}: {self.value}"
         whose = f" for {self.model}" if self.model else ""
-        return f"{self.setting} = {setting(self.value)}{whose}"
+        return f"{self.setting} = {value_text(self.value)}{whose}"
 
 
 @dataclass(frozen=True, repr=False)

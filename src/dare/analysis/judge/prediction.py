@@ -34,13 +34,11 @@ class Prediction:
     """The expected effect of dropping at a rate."""
 
     drop_rate: float
-    relative_error: float
-    """√E‖δ̂ - δ‖² / ‖δ‖."""
+    relative_error: float  # √E‖δ̂ - δ‖² / ‖δ‖
+    # The same of a layer's outputs, relative to the base's, for inputs that prefer no direction;
+    # infinite where the base is zero.
     output_error: float
-    """The same of a layer's outputs, relative to the base's, for inputs that prefer no direction;
-    infinite where the base is zero."""
-    variance: float
-    """Mean over the elements of Var[δ̂ᵢ]."""
+    variance: float  # mean over the elements of Var[δ̂ᵢ]
 
 
 def predict(statistics: Statistics, drop_rate: float) -> Prediction:
@@ -82,12 +80,14 @@ def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
 
 
 def tolerated_drop_rate(
-    exposures: Iterable[Exposure], *, bound: float | None = None, highest: float | None = None
+    exposures: Iterable[Exposure],
+    bound: float = LIMIT.output_error,
+    highest: float = LIMIT.highest_rate,
 ) -> float:
     """Return the largest drop rate, in hundredths, that changed tensors bear together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
-    most `bound`, 0.05 if not given, and it is at most `highest`, 0.95 if not given. Tensors whose
+    most `bound`, and it is at most `highest`: 0.05 and 0.95 by default. Tensors whose
     base is zero have no relative error and do not count; if there are no others, the rate is that
     at which enough carriers survive. 0 if nothing is changed: there is nothing to drop.
 
@@ -97,18 +97,13 @@ def tolerated_drop_rate(
     changed = [exposure for exposure in exposures if exposure.carriers > 0]
     if not changed:
         return 0.0
-    bound = LIMIT.output_error if bound is None else bound
-    highest = LIMIT.highest_rate if highest is None else highest
     if not any(math.isfinite(exposure.relative_norm) for exposure in changed):
         elements = sum(exposure.elements for exposure in changed)
         carriers = elements / sum(exposure.elements / exposure.carriers for exposure in changed)
         surviving = math.floor(STEPS * (1 - LIMIT.survivors / carriers) + 1e-9) / STEPS
         return min(max(0.0, surviving), highest)
-    for step in range(STEPS - 1, 0, -1):
-        rate = step / STEPS
-        if rate <= highest and mean_bounded_error(changed, rate) <= bound:
-            return rate
-    return 0.0
+    rates = [step / STEPS for step in range(STEPS - 1, 0, -1) if step / STEPS <= highest]
+    return next((rate for rate in rates if mean_bounded_error(changed, rate) <= bound), 0.0)
 
 
 def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:

@@ -33,17 +33,18 @@ from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding, some_of
 
+# The contents of config.json, by model; the base's under `BASE`.
 Configs = Mapping[str, Mapping[str, Any]]
-"""The contents of config.json, by model; the base's under `BASE`."""
 BASE = "base"
+# Keys of config.json that decide what weights do.
 DECISIVE_KEYS = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "rope_theta", "rope_scaling"),
     "tie_word_embeddings",
 )
-"""Keys of config.json that decide what weights do."""
 STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
 GRAVITY = list(reversed(Severity))
+# Conditions, in the order in which they are tried; `bool`: if there is such a subject at all.
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
@@ -66,25 +67,23 @@ RULES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("vocabulary", "mismatched", "extra_tensors", "tied"), bool),
     "other_configuration": bool,
 }
-"""Conditions, in the order in which they are tried; `bool`: if there is such a subject at all."""
 
 
 def assess(
     analysis: AnalysisData,
     configs: Configs | None = None,
     *,
-    output_error: float | None = None,
+    output_error: float = LIMIT.output_error,
     method: str = "",
 ) -> Readiness:
     """Say whether models should be merged, and what to do about problems.
 
     `configs` is what config.json says of each model, and under "base" of the base, if that is to
     be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
-    0.05 if not given. With a `method` the verdict is for a merge by it; without, for any.
+    0.05 by default. With a `method` the verdict is for a merge by it; without, for any.
     """
-    bound = LIMIT.output_error if output_error is None else output_error
-    subjects = list(_subjects(analysis, configs or {}, bound))
-    limits = SimpleNamespace(**vars(LIMIT) | {"output_error": bound})
+    subjects = list(_subjects(analysis, configs or {}, output_error))
+    limits = SimpleNamespace(**vars(LIMIT) | {"output_error": output_error})
     findings = [
         found for code in RULES for found in _find(code, [{**s, "limit": limits} for s in subjects])
     ]
@@ -149,9 +148,8 @@ def _subjects(analysis: AnalysisData, configs: Configs, output_error: float) -> 
         yield from _outliers(model)
     near = [model for model in analysis.models if not bodies[model.name].is_foreign]
     fit = [model.name for model in near if model.total.norm]
-    links = [
-        Link(pair, (bodies[pair.first].ratio, bodies[pair.second].ratio)) for pair in analysis.pairs
-    ]
+    far = {name: body.ratio for name, body in bodies.items()}
+    links = [Link(pair, (far[pair.first], far[pair.second])) for pair in analysis.pairs]
     yield from find_groups(analysis.names, links, fit)
     yield from _outweighed(near)
     yield from _together(analysis)
@@ -170,7 +168,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "broken": times(total.not_finite, "element is", "elements are"),
         "where": some_of([t.name for t in model.tensors if t.statistics.not_finite], 3),
         "left_out": f", {times(body.outliers, 'outlier')} left out" if body.outliers else "",
-        "is_foreign": body.is_foreign,
         "is_changed": any(exposure.carriers for exposure in exposures),
         "tolerated_drop_rate": tolerated_drop_rate(exposures, bound=bound),
         "error": mean_bounded_error(exposures, LIMIT.easy_rate),
@@ -240,9 +237,7 @@ def _together(analysis: AnalysisData) -> Iterator[Values]:
     if len(changed) >= 3:  # of two models `opposed` tells more
         chance, cancelled = chance_cancelled(analysis), analysis.together.cancelled
         yield {"about": "cancelling", "concerns": (), "cancelled": cancelled, "chance": chance}
-    outer = [
-        model.by_kind[k].norm for model in analysis.models for k in OUTER if k in model.by_kind
-    ]
+    outer = [m.by_kind[kind].norm for m in analysis.models for kind in OUTER if kind in m.by_kind]
     if analysis.tied and any(outer):
         names = some_of(analysis.tied, 3)
         yield {"about": "tied", "concerns": (), "tensors": len(analysis.tied), "names": names}
@@ -267,9 +262,7 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "tensors": len(tensors),
                 "models": len(differing),
                 "count": times(len(tensors), "tensor"),
-                "line": some_of(
-                    [*map(str, tensors), *(f"{name}: {text}" for name, text in differing.items())]
-                ),
+                "line": some_of([*map(str, tensors), *map(": ".join, differing.items())]),
                 "names": some_of([tensor.tensor for tensor in tensors], 3),
             }
 
@@ -295,11 +288,7 @@ class Body:
     mean_magnitude: float
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
-
-    @property
-    def is_foreign(self) -> bool:
-        """Tell if the model is too far from the base to count as a fine-tune of it."""
-        return is_far_from_base(self.mean_magnitude, self.ratio)
+    is_foreign: bool  # True if it is too far from the base for a fine-tune of it
 
 
 def body_of(model: ModelAnalysis) -> Body:
@@ -313,14 +302,11 @@ def body_of(model: ModelAnalysis) -> Body:
     finite = [part.elements - part.not_finite for part in parts]
     norm = math.hypot(*(part.inliers.norm for part in parts))
     base_norm = math.hypot(*(part.base_norm for part in parts))
-    magnitude = sum(
-        part.inliers.mean_magnitude * count for part, count in zip(parts, finite, strict=True)
-    )
-    return Body(
-        magnitude / sum(finite) if any(finite) else 0.0,
-        norm / base_norm if base_norm else 0.0,
-        sum(part.inliers.outliers for part in parts),
-    )
+    sums = (part.inliers.mean_magnitude * n for part, n in zip(parts, finite, strict=True))
+    mean = sum(sums) / sum(finite) if any(finite) else 0.0
+    ratio = norm / base_norm if base_norm else 0.0
+    outliers = sum(part.inliers.outliers for part in parts)
+    return Body(mean, ratio, outliers, is_far_from_base(mean, ratio))
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:
@@ -348,14 +334,14 @@ def rounding_norm(analysis: AnalysisData, model: ModelAnalysis) -> float:
     b the bits of the mantissa, whose root mean square is 2^-b/√12; that of an element itself, its
     logarithm spread evenly, is √(3/(2·ln 2)).
     """
-    if model.is_adapter or not analysis.base_dtypes or not model.dtypes:
+    # What is equal to the bit has not been rounded: the base was before.
+    is_exact = model.is_adapter or model.total.sparsity >= LIMIT.unrounded
+    if is_exact or not analysis.base_dtypes or not model.dtypes:
         return 0.0
-    if model.total.sparsity >= LIMIT.unrounded:
-        return 0.0  # what is equal to the bit has not been rounded: the base was before
-    bits = STORAGE_TYPES[_main_type(model.dtypes)].mantissa_bits
-    if not 0 < bits < STORAGE_TYPES[_main_type(analysis.base_dtypes)].mantissa_bits:
-        return 0.0
-    return float(2.0**-bits / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
+    types = (STORAGE_TYPES[_main_type(each)] for each in (model.dtypes, analysis.base_dtypes))
+    bits, finer = (kind.mantissa_bits for kind in types)
+    step = float(2.0**-bits / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
+    return step if 0 < bits < finer else 0.0
 
 
 def _main_type(dtypes: Mapping[str, int]) -> str:

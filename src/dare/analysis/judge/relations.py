@@ -14,49 +14,25 @@ from dare.analysis.results import PairAnalysis
 from dare.documents.notices import LIMIT
 from dare.tensors.names import some_of
 
+# The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in.
 Values = dict[str, Any]
-"""The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in."""
 
 
-@dataclass(frozen=True)
 class Link:
-    """Two models and their relation."""
+    """Two models and their relation; `distances` are those of their layers from the base's."""
 
-    pair: PairAnalysis
-    distances: tuple[float, float]  # the distance of their layers from the base's
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        return self.pair.first, self.pair.second
-
-    @property
-    def cosine(self) -> float:
-        return self.pair.total.cosine
-
-    @property
-    def is_one_direction(self) -> bool:
-        """Far from the base two models may have come a long way together."""
-        return abs(self.cosine) >= (LIMIT.far_cosine if self.is_far else LIMIT.same_cosine)
-
-    @property
-    def is_same(self) -> bool:
-        return self.is_one_direction and abs(self.pair.ratio - 1) <= LIMIT.same_size
-
-    @property
-    def is_alike(self) -> bool:
-        return self.cosine >= LIMIT.alike_cosine and not self.is_one_direction
-
-    @property
-    def is_far(self) -> bool:
-        """Tell if both have gone far from the base."""
-        return min(self.distances) >= LIMIT.large_ratio
-
-    @property
-    def is_opposed(self) -> bool:
-        """Tell if they undo more of each other's changes than chance would have it."""
-        conflict = self.pair.total.conflict
-        against = self.cosine <= -LIMIT.apart_cosine or conflict >= LIMIT.conflict
-        return against and not self.is_one_direction
+    def __init__(self, pair: PairAnalysis, distances: tuple[float, float]) -> None:
+        self.pair, self.distances = pair, distances
+        self.ends, self.cosine = (pair.first, pair.second), pair.total.cosine
+        self.is_far = min(distances) >= LIMIT.large_ratio  # both of them
+        # Far from the base two models may have come a long way together.
+        least = LIMIT.far_cosine if self.is_far else LIMIT.same_cosine
+        self.is_one_direction = abs(self.cosine) >= least
+        self.is_same = self.is_one_direction and abs(pair.ratio - 1) <= LIMIT.same_size
+        self.is_alike = self.cosine >= LIMIT.alike_cosine and not self.is_one_direction
+        # They undo more of each other's changes than chance would have it.
+        against = self.cosine <= -LIMIT.apart_cosine or pair.total.conflict >= LIMIT.conflict
+        self.is_opposed = against and not self.is_one_direction
 
     def share_in_other(self, name: str) -> float:
         """Return the multiple of one model's delta that is nearest to that of the other."""

@@ -17,7 +17,6 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import tallies
 from dare.analysis.measure.measuring import (
-    AddUp,
     Measured,
     MeasureSpectrum,
     MeasureStep,
@@ -56,17 +55,18 @@ from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.cluster import RunPiece, Sample, check_inputs, connect, sample_inputs, task_request
-from dare.run.threads import Step, run_steps
+from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
 AnyPath = str | PathLike[str]
+# Which matrices' singular values are computed: what is cheap, every one, none.
+Result = tuple[MeasureStep, Any]  # a step and what it found
 Spectra = Literal["auto", "all", "none"]
-"""Which matrices' singular values are computed: what is cheap, every one, none."""
 
 COMPILING = "compiling kernels (once; ten seconds or so)"
+# Share of the changed matrices that must be of low rank for a model to count as a LoRA.
 NEARLY_ALL = 0.9
-"""Share of the changed matrices that must be of low rank for a model to count as a LoRA."""
 
 
 def analyze(
@@ -88,16 +88,9 @@ def analyze(
     The nodes of a Ray `cluster` do it if one is named.
     """
     started = time.perf_counter()
-    request, inputs = open_to_compare(
-        base,
-        models,
-        vocabulary=vocabulary,
-        allow_pickle=allow_pickle,
-        max_memory=max_memory,
-        threads=threads,
-        cluster=cluster,
-        verbose=verbose,
-    )
+    settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
+    means = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
+    request, inputs = open_to_compare(base, models, **settings, **means)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     return _study(inputs.base, sources, request, spectra).conclude(
@@ -153,15 +146,15 @@ class Study:
     models: Mapping[str, Source]
     subjects: Sequence[Subject]
     left_out: Sequence[LeftOut]
-    keeps_magnitudes: bool = False
-    """True if figures of each tensor are kept, not only those of a layer's tensors of a kind."""
+    # True if figures of each tensor are kept, not only those of a layer's tensors of a kind.
+    keeps_all: bool = False
     bytes_read: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)
+    # By tensor and model.
     statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
-    """By tensor and model."""
     spectra: dict[tuple[str, int], Spectrum | None] = field(default_factory=dict)
+    # By model, layer and kind.
     magnitudes: dict[tuple[int, int, Kind], Magnitudes] = field(default_factory=dict)
-    """By model, layer and kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -169,12 +162,12 @@ class Study:
         """The base and the models."""
         return (self.base, *self.models.values())
 
-    def collect(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
+    def collect(self, results: Iterable[Result]) -> None:
         """Keep the results of spectra, and of the last step of each tensor."""
-        for step, found in zip(steps, results, strict=True):
+        for step, found in results:
             if isinstance(step, MeasureSpectrum):
                 self.spectra[step.subject.name, step.model] = found
-            elif isinstance(step, AddUp) and step.is_last:
+            else:
                 self._add(step.subject, found)
 
     def _add(self, subject: Subject, found: Measured) -> None:
@@ -184,7 +177,7 @@ class Study:
             cell = (model, subject.layer, subject.kind)
             with self.lock:
                 self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
-        kept = found if self.keeps_magnitudes else replace(found, magnitudes={})
+        kept = found if self.keeps_all else replace(found, magnitudes={})
         self.measured[subject.name] = kept
 
     def conclude(
@@ -262,7 +255,7 @@ def _measure_there(
         there = task_request(request.recipe, options, cluster.task_memory)
         job = AnalysisJob(there, sample_inputs(study.sources))
         for _, found, nbytes in cluster.run(job, cut(steps)):
-            study.collect(*zip(*found, strict=True))
+            study.collect(found)
             display.advance(nbytes)
 
 
@@ -277,11 +270,19 @@ def _run(
     sources: Sequence[Source],
     threads: int,
     progress: Callable[[int], None],
-    collect: Callable[[Sequence[MeasureStep], Sequence[Any]], None],
+    collect: Callable[[Iterable[Result]], None],
 ) -> None:
-    """Do steps on sources that are open, and make sure that nobody changed these meanwhile."""
+    """Do steps on sources that are open, and make sure that nobody changed these meanwhile.
+
+    What is needed beyond its tensor is collected: spectra, and the last sums of each.
+    """
     base, *models = sources
-    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=collect)
+
+    def keep(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
+        pairs = zip(steps, results, strict=True)
+        collect([pair for pair in pairs if pair[0].is_last])
+
+    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=keep)
     check_unchanged(sources)
 
 
@@ -401,13 +402,12 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     """Return how a model's delta was made, and the rank if by a LoRA, from the spectra."""
     if not any(tensor.statistics.norm or tensor.statistics.not_finite for tensor in tensors):
         return Origin.UNCHANGED, None
-    seen = [tensor for tensor in tensors if tensor.spectrum is not None]
-    inner = [tensor for tensor in seen if tensor.kind not in OUTER] or seen
+    seen = [(tensor.kind, tensor.spectrum.low_rank) for tensor in tensors if tensor.spectrum]
+    inner = [each for each in seen if each[0] not in OUTER] or seen
     if not inner:
         return Origin.UNKNOWN, None
-    low_ranks = [tensor.spectrum.low_rank for tensor in inner if tensor.spectrum is not None]
-    ranks = [rank for rank in low_ranks if rank is not None]
-    if len(ranks) >= NEARLY_ALL * len(low_ranks):
+    ranks = [rank for _, rank in inner if rank is not None]
+    if len(ranks) >= NEARLY_ALL * len(inner):
         return Origin.LORA, max(ranks)
     return Origin.FULL, None
 
@@ -477,22 +477,12 @@ class AnalysisJob:
         check_inputs(self.request.recipe, sources, self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
-            found: list[Any] = []
+            found: list[Result] = []
             read: list[int] = []
-
-            def collect(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
-                pairs = zip(steps, results, strict=True)
-                found.extend(pair for pair in pairs if is_kept(pair[0]))
-
-            _run(steps, sources, 1, read.append, collect)
+            _run(steps, sources, 1, read.append, found.extend)
             return found, sum(read)
 
         return do
-
-
-def is_kept(step: Step) -> bool:
-    """Say whether the result of a step is needed beyond its tensor."""
-    return isinstance(step, MeasureSpectrum) or (isinstance(step, AddUp) and step.is_last)
 
 
 def cut(steps: Iterable[MeasureStep]) -> Iterator[list[MeasureStep]]:

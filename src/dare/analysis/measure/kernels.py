@@ -37,8 +37,8 @@ i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 summing = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 RUN = 64  # elements that are sampled together
+# The bit of each pair that says that an element is above zero; the other says below.
 ABOVE = u64(0x5555555555555555)
-"""The bit of each pair that says that an element is above zero; the other says below."""
 
 
 # ---------------------------------------------------------------- one model
@@ -233,7 +233,6 @@ def measure(
     counts,
     pair_sums,
     pair_counts,
-    shared_sums,
     shared_counts,
     magnitudes,
     base,
@@ -243,16 +242,19 @@ def measure(
     scales,
     signs,
 ):
-    """Measure a chunk of all models; add what is found to the arrays from `sums` on.
+    """Measure a chunk of all models; add what is found of them to the arrays from `sums` on.
+
+    Return Σbase² and Σ|Σδ|.
 
     base_raw: carriers of the base. like: an array of the models' carrier.
     addresses: int64[models]. given: bool[models], whether a model is given by its delta.
     sums: float64[models, SUMS]. counts: int64[models, COUNTS], PEAK and LEAST replaced.
     pair_sums: float64[pairs], dot products. pair_counts: int64[pairs, 2], both and agreeing.
-    shared_sums: float64[2], Σbase² and Σ|Σδ|. shared_counts: int64[2], shared and conflicted.
+    shared_counts: int64[2], shared and conflicted.
     magnitudes: uint32[models, WAYS, COUNTERS]. The others are scratch arrays, `zeros` of zeros.
     """
     models, size = addresses.size, base_raw.size
+    base_squares, summed = f64(0), f64(0)
     for first in range(0, size, TILE):
         used = min(TILE, size - first)
         decode(base_raw[first : first + used], base)
@@ -266,13 +268,14 @@ def measure(
             encode_signs(delta, i32(1), codes)
             pack_signs(codes, signs[model])
             counts[model, CHANGED] += count_changed(signs[model])
-        shared_sums[0] += squares_of_base(base[:used])
+        base_squares += squares_of_base(base[:used])
         if models > 1:
             compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts)
             shared, conflicted = count_conflicts(signs)
             shared_counts[0] += shared
             shared_counts[1] += conflicted
-            shared_sums[1] += sum_together(deltas, scales, used, base[:used])
+            summed += sum_together(deltas, scales, used, base[:used])
+    return base_squares, summed
 
 
 @kernel

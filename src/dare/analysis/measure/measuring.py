@@ -37,9 +37,10 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
+# Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each.
 AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
-"""Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each."""
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
 TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
@@ -77,13 +78,9 @@ class Subject:
         return self.base.name
 
     @property
-    def elements(self) -> int:
-        return self.base.elements
-
-    @property
     def period(self) -> int:
         """One run in so many is sampled."""
-        return min(1 << max(0, (self.elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
+        return min(1 << max(0, (self.base.elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
 
 
 @dataclass(frozen=True)
@@ -108,12 +105,16 @@ class Measured(Additive):
     summed_magnitude: float = 0.0  # Σ|Σδ|
     shared: int = 0  # elements that two models or more change
     conflicted: int = 0  # the elements of those that are changed in both directions
+    # Some deltas of each chunk, models × elements, if there are two models or more.
     samples: tuple[Floats, ...] = ()
-    """Some deltas of each chunk, models × elements, if there are two models or more."""
 
 
 # ---------------------------------------------------------------- what a name tells
 
+# The first pattern that is found in a name, whatever its case, says the kind.
+# Norms come first, since every part of a model may have one; the linear layer inside some norms of
+# diffusion models is no norm. Experts come before attention and the other layers of perceptrons
+# after it, because BERT's attention has an `output.dense` too.
 PATTERNS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -129,12 +130,6 @@ PATTERNS = tuple(
         (Kind.MLP, r"dense_h_to_4h|dense_4h_to_h|\.output\.dense"),
     )
 )
-"""The first pattern that is found in a name, whatever its case, says the kind.
-
-Norms come first, since every part of a model may have one; the linear layer inside some norms of
-diffusion models is no norm. Experts come before attention and the other layers of perceptrons after
-it, because BERT's attention has an `output.dense` too.
-"""
 
 
 @cache
@@ -188,6 +183,7 @@ class MeasureStep(Step):
 
     subject: Subject
     nbytes: int
+    is_last: bool  # True if its result is needed beyond the tensor
 
 
 @dataclass(frozen=True)
@@ -200,8 +196,6 @@ class MeasureChunk(MeasureStep):
 @dataclass(frozen=True)
 class AddUp(MeasureStep):
     """Add up what was found of the chunks so far."""
-
-    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -222,13 +216,13 @@ def list_steps(
         base_size = subject.base.dtype.itemsize
         together = base_size + sum(sizes.values())
         before: tuple[Any, ...] = ()
-        chunks = chunk_count(subject.elements)
+        chunks = chunk_count(subject.base.elements)
         for first in range(0, max(chunks, 1), TOGETHER):
             last = min(first + TOGETHER, chunks)
             for chunk in range(first, last):
-                count = chunk_span(chunk, subject.elements)[1]
+                count = chunk_span(chunk, subject.base.elements)[1]
                 nbytes = count * together
-                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, chunk)
+                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, False, chunk)
             needs = (*before, *((name, chunk) for chunk in range(first, last)))
             before = ((name, "up to", last),)
             yield AddUp(before[0], needs, 0, 0, subject, 0, last == chunks)
@@ -239,7 +233,7 @@ def list_steps(
                 both = size + base_size * (not models[model].delta_of(name).is_change)
                 seen = sum(count for _, count in window.runs) * columns
                 yield MeasureSpectrum(
-                    *((name, "of", model), (), 0, seen, subject, seen * both, model, window)
+                    *((name, "of", model), (), 0, seen, subject, seen * both, True, model, window)
                 )
 
 
@@ -255,13 +249,13 @@ class Worker:
         widest = widest_of(base, models)
         self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (base, *models)]
         self._floats = [np.empty(CHUNK, np.float32) for _ in (base, *models)]  # not always needed
+        # Empty between chunks.
         self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
-        """Empty between chunks."""
 
     def prefetch(self, step: MeasureStep) -> None:
         """Ask for a chunk's bytes of every input; spectra are of what has just been read."""
         if isinstance(step, MeasureChunk):
-            start, count = chunk_span(step.chunk, step.subject.elements)
+            start, count = chunk_span(step.chunk, step.subject.base.elements)
             for source in self._sources(step.subject):
                 source.prefetch(step.subject.name, start, count)
 
@@ -285,7 +279,7 @@ class Worker:
         name, models = subject.name, subject.models
         pairs = list(combinations(models, 2))
         sources = self._sources(subject)
-        start, count = chunk_span(chunk, subject.elements)
+        start, count = chunk_span(chunk, subject.base.elements)
         base, *tuned = (
             read_stored(source, name, start, count, buffer)
             for source, buffer in zip(sources, self._bytes, strict=False)
@@ -296,15 +290,12 @@ class Worker:
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
         counts[:, tallies.LEAST] = int(tallies.LEAST_OF_NONE)
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
-        shared_sums, shared_counts = np.zeros(2), np.zeros(2, np.int64)
         counters = self._counters[: len(models)]
         addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-        KERNELS.measure(
-            *(base, (tuned or [base])[0][:0], addresses, given),
-            *(sums, counts, dots, pair_counts, shared_sums, shared_counts, counters),
+        shared, like = np.zeros(2, np.int64), (tuned or [base])[0][:0]
+        base_squares, summed_magnitude = KERNELS.measure(
+            base, like, addresses, given, sums, counts, dots, pair_counts, shared, counters
         )
-        base_squares, summed_magnitude = shared_sums.tolist()
-        shared, conflicted = shared_counts.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
         for place, model in enumerate(models):
@@ -318,13 +309,11 @@ class Worker:
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
-            *(summed_magnitude, shared, conflicted),
+            *(summed_magnitude, int(shared[0]), int(shared[1])),
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
         )
 
-    def _alike(
-        self, base: Raw, tuned: list[Raw], given: NDArray[np.bool_]
-    ) -> tuple[Raw, list[Raw]]:
+    def _alike(self, base: Raw, tuned: list[Raw], given: Flags) -> tuple[Raw, list[Raw]]:
         """Bring a chunk of base and models to one type, if they do not have one that can stay.
 
         What is not float32 becomes a delta in float32, which `given` notes.
@@ -345,15 +334,14 @@ class Worker:
         return floats[0], alike
 
     def _sample(
-        self,
-        subject: Subject,
-        start: int,
-        base: Raw,
-        tuned: Sequence[Raw],
-        given: NDArray[np.bool_],
+        self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
     ) -> Floats:
         period = subject.period
-        size = CHUNK // period if subject.elements > CHUNK else -(-subject.elements // 64) * 64
+        size = (
+            CHUNK // period
+            if subject.base.elements > CHUNK
+            else -(-subject.base.elements // 64) * 64
+        )
         sample = np.zeros((len(tuned), size), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
             KERNELS.sample(raw, base, is_delta, start, period, row)
@@ -394,7 +382,7 @@ class Worker:
         sample = np.concatenate([part[place] for part in total.samples])
         codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
         if magnitudes.counts.size:
-            least = top_bin(magnitudes, math.ceil(TOP * subject.elements)) << BIN_SHIFT
+            least = top_bin(magnitudes, math.ceil(TOP * subject.base.elements)) << BIN_SHIFT
             KERNELS.encode_signs(sample, np.int32(max(least, 1)), codes)
             KERNELS.pack_signs(codes, signs)
         return signs
@@ -454,15 +442,12 @@ def _without_outliers(models: Sequence[int], total: Measured) -> Measured:
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
     """Return what the kernel has found of one model."""
-    one, two, three, four, magnitude = sums
     changed, not_finite, peak, least = counts
     zeros = elements - changed - not_finite
-    return Sums(
-        *(elements, zeros, not_finite, one, two, three, four, magnitude),
-        float(np.uint32(least + 1).view(np.float32)) if changed else math.inf,
-        float(np.uint32(peak).view(np.float32)),
-        base_squares,
-    )
+    smallest = float(np.uint32(least + 1).view(np.float32)) if changed else math.inf
+    largest = float(np.uint32(peak).view(np.float32))
+    found: list[Any] = [elements, zeros, not_finite, *sums, smallest, largest, base_squares]
+    return Sums(*found)
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:

@@ -38,27 +38,27 @@ from dare.checks.sample import (
 )
 
 NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
+# Relative error of power sums; a variance below this share of the mean square is none.
 ROUNDING = 1e-6
-"""Relative error of power sums; a variance below this share of the mean square is none."""
 
 TILE = 4096  # elements that the kernels look at together
+# Distance between a tile's rows: not a power of two, or they would share cache sets.
 ROW = TILE + 16
-"""Distance between a tile's rows: not a power of two, or they would share cache sets."""
 WORDS = TILE // 32  # words of a tile's signs, two bits for each element
 WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
 COUNTERS = BINS + 16  # length of such a row, for the same reason as ROW's
 SUMS = 5  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|
+# Elements that are not zero, those that are not finite, and the bits of the extremes; the least is
+# that of a magnitude that is not zero, less 1.
 CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
-"""Elements that are not zero, those that are not finite, and the bits of the extremes; the least
-is that of a magnitude that is not zero, less 1."""
 COUNTS = 4
 LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
 
 WINDOW = (256, 1024)  # the shorter and the longer side of a window, at the most
 RUN = 16  # rows of a window that are read together
 KEPT = 64  # singular values that are kept for a look at them
+# The most that taking all matrices whole may cost (see `cost_of`), about 5 s; else windows.
 WHOLE_COST = 1e11
-"""The most that taking all matrices whole may cost (see `cost_of`), about 5 s; else windows."""
 WINDOWS_COST = 2e10  # the most that all windows together may cost: about 1 s of one core
 
 
