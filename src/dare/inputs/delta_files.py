@@ -93,8 +93,8 @@ class StoredTensor(_Notes):
 class StoredFile(_Notes):
     """A file of the model with more in it than tensors."""
 
+    # Stored as far as its tensors begin, or all of it; or not, because the base has the same.
     kind: Literal["header", "whole", "base"]
-    """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
     size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
     coded: Digest | None = None
@@ -113,8 +113,8 @@ class DeltaNotes(_Notes):
     model: Digest
     sample: Digest  # a digest of a few elements of the base, by which a wrong one is known at once
     tensors: dict[str, StoredTensor]
+    # The files of the model's folder: configuration, tokenizer; lossless also its weights.
     files: dict[str, StoredFile] = {}
-    """The files of the model's folder: configuration, tokenizer; lossless also its weights."""
     index: Digest
     check: Digest  # the digest of the header while this is all zeros
 
@@ -212,8 +212,8 @@ class DeltaFile:
         self.notes = read_notes(header.metadata[KEY], str(self.path))
         self._local = threading.local()
         self._check_header()
+        # The pieces of the chunks of each tensor; none for names that stand for others.
         self.pieces = dict(self._read_index())
-        """The pieces of the chunks of each tensor; none for names that stand for others."""
 
     def _check_header(self) -> None:
         raw = np.empty(self.stored.headers[self.path].data_start, np.uint8)

@@ -80,8 +80,8 @@ class Changes:
 
     dtype: StorageType | None = None
     vocab_size: tuple[int, int] | None = None  # rows of the embedding, before and after
+    # The output's id of each token id of the directory's model, where its tokenizer is another.
     token_ids: Mapping[int, int | None] | None = None
-    """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
     stop_tokens: StopTokens | None = None  # if files of several directories come together
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text

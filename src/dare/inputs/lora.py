@@ -155,8 +155,8 @@ class LoraSource(SourceView):
         self._is_conv1d = is_conv1d
         self._stored = stored
         self._whole: dict[str, str] = {}
+        # The change of each tensor: a sum, where the base has one tensor under several names.
         self._products: dict[str, tuple[Product, ...]] = {}
-        """The change of each tensor: a sum, where the base has one tensor under several names."""
         super().__init__(stored, {}, self._whole, computed=self._products)
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True

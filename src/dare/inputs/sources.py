@@ -381,10 +381,10 @@ class Aligned:
     rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
     keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
+    # The output's id of each id of each model; none at all where nothing differs.
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    """The output's id of each id of each model; none at all where nothing differs."""
+    # The ids of tokens in the output with the base's tokenizer, in the base's and each model's.
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
-    """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[Notice, ...] = ()
 

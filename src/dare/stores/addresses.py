@@ -24,6 +24,7 @@ class Store:
 
 
 _WEB_SERVER = Store("give an address that contains its password or signature", is_web=True)
+# The kinds of stores, by the beginning of their addresses.
 STORES = {
     "s3": Store(
         "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
@@ -45,7 +46,6 @@ STORES = {
     "http": _WEB_SERVER,
     "https": _WEB_SERVER,
 }
-"""The kinds of stores, by the beginning of their addresses."""
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")
@@ -61,12 +61,12 @@ class Access:
     """The means to request objects at a place, or below it; some are secret."""
 
     password: str = field(default="", repr=False)  # `name:password` of the address
+    # The part after the `?`: the signature of a signed address, or a token.
     query: str = field(default="", repr=False)
-    """The part after the `?`: the signature of a signed address, or a token."""
     url: str = field(default="", repr=False)  # the address to use in place of the path's
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # All files below the place and their sizes, if those are known and cannot change.
     names: Mapping[str, int] | None = field(default=None, repr=False)
-    """All files below the place and their sizes, if those are known and cannot change."""
 
 
 _ACCESS: dict[str, Access] = {}  # access by the text of a path

@@ -24,8 +24,8 @@ AHEAD_BYTES = 32 << 20  # the most that is read ahead of what is needed, of one 
 LONE_BYTES = 2 << 20  # the most that is asked for at once where nothing was read ahead
 MOST_RUNS = 16  # places of one file that are read on from at the same time
 STALE_SECONDS = 5.0  # time after which unused pieces make room for others
+# A read belongs to a run if it begins at most this many times its own size after it.
 NEAR_SIZES = 16
-"""A read belongs to a run if it begins at most this many times its own size after it."""
 
 
 @dataclass(eq=False)

@@ -112,8 +112,8 @@ def is_here(path: Path) -> bool:
 
 # ---------------------------------------------------------------- names on the hub
 
+# Endings of files of weights; `org/model.safetensors` is a path, not a name.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
-"""Endings of files of weights; `org/model.safetensors` is a path, not a name."""
 
 _PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
 _NO_PARTS = {"", ".", ".."}

@@ -41,15 +41,16 @@ RETRY_SECONDS = 120.0  # time after which nothing is tried again
 MOST_REQUESTS = 64  # the most requests of this process at a time
 END_SECONDS = 2.0  # time that the end of the process waits for requests that are under way
 FIRST_BYTES = 1 << 17  # bytes of a file that the first request asks for: they hold most headers
+# Time that the list of a folder, or the content of a small file, is remembered.
 RECENT_SECONDS = 10.0
-"""Time that the list of a folder, or the content of a small file, is remembered."""
 MOST_REMEMBERED_BYTES = 1 << 20  # the largest file that is remembered
 
+# Ends of web addresses that are files, so that nothing is searched below them.
 FILE_SUFFIXES = {
     *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
     *(".txt", ".md", ".jinja", ".model", ".py"),
 }
-"""Ends of web addresses that are files, so that nothing is searched below them."""
+# Names that are tried below a web address, since a web server cannot list a folder.
 USUAL_NAMES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("model.safetensors.index.json", "model.safetensors"),
@@ -60,7 +61,6 @@ USUAL_NAMES = (
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-"""Names that are tried below a web address, since a web server cannot list a folder."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -68,8 +68,8 @@ _REGION = re.compile(r"(?:expecting '|<Region>)([a-z0-9-]{3,30})")
 _RETRIED = re.compile(r"after (\d+) retries")
 
 Result = TypeVar("Result")
+# The entries of a folder by name: the size of a file, None for a folder.
 Names = Mapping[str, int | None]
-"""The entries of a folder by name: the size of a file, None for a folder."""
 Stamp = tuple[Any, ...]
 
 

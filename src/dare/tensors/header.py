@@ -69,8 +69,8 @@ MAX_ENTRY = 2048  # characters of a tensor's entry; 64 dimensions take 1500
 MAX_METADATA = 8_000_000  # characters of notes; some programs keep all of a training there
 _SPACE = re.compile(r"[ \t\n\r]+")
 _LENGTH_BYTES = 8
+# Our own headers end on a page, so that weights can be written past the page cache and mapped.
 _ALIGNMENT = 4096
-"""Our own headers end on a page, so that weights can be written past the page cache and mapped."""
 
 METADATA = "__metadata__"  # the key of a header's notes, so that no tensor can be called that
 

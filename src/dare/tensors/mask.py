@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from dare.errors import RecipeError
 
 MASK_VERSION: Final = 1
+# Version of the keys of a chain's later random stages: mask v1 has one draw.
 LATER_DRAWS_VERSION = 1
-"""Version of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7
 CALLS_PER_GROUP = 8
 GROUP = 128  # elements whose lanes come from the same eight calls
 THRESHOLD_BITS = 40
+# Third counter word of the calls that break ties; it is 0 in the calls that fill lanes.
 TIE_BREAK = 1
-"""Third counter word of the calls that break ties; it is 0 in the calls that fill lanes."""
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 from dare.documents.words import times
 from dare.errors import InputError
 
+# Codes of a chunk: as it is, as its planes, or as those of its difference from the base.
 RAW, ALONE, DIFFERENCE = range(3)
-"""Codes of a chunk: as it is, as its planes, or as those of its difference from the base."""
 
+# Forms of a plane: not stored, byte by byte, as a frame, or as gaps and the bytes after them.
 ZEROS, PLAIN, ZSTD, SCATTERED = range(4)
-"""Forms of a plane: not stored, byte by byte, as a frame, or as gaps and the bytes after them."""
 
 BLOCK = 1 << 15  # elements that are taken apart or put together at once: they stay in the cache
 
 LENGTH = struct.Struct("<I")
 LEVEL = 1
+# Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
+# and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster.
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
-"""Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
-and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster."""
 LONG_GAP = 255  # an entry of a list of gaps: so many zeros, and the gap goes on
 
 Bytes = NDArray[np.uint8]
