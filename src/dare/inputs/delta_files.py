@@ -41,7 +41,7 @@ from dare.inputs.sources import (
 )
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
-from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, bytes_digest, chunk_count, chunk_span
+from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, UNKNOWN, bytes_digest, chunk_count, chunk_span
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo, admit, stored_elements
@@ -52,7 +52,6 @@ KEY = "dare.delta"  # the key of the notes in a header, by which a delta file is
 VERSION: Literal[1] = 1
 INDEX = "index"
 AS_IN_BASE = -1  # a count that says: the chunk is the base's
-UNKNOWN = "0" * DIGEST_LENGTH
 MAX_FILE_BYTES = 256_000_000
 MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all together: a small file must not fill a disk
 MAX_REASON_CHARACTERS = 300
@@ -130,12 +129,10 @@ class DeltaNotes(_Notes):
                 raise ValueError(f"{name}: unknown dtype {tensor.dtype!r}")
             if tensor.tied_to is not None:
                 first = self.tensors.get(tensor.tied_to)
-                if first is None or first.tied_to is not None:
-                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is missing")
-                if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
-                    raise ValueError(
-                        f"{name}: is tied to {tensor.tied_to!r}, of another shape or type"
-                    )
+                found = first and (first.tied_to, first.shape, first.dtype)
+                if found != (None, tensor.shape, tensor.dtype):
+                    which = f"{tensor.tied_to!r}, which is missing or of another shape or type"
+                    raise ValueError(f"{name}: is tied to {which}")
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
         for name, file in self.files.items():

@@ -98,8 +98,7 @@ def main_type(tensors: Iterable[Described]) -> StorageType | None:
     for _, kind, shape in tensors:
         if kind.is_weight:
             elements[kind] += math.prod(shape)
-    by_name = sorted(elements, key=lambda kind: kind.name)
-    return max(by_name, key=lambda kind: elements[kind], default=None)
+    return min(elements, key=lambda kind: (-elements[kind], kind.name), default=None)
 
 
 # ---------------------------------------------------------------- collecting
@@ -484,18 +483,13 @@ def choose_chat_template(
         return template, ()
     if "{" in setting:
         return setting, ()
-    path = to_path(setting)
-    try:
-        is_small = path.stat().st_size <= MAX_JSON_BYTES
-    except (OSError, ValueError):
-        known = ["auto", *models]
-        raise RecipeError(
-            f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
-            f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"
-        ) from None
-    if not is_small:
-        raise RecipeError(f"chat_template = {setting!r}: larger than {MAX_JSON_BYTES} bytes")
-    return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    if is_there(path := to_path(setting)):
+        return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    known = ["auto", *models]
+    raise RecipeError(
+        f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
+        f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"
+    )
 
 
 def _agreed_template(

@@ -60,33 +60,18 @@ class Ahead:
     def __init__(self, limit_bytes: int = AHEAD_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.lock = threading.Lock()
-        self._held = 0
-        self._files: list[StoreFile] = []
-
-    def join(self, file: StoreFile) -> None:
-        """Add a file that was opened."""
-        with self.lock:
-            self._files.append(file)
-
-    def leave(self, file: StoreFile) -> None:
-        """Remove a file that was closed."""
-        with self.lock:
-            self._files = [other for other in self._files if other is not file]
+        self.held_bytes = 0
+        self.files: list[StoreFile] = []  # those that are open
 
     def take(self, nbytes: int) -> bool:
         """Take room, some of it from stale pieces; the lock must be held."""
-        if self._held + nbytes > self.limit_bytes:
+        if self.held_bytes + nbytes > self.limit_bytes:
             before = time.monotonic() - STALE_SECONDS
-            for file in self._files:
+            for file in self.files:
                 file.drop_stale(before)
-        if self._held + nbytes > self.limit_bytes:
-            return False
-        self._held += nbytes
-        return True
-
-    def give(self, nbytes: int) -> None:
-        """Give room back; the lock must be held."""
-        self._held -= nbytes
+        has_room = self.held_bytes + nbytes <= self.limit_bytes
+        self.held_bytes += nbytes if has_room else 0
+        return has_room
 
 
 class StoreFile:
@@ -114,12 +99,13 @@ class StoreFile:
             self._first, stamp = memoryview(seen.data), seen.stamp
         self.stamp = stamp
         self.size: int = stamp[0]
-        self._ahead.join(self)
+        with self._lock:
+            self._ahead.files.append(self)
 
     def close(self) -> None:
         """Cancel what is under way."""
-        self._ahead.leave(self)
         with self._lock:
+            self._ahead.files = [file for file in self._ahead.files if file is not self]
             for piece in list(self._pieces):
                 self._drop(piece)
 
@@ -175,7 +161,7 @@ class StoreFile:
     def _drop(self, piece: _Piece) -> None:
         if piece in self._pieces:
             self._pieces.remove(piece)
-            self._ahead.give(piece.end - piece.begin)
+            self._ahead.held_bytes -= piece.end - piece.begin
             piece.answer.cancel()
 
     def drop_stale(self, before: float) -> None:

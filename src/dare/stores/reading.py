@@ -274,24 +274,18 @@ def _allows_http(path: Address) -> bool:
     )
 
 
-def aws_session() -> Any:
-    """Return a session of boto3, which finds profiles, roles and regions; None without boto3."""
-    try:
-        import boto3  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    return boto3.Session()
-
-
 def _s3_settings() -> dict[str, Any]:
-    """Return the settings that obstore does not find itself: a profile, a role, no account."""
+    """Return the settings that only boto3 finds, if it is there: a profile, a role, no account."""
     given = os.environ.keys()
     settings: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
         settings["endpoint"] = endpoint
     has_keys = "AWS_ACCESS_KEY_ID" in given and "AWS_PROFILE" not in given
-    if has_keys or "AWS_SKIP_SIGNATURE" in given or (session := aws_session()) is None:
+    if has_keys or "AWS_SKIP_SIGNATURE" in given or find_spec("boto3") is None:
         return settings
+    import boto3  # type: ignore[import-untyped]
+
+    session = boto3.Session()
     if session.region_name:
         settings["region"] = session.region_name
     if session.get_credentials() is None:
@@ -498,15 +492,14 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
 
 
 def _reason(text: str, answer: str) -> str:
-    for sign, reason in (
-        ("kind: Timeout", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
-        ("TimedOut", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
-        ("kind: Connect", "no connection"),
-        ("UnexpectedEof", "it stopped inside a file"),
-        ("kind: Interrupted", "it stopped inside a file"),
-        ("UnexpectedRange", "it sent another range than requested"),
-        ("Credential", "no credentials were found"),
-    ):
-        if sign in text and not answer:
-            return reason
-    return f"the server answered ({answer})" if answer else "no usable answer came"
+    if answer:
+        return f"the server answered ({answer})"
+    reasons = {
+        "kind: Timeout|TimedOut": f"it sent nothing for {PATIENCE_SECONDS:g} s",
+        "kind: Connect": "no connection",
+        "UnexpectedEof|kind: Interrupted": "it stopped inside a file",
+        "UnexpectedRange": "it sent another range than requested",
+        "Credential": "no credentials were found",
+        "": "no usable answer came",
+    }
+    return next(reason for signs, reason in reasons.items() if re.search(signs, text))
