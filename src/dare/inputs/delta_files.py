@@ -178,9 +178,7 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         reason = f"{place}: {first['msg']}" if place else first["msg"]
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
-    raise InputError(
-        f"{where}: the notes of the delta file are damaged: {reason[:MAX_REASON_CHARACTERS]}"
-    )
+    raise InputError(f"{where}: its notes are damaged: {reason[:MAX_REASON_CHARACTERS]}")
 
 
 # ---------------------------------------------------------------- chunks
@@ -327,9 +325,7 @@ class DeltaFile:
                 except InputError as error:
                     raise InputError(f"{self.path}: lacks {name}: {error}; give its base") from None
                 if bytes_digest(content) != file.digest:
-                    raise InputError(
-                        f"{base / name}: changed since {self.path} was made; give its base"
-                    )
+                    raise InputError(f"{base / name}: changed since {self.path}; give its base")
                 place.write_bytes(content)
 
     def lanes(self, name: str, chunk: int, parts: Sequence[Raw]) -> Bytes:

@@ -116,9 +116,7 @@ def under_stored_names(
         raise
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
-        raise InputError(
-            f"{path}: stores {parts[0]}, one of the adapter's, in several; {MERGE_FIRST}"
-        )
+        raise InputError(f"{path}: stores the adapter's {parts[0]} in several; {MERGE_FIRST}")
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
     is_other = set(names) != set(adapter.tensors) and len(names) == len(adapter.tensors)
@@ -209,9 +207,8 @@ def _by_transformers(
     for name, place in places.items():
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):  # a loader takes either
-            raise InputError(
-                f"{folder}: {other} and {name} are one tensor; save it with transformers"
-            )
+            both = f"{other} and {name} are one tensor"
+            raise InputError(f"{folder}: {both}; save it with transformers")
     moved = sum(name != place.name for name, place in places.items())
     note = notice("other_names", count=moved, by=transformers.__version__)
     return places, (note,) if moved else ()

@@ -320,10 +320,8 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
                 following += 1
     taken = sorted(base.tokens.ids.values())
     if following > len(taken) and taken != list(range(len(taken))):
-        raise MismatchError(
-            "base: the ids of its tokenizer have gaps or occur twice, so new tokens "
-            'cannot be appended; set vocabulary = "base" to leave them out'
-        )
+        why = "the ids of its tokenizer have gaps or occur twice, so none can be added"
+        raise MismatchError(f'base: {why}; set vocabulary = "base"')
     return new
 
 
@@ -432,10 +430,8 @@ class RowOrigins:
         for token, number in self.new.items():
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
-                raise MismatchError(
-                    f"{base.name}: none of the models with the token {token!r} has a row for "
-                    'it here; set vocabulary = "base" to leave new tokens out'
-                )
+                what = f"no model has a row here for the token {token!r}"
+                raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index] for index in having]
             if min(weights) <= 0:
                 weights = [1.0] * len(having)

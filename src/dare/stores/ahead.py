@@ -49,10 +49,6 @@ class _Run:
     end: int  # the end of what was requested
     step: int  # the bytes that are requested ahead
 
-    def includes(self, begin: int, near: int) -> bool:
-        """Tell whether a position is in the run, as far as it has come, or follows it."""
-        return max(self.begin, self.place - near) <= begin <= self.end + near
-
 
 class Ahead:
     """The room for reading ahead that the files of one source share."""
