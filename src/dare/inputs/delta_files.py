@@ -384,17 +384,15 @@ class DeltaSource(SourceView):
         self._is_lossless = self.notes.scheme == "lossless"
         self._local = threading.local()
         self._check_base()
-        tensors = {name: self._presented(name) for name in self.notes.tensors}
+        tensors = {}
+        for name, tensor in self.notes.tensors.items():
+            info = TensorInfo(name, tensor.kind, tensor.shape, 0)
+            admit(info, (), str(file.path))
+            tensors[name] = replace(info, dtype=F32) if self._is_change(name) else info
         super().__init__(file.stored, tensors, opened=(base, file.stored))
         self.cost = self.cost.with_reading(CHUNK * (1 + 5 * 4))
         if self.notes.seed is not None and rescales:
             self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
-
-    def _presented(self, name: str) -> TensorInfo:
-        tensor = self.notes.tensors[name]
-        info = TensorInfo(name, tensor.kind, tensor.shape, 0)
-        admit(info, (), str(self.file.path))
-        return replace(info, dtype=F32) if self._is_change(name) else info
 
     def _check_base(self) -> None:
         """Refuse another base than the one that the change is to."""

@@ -221,8 +221,8 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             decode(text, place)
             raise HeaderError(f"{where}: the header must be a JSON object")
         place = _after_space(text, place + 1)
-        is_first = True
-        while not (is_first and text[place : place + 1] == "}"):
+        mark = text[place : place + 1]
+        while mark != "}":
             if text[place : place + 1] != '"':
                 raise json.JSONDecodeError("expected a name in double quotes", text, place)
             name, place = decode(text, place)
@@ -237,10 +237,8 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
                 raise HeaderError(f"{where}: {name}: {what}") from None
             yield name, value
             place = _after_space(text, place + length)
-            if text[place : place + 1] == "}":
-                break
-            place = _after_space(text, _expect(",", text, place))
-            is_first = False
+            mark = text[place : place + 1]
+            place = place if mark == "}" else _expect(",", text, place)
         rest = _after_space(text, place + 1)
         if rest < len(text):
             raise json.JSONDecodeError("more after the end", text, rest)

@@ -1,7 +1,7 @@
 """Embeddings, heads and codes, known by the names of tensors: one list for every reader.
 
 Three questions are asked, and each has its own answer. Which modules have a row for each token
-(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`may_be_tied`, and
+(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`row_rank`, and
 `is_tied_embedding` with `is_tied_head` where nothing but a configuration says so)? Which tensors
 are embeddings or heads in the wide sense, positions and classifiers included (`is_embedding` for
 `embedding_drop_rate`, the two expressions for an analysis)?
@@ -130,15 +130,6 @@ def is_tied_embedding(tensor: str) -> bool:
 def is_tied_head(tensor: str) -> bool:
     """Say whether a tensor can be the embedding of its model too."""
     return module_of_weight(tensor) in _TIED_HEADS
-
-
-def may_be_tied(tensor: str) -> bool:
-    """Say whether a tensor can be one with another that has a row for each token.
-
-    >>> may_be_tied("cls.predictions.decoder.bias"), may_be_tied("model.norm.weight")
-    (True, False)
-    """
-    return row_rank(tensor) is not None
 
 
 def row_rank(tensor: str) -> int | None:

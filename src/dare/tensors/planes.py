@@ -82,10 +82,9 @@ def unpack(blob: bytes | memoryview, base: Bytes | None, itemsize: int, into: By
     code = reader.byte()
     if code == RAW:
         into[:] = reader.take(into.size)
-    elif code == ALONE:
-        _join(reader.planes(numbers), None, numbers)
-    elif code == DIFFERENCE:
-        _join(reader.planes(numbers), _needed(base).view(numbers.dtype), numbers)
+    elif code in (ALONE, DIFFERENCE):
+        planes = [reader.plane(numbers.size) for _ in range(itemsize)]
+        _join(planes, _needed(base).view(numbers.dtype) if code == DIFFERENCE else None, numbers)
     else:
         raise InputError(f"a coded chunk is damaged: {code} is not a known code")
     reader.finish()
@@ -197,10 +196,6 @@ class _Reader:
 
     def length(self) -> int:
         return int.from_bytes(self.take(LENGTH.size), "little")
-
-    def planes(self, numbers: Numbers) -> list[Bytes]:
-        """Read a plane for each byte of these numbers, with a byte for every number."""
-        return [self.plane(numbers.size) for _ in range(numbers.itemsize)]
 
     def plane(self, size: int) -> Bytes:
         how = self.byte()
