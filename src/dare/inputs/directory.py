@@ -366,10 +366,8 @@ def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Pa
         if type(value) is not int or value not in ids:
             return value
         if ids[value] is None:
-            raise RecipeError(
-                f"{where}: {key} = {value} is a token that the output's vocabulary lacks; "
-                'set vocabulary = "union", or copy_from to another model'
-            )
+            how = 'set vocabulary = "union", or copy_from to another model'
+            raise RecipeError(f"{where}: {key} = {value} is a token that the output lacks; {how}")
         return ids[value]
 
     for table in tables_of(document):

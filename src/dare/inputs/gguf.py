@@ -158,9 +158,8 @@ class GgufSource(InputFiles):
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
                 raise HeaderError(
-                    f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but "
-                    f"its header says split.no = {place} and split.count = {count}; keep the "
-                    "parts together under their original names, NAME-00001-of-00002.gguf"
+                    f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but it says"
+                    f" split.no = {place} and split.count = {count}; keep the parts' original names"
                 )
             self.metadata = self.metadata or metadata
             tensors += stored

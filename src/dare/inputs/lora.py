@@ -331,10 +331,8 @@ def read_config(path: Path) -> Adapter:
             raise InputError(f"{file}: {setting} is set: {reason}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise InputError(
-            f"{file}: init_lora_weights is {start!r}, which changes the weights of the base too; "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
-        )
+        how = "save it with PEFT's path_initial_model_for_weight_conversion"
+        raise InputError(f"{file}: init_lora_weights is {start!r}, which changes the base; {how}")
     name = config.get("base_model_name_or_path")
     alphas = config.get("alpha_pattern") or {}
     try:

@@ -625,18 +625,15 @@ class HeldSource(SourceView):
     """A source as it is, but for its elements, which are held in memory; its files stay closed."""
 
     def __init__(self, inner: Source, held: Held) -> None:
-        super().__init__(inner, inner.tensors, opened=())
+        super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
         self.cost = Cost()
 
     def held(self, name: str) -> HeldTensor | None:
         return self._held[name]
 
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
+    def compute(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._held[name].elements[start : start + into.size]
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        """Do nothing: it is there already."""
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:

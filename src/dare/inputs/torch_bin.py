@@ -130,10 +130,9 @@ class TorchSource(InputFiles):
 def open_form(opening: Opening) -> Source:
     """Open a pickle, if the user allows it."""
     if not opening.allow_pickle:
-        raise InputError(
-            f"{opening.path}: stores its weights as a pickle, which can contain programs; save it "
-            "as safetensors, or set allow_pickle = true (--allow-pickle)"
-        )
+        why = "stores its weights as a pickle, which can contain programs"
+        how = "save it as safetensors, or set allow_pickle = true (--allow-pickle)"
+        raise InputError(f"{opening.path}: {why}; {how}")
     return read_quantised(TorchSource(opening.path), opening.config)
 
 

@@ -99,7 +99,8 @@ class Address(_LocalPath):
 
     def __reduce__(self) -> Any:
         """Pickle the path with its access, so that another process has it too."""
-        return _restored, (type(self), str(self), *_access_above(self))
+        place, access = access_to(self)
+        return _restored, (type(self), str(self), str(place), access)
 
     @property
     def scheme(self) -> str:
@@ -146,19 +147,14 @@ def grant_access(path: Address, access: Access) -> None:
 
 def access_to(path: Address) -> tuple[Address, Access]:
     """Return the place at or above a path whose access holds for it, and that access."""
-    place, access = _access_above(path)
-    return type(path)(place or str(path)), access or Access()
-
-
-def _access_above(path: Address) -> tuple[str, Access | None]:
     for place in (path, *path.parents):
         if (found := _ACCESS.get(str(place))) is not None:
-            return str(place), found
-    return "", None
+            return place, found
+    return path, Access()
 
 
-def _restored(kind: type[Address], text: str, place: str, access: Access | None) -> Address:
-    if access is not None:
+def _restored(kind: type[Address], text: str, place: str, access: Access) -> Address:
+    if access != Access():
         _ACCESS[place] = access
     return kind(text)
 

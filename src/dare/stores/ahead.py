@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
@@ -48,6 +47,10 @@ class _Run:
     place: int  # the last position that was wanted
     end: int  # the end of what was requested
     step: int  # the bytes that are requested ahead
+
+    def includes(self, begin: int, near: int) -> bool:
+        """Tell whether a position is in the run, as far as it has come, or follows it."""
+        return max(self.begin, self.place - near) <= begin <= self.end + near
 
 
 class Ahead:
@@ -170,18 +173,10 @@ class StoreFile:
 
     def read_at(self, into: memoryview, position: int) -> int:
         """Fill a buffer; return how many bytes there were before the end of the file."""
-        end = min(position + len(into), self.size)
-        place = position
-        for stop, data in self._parts(position, end):
-            into[place - position : stop - position] = data
-            place = stop
-        return max(0, end - position)
-
-    def _parts(self, place: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the bytes between two positions, piece by piece, each with its end."""
+        place, end = position, min(position + len(into), self.size)
         if place < end <= len(self._first):
-            yield end, self._first[place:end]
-            return
+            into[: end - place] = self._first[place:end]
+            return end - place
         while place < end:
             size = end - place
             with self._lock:
@@ -197,8 +192,9 @@ class StoreFile:
                 data = found
             else:
                 continue
-            yield stop, data
+            into[place - position : stop - position] = data
             place = stop
+        return max(0, end - position)
 
     def _received(self, piece: _Piece, begin: int, end: int) -> memoryview | None:
         """Return some bytes of a piece; None if it did not come, so that it is requested again."""

@@ -112,19 +112,19 @@ def _unfold(folded: Numbers) -> None:
     folded ^= signs
 
 
-def _split(numbers: Numbers, base: Numbers | None) -> NDArray[np.uint8]:
-    """Return the planes of numbers, or of their differences from a base: [itemsize, elements]."""
+def _pack_planes(numbers: Numbers, base: Numbers | None) -> list[bytes]:
+    """Pack the planes of numbers, or of their differences from a base."""
     planes = np.empty((numbers.itemsize, numbers.size), np.uint8)
     for start in range(0, numbers.size, BLOCK):
         part = slice(start, start + BLOCK)
         block = numbers[part] if base is None else _fold(numbers[part] - base[part])
         for k, plane in enumerate(planes):
             plane[part] = block.view(np.uint8)[k :: numbers.itemsize]
-    return planes
+    return [_pack_plane(plane) for plane in planes]
 
 
 def _join(planes: list[Bytes], base: Numbers | None, into: Numbers) -> None:
-    """Undo `_split`."""
+    """Put numbers together from their planes, which may be of differences from a base."""
     for start in range(0, into.size, BLOCK):
         part = slice(start, start + BLOCK)
         block = into[part]
@@ -135,26 +135,16 @@ def _join(planes: list[Bytes], base: Numbers | None, into: Numbers) -> None:
             block += base[part]
 
 
-def _pack_planes(numbers: Numbers, base: Numbers | None) -> list[bytes]:
-    return [_pack_plane(plane) for plane in _split(numbers, base)]
-
-
 def _pack_plane(plane: Bytes) -> bytes:
     used = plane != 0
-    if not _are_scattered(used):
-        return _pack_stream(plane)
+    count = np.count_nonzero(used)
+    is_rare = 0 < 4 * count <= used.size
+    if not is_rare or 2 * np.count_nonzero(used[1:] & used[:-1]) >= count:
+        return _pack_stream(plane)  # zstd packs whole rows better
     places = np.flatnonzero(used)
     gaps = _pack_gaps(places)
     head = bytes([SCATTERED]) + LENGTH.pack(gaps.size)
     return head + _pack_stream(gaps) + _pack_stream(plane[places])
-
-
-def _are_scattered(used: NDArray[np.bool_]) -> bool:
-    """Return whether there are some, few, and most of them apart: zstd packs whole rows better."""
-    count = np.count_nonzero(used)
-    if not 0 < 4 * count <= used.size:
-        return False
-    return bool(2 * np.count_nonzero(used[1:] & used[:-1]) < count)
 
 
 def _pack_gaps(places: NDArray[np.intp]) -> Bytes:
