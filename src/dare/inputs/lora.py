@@ -331,8 +331,9 @@ def read_config(path: Path) -> Adapter:
             raise InputError(f"{file}: {setting} is set: {reason}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
         how = "save it with PEFT's path_initial_model_for_weight_conversion"
-        raise InputError(f"{file}: init_lora_weights is {start!r}, which changes the base; {how}")
+        raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
     alphas = config.get("alpha_pattern") or {}
     try:
