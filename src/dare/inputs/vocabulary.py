@@ -430,7 +430,7 @@ class RowOrigins:
         for token, number in self.new.items():
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
-                what = f"no model has a row here for the token {token!r}"
+                what = f"none of the models with the token {token!r} has a row here"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index] for index in having]
             if min(weights) <= 0:
