@@ -438,6 +438,8 @@ def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
         try:
             dequantize(np.zeros((1, tensor.block_bytes), np.uint8), tensor.kind)
         except NotImplementedError:
-            what = f"gguf cannot dequantise {tensor.name}, of type {tensor.kind.name}"
-            raise InputError(f"{path}: {what}; make the file again as Q8_0 or BF16") from None
+            raise InputError(
+                f"{path}: {tensor.name} is of type {tensor.kind.name}, which the gguf package "
+                "cannot dequantise; make the GGUF again with another type, such as Q8_0 or BF16"
+            ) from None
     return dequantize

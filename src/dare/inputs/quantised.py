@@ -262,8 +262,8 @@ def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
     if len(weight.shape) == 2 and scale.shape == (-(-rows // BLOCK), -(-width // BLOCK)):
         return Scale(scale, scale.shape[1], BLOCK, BLOCK)
     raise InputError(
-        f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one, "
-        f"one for each row, or for each block of {BLOCK}×{BLOCK}. Dequantise the model first"
+        f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
+        f"scale, one for each row, or for each block of {BLOCK}×{BLOCK}. Dequantise the model first"
     )
 
 
