@@ -13,9 +13,9 @@ import xxhash
 import dare
 from dare.deltas.compressing import compress
 from dare.deltas.restoring import open_delta
-from dare.inputs.delta_files import INDEX, KEY, UNKNOWN, DeltaSource
+from dare.inputs.delta_files import INDEX, KEY, DeltaSource
 from dare.inputs.sources import open_source
-from dare.tensors.chunks import bytes_digest
+from dare.tensors.chunks import UNKNOWN, bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import METADATA, build_header
 from helpers import read_elements, save

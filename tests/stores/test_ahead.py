@@ -98,11 +98,11 @@ def test_no_more_is_held_than_allowed(large):
     for begin in range(0, 12 * MIB, MIB):
         for file in (first, second):
             file.prefetch(begin, MIB)
-            assert room._held <= 3 * MIB
+            assert room.held_bytes <= 3 * MIB
     for file in (first, second):
         assert read(file, 0, 12 * MIB) == CONTENT[: 12 * MIB]
         file.close()
-    assert room._held == 0
+    assert room.held_bytes == 0
 
 
 def test_pieces_that_nobody_reads_make_room_after_a_while(large, monkeypatch):

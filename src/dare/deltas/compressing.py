@@ -33,7 +33,6 @@ from dare.inputs.delta_files import (
     INDEX,
     KEY,
     MAX_FILE_BYTES,
-    UNKNOWN,
     VERSION,
     DeltaNotes,
     DeltaSource,
@@ -74,7 +73,7 @@ from dare.run.engine import Receipt, Run, Work, run, warn
 from dare.run.worker import MakeCoder
 from dare.stages import Stage, find_stage
 from dare.stores.locations import to_path
-from dare.tensors.chunks import bytes_digest, chunk_span, model_digest, tensor_digest
+from dare.tensors.chunks import UNKNOWN, bytes_digest, chunk_span, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_beginning, read_limited
 from dare.tensors.header import MAX_METADATA, Described, TensorInfo

@@ -41,7 +41,7 @@ from dare.inputs.sources import (
 )
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
-from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, bytes_digest, chunk_count, chunk_span
+from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, UNKNOWN, bytes_digest, chunk_count, chunk_span
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo, admit, stored_elements
@@ -52,7 +52,6 @@ KEY = "dare.delta"  # the key of the notes in a header, by which a delta file is
 VERSION: Literal[1] = 1
 INDEX = "index"
 AS_IN_BASE = -1  # a count that says: the chunk is the base's
-UNKNOWN = "0" * DIGEST_LENGTH
 MAX_FILE_BYTES = 256_000_000
 MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all together: a small file must not fill a disk
 MAX_REASON_CHARACTERS = 300
@@ -93,8 +92,8 @@ class StoredTensor(_Notes):
 class StoredFile(_Notes):
     """A file of the model with more in it than tensors."""
 
+    # Stored as far as its tensors begin, or all of it; or not, because the base has the same.
     kind: Literal["header", "whole", "base"]
-    """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
     size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
     coded: Digest | None = None
@@ -113,8 +112,8 @@ class DeltaNotes(_Notes):
     model: Digest
     sample: Digest  # a digest of a few elements of the base, by which a wrong one is known at once
     tensors: dict[str, StoredTensor]
+    # The files of the model's folder: configuration, tokenizer; lossless also its weights.
     files: dict[str, StoredFile] = {}
-    """The files of the model's folder: configuration, tokenizer; lossless also its weights."""
     index: Digest
     check: Digest  # the digest of the header while this is all zeros
 
@@ -130,12 +129,10 @@ class DeltaNotes(_Notes):
                 raise ValueError(f"{name}: unknown dtype {tensor.dtype!r}")
             if tensor.tied_to is not None:
                 first = self.tensors.get(tensor.tied_to)
-                if first is None or first.tied_to is not None:
-                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is missing")
-                if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
-                    raise ValueError(
-                        f"{name}: is tied to {tensor.tied_to!r}, of another shape or type"
-                    )
+                found = first and (first.tied_to, first.shape, first.dtype)
+                if found != (None, tensor.shape, tensor.dtype):
+                    which = f"{tensor.tied_to!r}, which is missing or of another shape or type"
+                    raise ValueError(f"{name}: is tied to {which}")
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
         for name, file in self.files.items():
@@ -181,9 +178,7 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         reason = f"{place}: {first['msg']}" if place else first["msg"]
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
-    raise InputError(
-        f"{where}: the notes of the delta file are damaged: {reason[:MAX_REASON_CHARACTERS]}"
-    )
+    raise InputError(f"{where}: its notes are damaged: {reason[:MAX_REASON_CHARACTERS]}")
 
 
 # ---------------------------------------------------------------- chunks
@@ -212,8 +207,8 @@ class DeltaFile:
         self.notes = read_notes(header.metadata[KEY], str(self.path))
         self._local = threading.local()
         self._check_header()
+        # The pieces of the chunks of each tensor; none for names that stand for others.
         self.pieces = dict(self._read_index())
-        """The pieces of the chunks of each tensor; none for names that stand for others."""
 
     def _check_header(self) -> None:
         raw = np.empty(self.stored.headers[self.path].data_start, np.uint8)
@@ -330,9 +325,7 @@ class DeltaFile:
                 except InputError as error:
                     raise InputError(f"{self.path}: lacks {name}: {error}; give its base") from None
                 if bytes_digest(content) != file.digest:
-                    raise InputError(
-                        f"{base / name}: changed since {self.path} was made; give its base"
-                    )
+                    raise InputError(f"{base / name}: changed since {self.path}; give its base")
                 place.write_bytes(content)
 
     def lanes(self, name: str, chunk: int, parts: Sequence[Raw]) -> Bytes:
@@ -391,17 +384,15 @@ class DeltaSource(SourceView):
         self._is_lossless = self.notes.scheme == "lossless"
         self._local = threading.local()
         self._check_base()
-        tensors = {name: self._presented(name) for name in self.notes.tensors}
+        tensors = {}
+        for name, tensor in self.notes.tensors.items():
+            info = TensorInfo(name, tensor.kind, tensor.shape, 0)
+            admit(info, (), str(file.path))
+            tensors[name] = replace(info, dtype=F32) if self._is_change(name) else info
         super().__init__(file.stored, tensors, opened=(base, file.stored))
         self.cost = self.cost.with_reading(CHUNK * (1 + 5 * 4))
         if self.notes.seed is not None and rescales:
             self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
-
-    def _presented(self, name: str) -> TensorInfo:
-        tensor = self.notes.tensors[name]
-        info = TensorInfo(name, tensor.kind, tensor.shape, 0)
-        admit(info, (), str(self.file.path))
-        return replace(info, dtype=F32) if self._is_change(name) else info
 
     def _check_base(self) -> None:
         """Refuse another base than the one that the change is to."""

@@ -80,8 +80,8 @@ class Changes:
 
     dtype: StorageType | None = None
     vocab_size: tuple[int, int] | None = None  # rows of the embedding, before and after
+    # The output's id of each token id of the directory's model, where its tokenizer is another.
     token_ids: Mapping[int, int | None] | None = None
-    """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
     stop_tokens: StopTokens | None = None  # if files of several directories come together
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
@@ -98,8 +98,7 @@ def main_type(tensors: Iterable[Described]) -> StorageType | None:
     for _, kind, shape in tensors:
         if kind.is_weight:
             elements[kind] += math.prod(shape)
-    by_name = sorted(elements, key=lambda kind: kind.name)
-    return max(by_name, key=lambda kind: elements[kind], default=None)
+    return min(elements, key=lambda kind: (-elements[kind], kind.name), default=None)
 
 
 # ---------------------------------------------------------------- collecting
@@ -367,10 +366,8 @@ def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Pa
         if type(value) is not int or value not in ids:
             return value
         if ids[value] is None:
-            raise RecipeError(
-                f"{where}: {key} = {value} is a token that the output's vocabulary lacks; "
-                'set vocabulary = "union", or copy_from to another model'
-            )
+            how = 'set vocabulary = "union", or copy_from to another model'
+            raise RecipeError(f"{where}: {key} = {value} is a token that the output lacks; {how}")
         return ids[value]
 
     for table in tables_of(document):
@@ -484,18 +481,13 @@ def choose_chat_template(
         return template, ()
     if "{" in setting:
         return setting, ()
-    path = to_path(setting)
-    try:
-        is_small = path.stat().st_size <= MAX_JSON_BYTES
-    except (OSError, ValueError):
-        known = ["auto", *models]
-        raise RecipeError(
-            f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
-            f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"
-        ) from None
-    if not is_small:
-        raise RecipeError(f"chat_template = {setting!r}: larger than {MAX_JSON_BYTES} bytes")
-    return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    if is_there(path := to_path(setting)):
+        return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    known = ["auto", *models]
+    raise RecipeError(
+        f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
+        f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"
+    )
 
 
 def _agreed_template(

@@ -158,9 +158,8 @@ class GgufSource(InputFiles):
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
                 raise HeaderError(
-                    f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but "
-                    f"its header says split.no = {place} and split.count = {count}; keep the "
-                    "parts together under their original names, NAME-00001-of-00002.gguf"
+                    f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but it says"
+                    f" split.no = {place} and split.count = {count}; keep the parts' original names"
                 )
             self.metadata = self.metadata or metadata
             tensors += stored
@@ -169,7 +168,7 @@ class GgufSource(InputFiles):
     def _name(self, tensors: Iterable[Stored]) -> None:
         """Take tensors in under their Hugging Face names, as far as those are known."""
         family = FAMILIES.get(self.architecture)
-        left_out, unknown, remarks = [], [], []
+        left_out, unknown = [], []
         for tensor in tensors:
             name = hugging_face_name(tensor.name, family) if family else None
             if family and tensor.name in NOT_WEIGHTS:
@@ -180,15 +179,14 @@ class GgufSource(InputFiles):
                 unknown.append(tensor.name)
                 self._add(tensor.name, tensor)
         if family is None:
-            known = ", ".join(FAMILIES)
-            remarks.append(
-                notice("unknown_architecture", architecture=self.architecture, known=known)
+            known, architecture = ", ".join(FAMILIES), self.architecture
+            self.remarks += (
+                notice("unknown_architecture", architecture=architecture, known=known),
             )
         elif unknown:
-            remarks.append(notice("unknown_names", names=some_of(unknown)))
+            self.remarks += (notice("unknown_names", names=some_of(unknown)),)
         if left_out:
-            remarks.append(notice("not_weights", names=some_of(left_out)))
-        self.remarks = tuple(remarks)
+            self.remarks += (notice("not_weights", names=some_of(left_out)),)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
@@ -337,16 +335,8 @@ class _Cursor:
         except UnicodeDecodeError:
             raise HeaderError(f"{self.file}: {what} is not valid UTF-8") from None
 
-    def metadata(self, count: int) -> dict[str, Any]:
-        """Read all keys and values."""
-        metadata: dict[str, Any] = {}
-        for number in range(count):
-            key = self.text(f"key {number} of the metadata")
-            self.require(key not in metadata, f"{key!r} occurs twice in the metadata")
-            metadata[key] = self._value(key)
-        return metadata
-
-    def _value(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
+        """Read a value of the metadata."""
         kind = self.number("I")
         if kind == _TEXT:
             return self.text(key)
@@ -405,12 +395,14 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
     cursor.require(version == 0 or version & 0xFFFF != 0, text)
     cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
     tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
-    for count, most, what in (
-        (tensor_count, MAX_TENSORS, "tensors"),
-        (pair_count, MAX_PAIRS, "keys"),
-    ):
+    limits = {"tensors": (tensor_count, MAX_TENSORS), "keys": (pair_count, MAX_PAIRS)}
+    for what, (count, most) in limits.items():
         cursor.require(count <= most, f"claims {count} {what}; the limit is {most}")
-    metadata = cursor.metadata(pair_count)
+    metadata: dict[str, Any] = {}
+    for number in range(pair_count):
+        key = cursor.text(f"key {number} of the metadata")
+        cursor.require(key not in metadata, f"{key!r} occurs twice in the metadata")
+        metadata[key] = cursor.value(key)
     tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
         name = cursor.text(f"the name of tensor {number}")

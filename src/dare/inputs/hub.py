@@ -114,12 +114,10 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     if not is_address and name.revision is None and Path(folder).is_dir():
         raise InputError(f"{name}: is not in {folder}; for the model on the hub, write {name}@main")
     try:
-        import huggingface_hub  # noqa: F401
+        from huggingface_hub import constants
     except ImportError:
         text = f"{name}: no such file or directory; to fetch it from the hub, {INSTALL}"
         raise InputError(text) from None
-    from huggingface_hub import constants
-
     try:
         with _guarded():
             if (fetches and not is_address) or not (is_address or can_read()):
@@ -165,7 +163,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
 def _fetch(name: Name, *, verbose: bool) -> Resolved:
     """Fetch what is not here yet: the small files, then the weights that they name."""
     small_files = [*LICENCE_FILES, *_within(name, SMALL_FILES)]
-    snapshot = _download(name, name.revision, small_files, but=_within(name, DEEPER))
+    snapshot = _download(name, name.revision, small_files, ignore_patterns=_within(name, DEEPER))
     commit = snapshot.name
     folder = snapshot / name.folder
     weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
@@ -203,11 +201,9 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
     if weights:
         found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
         raise InputError(f"{found}; name one: {example}")
-    raise InputError(
-        "has no safetensors file in its top folder"
-        + (f", but {', '.join(others[:3])}" if others else "")
-        + f"; name a folder or a file inside it, as in {example}"
-    )
+    found = f", but {', '.join(others[:3])}" if others else ""
+    how = f"name a folder or a file inside it, as in {example}"
+    raise InputError(f"has no safetensors file in its top folder{found}; {how}")
 
 
 def _listed(name: Name, commit: str, folder: Path) -> list[str]:
@@ -217,7 +213,7 @@ def _listed(name: Name, commit: str, folder: Path) -> list[str]:
 
     weights, deeper = _within(name, ["*.safetensors"]), _within(name, ["*/*"])
     try:  # it raises if it knows of a file that is missing
-        _download(name, commit, weights, but=deeper, local_files_only=True)
+        _download(name, commit, weights, ignore_patterns=deeper, local_files_only=True)
         if here := sorted(path.name for path in folder.glob("*.safetensors")):
             return here
     except LocalEntryNotFoundError:
@@ -228,13 +224,7 @@ def _listed(name: Name, commit: str, folder: Path) -> list[str]:
 
 
 def _download(
-    name: Name,
-    revision: str | None,
-    patterns: list[str],
-    *,
-    but: list[str] | None = None,
-    bars: bool = False,
-    local_files_only: bool = False,
+    name: Name, revision: str | None, patterns: list[str], *, bars: bool = False, **options: Any
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
@@ -252,9 +242,8 @@ def _download(
         name.repo,
         revision=revision,
         allow_patterns=patterns,
-        ignore_patterns=but,
         tqdm_class=None if bars else Silent,
-        local_files_only=local_files_only,
+        **options,
     )
     _check_downloads(Path(snapshot).rglob("*"), known)
     return Path(snapshot)
@@ -351,10 +340,8 @@ def _explained(name: Name, error: BaseException) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # why it looked into the cache at all
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
-        return (
-            "no such file or directory, and the hub's cache does not have all of it. Offline mode "
-            "is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE); turn it off, or give a path"
-        )
+        how = "turn offline mode off (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE), or give a path"
+        return f"no such file or directory, and the hub's cache does not have all of it; {how}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
         return f"cannot be stored in the cache{where}: {error.strerror}; set HF_HOME"
@@ -371,10 +358,8 @@ def _explained(name: Name, error: BaseException) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no such revision ({status}); give a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        return (
-            f"no such file or directory, and the hub has no model {name.repo} "
-            f"({status}); check the spelling or, if the model is private, {log_in}"
-        )
+        what = f"no such file or directory, and the hub has no model {name.repo} ({status})"
+        return f"{what}; check the spelling or, if the model is private, {log_in}"
     if status in (401, 403):
         return f"the hub denies access ({status}); {log_in}, with a token that allows it"
     if status == 429:

@@ -9,7 +9,7 @@ an adapter that PEFT trained is brought to the names of the base's files.
 
 from __future__ import annotations
 
-import contextlib
+import json
 import sys
 import tomllib
 import warnings
@@ -26,10 +26,8 @@ from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.sources import RenamedSource, Source, read_config
-from dare.stores.locations import is_stored
-from dare.tensors.files import read_limited
-from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo
+from dare.inputs.sources import CONFIG, RenamedSource, Source, read_config
+from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
@@ -118,9 +116,7 @@ def under_stored_names(
         raise
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
-        raise InputError(
-            f"{path}: stores {parts[0]}, one of the adapter's, in several; {MERGE_FIRST}"
-        )
+        raise InputError(f"{path}: stores the adapter's {parts[0]} in several; {MERGE_FIRST}")
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
     is_other = set(names) != set(adapter.tensors) and len(names) == len(adapter.tensors)
@@ -176,7 +172,7 @@ def _by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> P
 def _by_transformers(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
 ) -> tuple[Places, tuple[Notice, ...]]:
-    where = folder / "config.json"
+    where = folder / CONFIG
     try:
         import transformers
         from transformers import conversion_mapping, core_model_loading
@@ -211,9 +207,8 @@ def _by_transformers(
     for name, place in places.items():
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):  # a loader takes either
-            raise InputError(
-                f"{folder}: {other} and {name} are one tensor; save it with transformers"
-            )
+            both = f"{other} and {name} are one tensor"
+            raise InputError(f"{folder}: {both}; save it with transformers")
     moved = sum(name != place.name for name, place in places.items())
     note = notice("other_names", count=moved, by=transformers.__version__)
     return places, (note,) if moved else ()
@@ -241,24 +236,14 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
             warnings.simplefilter("ignore")
             settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
-            with _on_disk(where) as folder:
+            with TemporaryDirectory() as folder:  # the model's may be in a store
+                Path(folder, CONFIG).write_text(json.dumps(config))
                 found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
             return build(found)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         text = f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
         raise InputError(text) from error
-
-
-@contextlib.contextmanager
-def _on_disk(config: Path) -> Iterator[Path]:
-    """Provide a folder of this machine that has a model's config.json."""
-    if not is_stored(config):
-        yield config.parent
-        return
-    with TemporaryDirectory() as folder:
-        Path(folder, config.name).write_bytes(read_limited(config, MAX_CONFIG_BYTES))
-        yield Path(folder)
 
 
 def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
@@ -279,7 +264,7 @@ def load_live(folder: Path) -> Any:
     except ImportError:
         raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
-    build = _class_of(folder / "config.json", read_config(folder), remedy)
+    build = _class_of(folder / CONFIG, read_config(folder), remedy)
     try:
         model = build.from_pretrained(folder, dtype="float32", **KNOWN_ONLY)
     except Exception as error:  # whatever a configuration can do to a model's code

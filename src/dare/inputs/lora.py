@@ -155,8 +155,8 @@ class LoraSource(SourceView):
         self._is_conv1d = is_conv1d
         self._stored = stored
         self._whole: dict[str, str] = {}
+        # The change of each tensor: a sum, where the base has one tensor under several names.
         self._products: dict[str, tuple[Product, ...]] = {}
-        """The change of each tensor: a sum, where the base has one tensor under several names."""
         super().__init__(stored, {}, self._whole, computed=self._products)
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
@@ -331,10 +331,9 @@ def read_config(path: Path) -> Adapter:
             raise InputError(f"{file}: {setting} is set: {reason}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise InputError(
-            f"{file}: init_lora_weights is {start!r}, which changes the weights of the base too; "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
-        )
+        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
+        how = "save it with PEFT's path_initial_model_for_weight_conversion"
+        raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
     alphas = config.get("alpha_pattern") or {}
     try:

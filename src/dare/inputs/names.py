@@ -26,8 +26,8 @@ from dare.inputs.sources import RenamedSource, Source, hold_same
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
-    may_be_tied,
     module_of_weight,
+    row_rank,
     tying_rank,
 )
 
@@ -153,13 +153,13 @@ def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
     candidates = [
         name
         for name, info in base.tensors.items()
-        if info.elements and info.dtype.is_weight and (may_be_tied(name) or name in shared)
+        if info.elements and info.dtype.is_weight and (row_rank(name) is not None or name in shared)
     ]
     groups: Groups = {}
     for name in sorted(candidates, key=lambda name: (tying_rank(name), name)):
         for first in groups:
             one, other = base.tensors[name], base.tensors[first]
-            by_name = may_be_tied(name) and may_be_tied(first)
+            by_name = None not in (row_rank(name), row_rank(first))
             fits = (one.shape, one.dtype) == (other.shape, other.dtype)
             if fits and _is_one(inputs, first, name, notes, by_name=by_name):
                 groups[first].append(name)

@@ -47,6 +47,8 @@ def _may_be_quantised(opening: Opening) -> bool:
     )
 
 
+# The forms of models, each with the sign it is known by; the first that fits is taken. A form is a
+# module of this folder, imported only when a model has it, whose `open_form` opens one.
 FORMS: dict[str, Callable[[Opening], bool]] = {
     "lora": lambda opening: (opening.path / "adapter_config.json").is_file(),
     "gguf": lambda opening: opening.path.suffix == ".gguf" or begins_with(opening.path, b"GGUF"),
@@ -57,10 +59,6 @@ FORMS: dict[str, Callable[[Opening], bool]] = {
     "quantised": _may_be_quantised,
     "sources": lambda _: True,
 }
-"""The forms of models, each with the sign it is known by; the first that fits is taken.
-
-A form is a module of this folder, imported only when a model has it, whose `open_form` opens one.
-"""
 
 
 def form_of(opening: Opening) -> str:

@@ -263,8 +263,7 @@ def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
         return Scale(scale, scale.shape[1], BLOCK, BLOCK)
     raise InputError(
         f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
-        f"scale, one for each row, or one for each block of {BLOCK}×{BLOCK}. Dequantise the model "
-        "first"
+        f"scale, one for each row, or for each block of {BLOCK}×{BLOCK}. Dequantise the model first"
     )
 
 
@@ -360,9 +359,8 @@ def _describe_experts(name: str, source: Source) -> TensorInfo | None:
     fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES
     if not fits or scales.shape != blocks.shape[:3] or scales.dtype.name != "U8":
         raise InputError(
-            f"{where}: {blocks.name} is {blocks.form} and {scales.name} {scales.dtype.name} of "
-            f"{scales.form}; expected experts × outputs × groups × {GROUP_BYTES} with a U8 scale "
-            "for each group. Dequantise the model first"
+            f"{where}: {blocks.name} is {blocks.form}, {scales.name} {scales.described}; expected "
+            f"experts × outputs × groups × {GROUP_BYTES}, a U8 scale for each group. Dequantise it"
         )
     if name in source.tensors:
         raise InputError(f"{where}: has both {name} and {blocks.name}; remove one of them")

@@ -381,10 +381,10 @@ class Aligned:
     rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
     keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
+    # The output's id of each id of each model; none at all where nothing differs.
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    """The output's id of each id of each model; none at all where nothing differs."""
+    # The ids of tokens in the output with the base's tokenizer, in the base's and each model's.
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
-    """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[Notice, ...] = ()
 
@@ -625,18 +625,15 @@ class HeldSource(SourceView):
     """A source as it is, but for its elements, which are held in memory; its files stay closed."""
 
     def __init__(self, inner: Source, held: Held) -> None:
-        super().__init__(inner, inner.tensors, opened=())
+        super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
         self.cost = Cost()
 
     def held(self, name: str) -> HeldTensor | None:
         return self._held[name]
 
-    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
+    def compute(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._held[name].elements[start : start + into.size]
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        """Do nothing: it is there already."""
 
 
 def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:

@@ -17,7 +17,7 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,9 @@ class TorchSource(InputFiles):
 def open_form(opening: Opening) -> Source:
     """Open a pickle, if the user allows it."""
     if not opening.allow_pickle:
-        raise InputError(
-            f"{opening.path}: stores its weights as a pickle, which can contain programs; save it "
-            "as safetensors, or set allow_pickle = true (--allow-pickle)"
-        )
+        why = "stores its weights as a pickle, which can contain programs"
+        how = "save it as safetensors, or set allow_pickle = true (--allow-pickle)"
+        raise InputError(f"{opening.path}: {why}; {how}")
     return read_quantised(TorchSource(opening.path), opening.config)
 
 
@@ -172,28 +171,22 @@ def _count_values(pickled: bytes) -> int:
     stack: list[int | None] = []  # sizes; None is a mark
     memo: dict[Any, int] = {}
     largest = 0
-    for opcode, argument in _opcodes(pickled):
-        name = opcode.name
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo.get(argument, 1))
-        elif name == "MARK":
-            stack.append(None)
-        else:
-            taken = _take(stack, opcode)
-            results = len(opcode.stack_after)
-            stack += [1 + sum(taken)] * results if results else []
-            largest = max(largest, _top(stack))
-            if largest > MAX_VALUES:
-                return largest
-    return largest
-
-
-def _opcodes(pickled: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
     with suppress(ValueError, IndexError, struct.error, OverflowError):  # damaged: torch says so
         for opcode, argument, _ in pickletools.genops(pickled):
-            yield opcode, argument
+            name = opcode.name
+            if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
+            elif name in ("GET", "BINGET", "LONG_BINGET"):
+                stack.append(memo.get(argument, 1))
+            elif name == "MARK":
+                stack.append(None)
+            else:
+                value = 1 + sum(_take(stack, opcode))
+                stack += [value] * len(opcode.stack_after)
+                largest = max(largest, _top(stack))
+                if largest > MAX_VALUES:
+                    break
+    return largest
 
 
 def _top(stack: list[int | None]) -> int:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError
 from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json, read_text
-from dare.inputs.sources import Aligned, Floats, Raw, Source, SourceView, read_floats
+from dare.inputs.sources import Aligned, Raw, Source, SourceView, read_floats
 from dare.kernels import reference
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -320,10 +320,8 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
                 following += 1
     taken = sorted(base.tokens.ids.values())
     if following > len(taken) and taken != list(range(len(taken))):
-        raise MismatchError(
-            "base: the ids of its tokenizer have gaps or occur twice, so new tokens "
-            'cannot be appended; set vocabulary = "base" to leave them out'
-        )
+        why = "the ids of its tokenizer have gaps or occur twice, so none can be added"
+        raise MismatchError(f'base: {why}; set vocabulary = "base"')
     return new
 
 
@@ -432,10 +430,8 @@ class RowOrigins:
         for token, number in self.new.items():
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
-                raise MismatchError(
-                    f"{base.name}: none of the models with the token {token!r} has a row for "
-                    'it here; set vocabulary = "base" to leave new tokens out'
-                )
+                what = f"none of the models with the token {token!r} has a row here"
+                raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index] for index in having]
             if min(weights) <= 0:
                 weights = [1.0] * len(having)
@@ -454,7 +450,8 @@ def present(origins: RowOrigins) -> list[Source]:
     owners = {name: origins.owners(info) for name, info in stored.items()}
     bases = {
         name: RowTensor(
-            origins.base, info, info.dtype, base_rows, _Means(info, origins.models, owners[name])
+            *(origins.base, info, info.dtype, base_rows),
+            partial(_fill_means, info, origins.models, owners[name]),
         )
         for name, info in stored.items()
     }
@@ -482,7 +479,7 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     if model.delta_of(info.name).drop is not None:
         raise MismatchError(f"{info.name}: its rows cannot move; first run `dare apply`")
     if model.delta_of(info.name).is_change:
-        return RowTensor(model, info, info.dtype, rows, _fill_zeros)
+        return RowTensor(model, info, info.dtype, rows, lambda _, into: into.fill(0))
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
         return RowTensor(model, info, info.dtype, rows, base.read)
@@ -571,10 +568,6 @@ def _begins_run(rows: Rows) -> NDArray[np.bool_]:
     return np.concatenate([[True], ~(both_absent | both_follow)])[: rows.size]
 
 
-def _fill_zeros(_start: int, into: Raw) -> None:
-    into[:] = 0
-
-
 def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> None:
     """Read elements of a storage type and decode them, piece by piece."""
     raw = np.empty(min(PIECE, into.size), stored.carrier)
@@ -584,30 +577,19 @@ def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> Non
         reference.decode(raw[: part.size], part)
 
 
-class _Means:
-    """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
-
-    def __init__(self, base: TensorInfo, models: Sequence[Source], owners: Owners) -> None:
-        self.name, self.width = base.name, math.prod(base.shape[1:])
-        self.models, self.owners = models, owners
-
-    def __call__(self, start: int, into: Raw) -> None:
-        done = 0
-        while done < into.size:
-            row, column = divmod(start + done, self.width)
-            part = into[done : done + min(self.width - column, PIECE)]
-            if row in self.owners:
-                reference.encode(self._mean(row, column, part.size), part)
-            else:
-                part[:] = 0
-            done += part.size
-
-    def _mean(self, row: int, column: int, count: int) -> Floats:
-        """Return Σ share · row in float32, in the order of the models."""
-        terms = []
+def _fill_means(
+    base: TensorInfo, models: Sequence[Source], owners: Owners, start: int, into: Raw
+) -> None:
+    """Fill in rows of new tokens: Σ share · row of the models that have it; zeros if none has."""
+    width, done = math.prod(base.shape[1:]), 0
+    while done < into.size:
+        row, column = divmod(start + done, width)
+        part = into[done : done + min(width - column, PIECE)]
+        mean = np.zeros(part.size, np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
-            for index, there, share in self.owners[row]:
-                place = there * self.width + column
-                values = read_floats(self.models[index], self.name, place, count)
-                terms.append(values * np.float32(share))
-            return reduce(np.add, terms)
+            for place, (index, there, share) in enumerate(owners.get(row, ())):
+                values = read_floats(models[index], base.name, there * width + column, part.size)
+                values *= np.float32(share)
+                mean = mean + values if place else values  # not 0 + values, which loses a −0
+        reference.encode(mean, part)
+        done += part.size

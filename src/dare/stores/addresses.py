@@ -24,6 +24,7 @@ class Store:
 
 
 _WEB_SERVER = Store("give an address that contains its password or signature", is_web=True)
+# The kinds of stores, by the beginning of their addresses.
 STORES = {
     "s3": Store(
         "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
@@ -45,7 +46,6 @@ STORES = {
     "http": _WEB_SERVER,
     "https": _WEB_SERVER,
 }
-"""The kinds of stores, by the beginning of their addresses."""
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")
@@ -61,12 +61,12 @@ class Access:
     """The means to request objects at a place, or below it; some are secret."""
 
     password: str = field(default="", repr=False)  # `name:password` of the address
+    # The part after the `?`: the signature of a signed address, or a token.
     query: str = field(default="", repr=False)
-    """The part after the `?`: the signature of a signed address, or a token."""
     url: str = field(default="", repr=False)  # the address to use in place of the path's
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # All files below the place and their sizes, if those are known and cannot change.
     names: Mapping[str, int] | None = field(default=None, repr=False)
-    """All files below the place and their sizes, if those are known and cannot change."""
 
 
 _ACCESS: dict[str, Access] = {}  # access by the text of a path
@@ -99,7 +99,8 @@ class Address(_LocalPath):
 
     def __reduce__(self) -> Any:
         """Pickle the path with its access, so that another process has it too."""
-        return _restored, (type(self), str(self), *_access_above(self))
+        place, access = access_to(self)
+        return _restored, (type(self), str(self), str(place), access)
 
     @property
     def scheme(self) -> str:
@@ -146,19 +147,14 @@ def grant_access(path: Address, access: Access) -> None:
 
 def access_to(path: Address) -> tuple[Address, Access]:
     """Return the place at or above a path whose access holds for it, and that access."""
-    place, access = _access_above(path)
-    return type(path)(place or str(path)), access or Access()
-
-
-def _access_above(path: Address) -> tuple[str, Access | None]:
     for place in (path, *path.parents):
         if (found := _ACCESS.get(str(place))) is not None:
-            return str(place), found
-    return "", None
+            return place, found
+    return path, Access()
 
 
-def _restored(kind: type[Address], text: str, place: str, access: Access | None) -> Address:
-    if access is not None:
+def _restored(kind: type[Address], text: str, place: str, access: Access) -> Address:
+    if access != Access():
         _ACCESS[place] = access
     return kind(text)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
@@ -24,8 +23,8 @@ AHEAD_BYTES = 32 << 20  # the most that is read ahead of what is needed, of one 
 LONE_BYTES = 2 << 20  # the most that is asked for at once where nothing was read ahead
 MOST_RUNS = 16  # places of one file that are read on from at the same time
 STALE_SECONDS = 5.0  # time after which unused pieces make room for others
+# A read belongs to a run if it begins at most this many times its own size after it.
 NEAR_SIZES = 16
-"""A read belongs to a run if it begins at most this many times its own size after it."""
 
 
 @dataclass(eq=False)
@@ -60,33 +59,18 @@ class Ahead:
     def __init__(self, limit_bytes: int = AHEAD_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.lock = threading.Lock()
-        self._held = 0
-        self._files: list[StoreFile] = []
-
-    def join(self, file: StoreFile) -> None:
-        """Add a file that was opened."""
-        with self.lock:
-            self._files.append(file)
-
-    def leave(self, file: StoreFile) -> None:
-        """Remove a file that was closed."""
-        with self.lock:
-            self._files = [other for other in self._files if other is not file]
+        self.held_bytes = 0
+        self.files: list[StoreFile] = []  # those that are open
 
     def take(self, nbytes: int) -> bool:
         """Take room, some of it from stale pieces; the lock must be held."""
-        if self._held + nbytes > self.limit_bytes:
+        if self.held_bytes + nbytes > self.limit_bytes:
             before = time.monotonic() - STALE_SECONDS
-            for file in self._files:
+            for file in self.files:
                 file.drop_stale(before)
-        if self._held + nbytes > self.limit_bytes:
-            return False
-        self._held += nbytes
-        return True
-
-    def give(self, nbytes: int) -> None:
-        """Give room back; the lock must be held."""
-        self._held -= nbytes
+        has_room = self.held_bytes + nbytes <= self.limit_bytes
+        self.held_bytes += nbytes if has_room else 0
+        return has_room
 
 
 class StoreFile:
@@ -114,12 +98,13 @@ class StoreFile:
             self._first, stamp = memoryview(seen.data), seen.stamp
         self.stamp = stamp
         self.size: int = stamp[0]
-        self._ahead.join(self)
+        with self._lock:
+            self._ahead.files.append(self)
 
     def close(self) -> None:
         """Cancel what is under way."""
-        self._ahead.leave(self)
         with self._lock:
+            self._ahead.files = [file for file in self._ahead.files if file is not self]
             for piece in list(self._pieces):
                 self._drop(piece)
 
@@ -175,7 +160,7 @@ class StoreFile:
     def _drop(self, piece: _Piece) -> None:
         if piece in self._pieces:
             self._pieces.remove(piece)
-            self._ahead.give(piece.end - piece.begin)
+            self._ahead.held_bytes -= piece.end - piece.begin
             piece.answer.cancel()
 
     def drop_stale(self, before: float) -> None:
@@ -188,18 +173,10 @@ class StoreFile:
 
     def read_at(self, into: memoryview, position: int) -> int:
         """Fill a buffer; return how many bytes there were before the end of the file."""
-        end = min(position + len(into), self.size)
-        place = position
-        for stop, data in self._parts(position, end):
-            into[place - position : stop - position] = data
-            place = stop
-        return max(0, end - position)
-
-    def _parts(self, place: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the bytes between two positions, piece by piece, each with its end."""
+        place, end = position, min(position + len(into), self.size)
         if place < end <= len(self._first):
-            yield end, self._first[place:end]
-            return
+            into[: end - place] = self._first[place:end]
+            return end - place
         while place < end:
             size = end - place
             with self._lock:
@@ -215,8 +192,9 @@ class StoreFile:
                 data = found
             else:
                 continue
-            yield stop, data
+            into[place - position : stop - position] = data
             place = stop
+        return max(0, end - position)
 
     def _received(self, piece: _Piece, begin: int, end: int) -> memoryview | None:
         """Return some bytes of a piece; None if it did not come, so that it is requested again."""

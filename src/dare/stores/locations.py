@@ -83,9 +83,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     scheme, rest = found[1].lower(), text[found.end() :]
     if not STORES[scheme].is_web:
         if "@" in rest.partition("/")[0]:
-            raise ValueError(
-                "an address must not hold a password; set it in the environment or in a profile"
-            )
+            raise ValueError("an address must not hold a password; set it in the environment")
         return StorePath(f"{scheme}://{rest}")
     parts = urlsplit(f"{scheme}://{rest}")
     password, _, host = parts.netloc.rpartition("@")
@@ -112,10 +110,11 @@ def is_here(path: Path) -> bool:
 
 # ---------------------------------------------------------------- names on the hub
 
+# Endings of files of weights; `org/model.safetensors` is a path, not a name.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
-"""Endings of files of weights; `org/model.safetensors` is a path, not a name."""
 
 _PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
+_REVISION = re.compile(r"[^\s@:?*\[\\^~]+")
 _NO_PARTS = {"", ".", ".."}
 
 
@@ -166,7 +165,8 @@ def parse_name(text: str) -> Name | None:
         and not re.search(r"--|\.\.|\.git$", f"{org}/{name}")
         and not text.endswith(WEIGHT_SUFFIXES)
         and not (inside and _NO_PARTS & set(inside.split("/")))
-        and (_is_revision(revision) if at else not inside)
+        and (_REVISION.fullmatch(revision) if at else not inside)
+        and not (at and _NO_PARTS & set(revision.split("/")))
     )
     return Name(f"{org}/{name}", inside, revision or None) if is_name else None
 
@@ -183,13 +183,6 @@ def parse_address(text: str) -> Name:
     revision = unquote(revision)
     known = parse_name("/".join(filter(None, (org, name, inside))) + f"@{revision or 'main'}")
     if known is None:
-        raise InputError(
-            f"{text}: is not the address of a model on the hub; write hf://org/name, or "
-            "hf://org/name@revision/folder"
-        )
+        forms = "hf://org/name, or hf://org/name@revision/folder"
+        raise InputError(f"{text}: is not the address of a model on the hub; write {forms}")
     return Name(known.repo, known.inside, revision or None)
-
-
-def _is_revision(text: str) -> bool:
-    is_plain = re.fullmatch(r"[^\s@:?*\[\\^~]+", text) is not None
-    return is_plain and not _NO_PARTS & set(text.split("/"))

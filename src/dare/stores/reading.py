@@ -41,15 +41,16 @@ RETRY_SECONDS = 120.0  # time after which nothing is tried again
 MOST_REQUESTS = 64  # the most requests of this process at a time
 END_SECONDS = 2.0  # time that the end of the process waits for requests that are under way
 FIRST_BYTES = 1 << 17  # bytes of a file that the first request asks for: they hold most headers
+# Time that the list of a folder, or the content of a small file, is remembered.
 RECENT_SECONDS = 10.0
-"""Time that the list of a folder, or the content of a small file, is remembered."""
 MOST_REMEMBERED_BYTES = 1 << 20  # the largest file that is remembered
 
+# Ends of web addresses that are files, so that nothing is searched below them.
 FILE_SUFFIXES = {
     *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
     *(".txt", ".md", ".jinja", ".model", ".py"),
 }
-"""Ends of web addresses that are files, so that nothing is searched below them."""
+# Names that are tried below a web address, since a web server cannot list a folder.
 USUAL_NAMES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("model.safetensors.index.json", "model.safetensors"),
@@ -60,7 +61,6 @@ USUAL_NAMES = (
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-"""Names that are tried below a web address, since a web server cannot list a folder."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -68,8 +68,8 @@ _REGION = re.compile(r"(?:expecting '|<Region>)([a-z0-9-]{3,30})")
 _RETRIED = re.compile(r"after (\d+) retries")
 
 Result = TypeVar("Result")
+# The entries of a folder by name: the size of a file, None for a folder.
 Names = Mapping[str, int | None]
-"""The entries of a folder by name: the size of a file, None for a folder."""
 Stamp = tuple[Any, ...]
 
 
@@ -274,24 +274,18 @@ def _allows_http(path: Address) -> bool:
     )
 
 
-def aws_session() -> Any:
-    """Return a session of boto3, which finds profiles, roles and regions; None without boto3."""
-    try:
-        import boto3  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    return boto3.Session()
-
-
 def _s3_settings() -> dict[str, Any]:
-    """Return the settings that obstore does not find itself: a profile, a role, no account."""
+    """Return the settings that only boto3 finds, if it is there: a profile, a role, no account."""
     given = os.environ.keys()
     settings: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
         settings["endpoint"] = endpoint
     has_keys = "AWS_ACCESS_KEY_ID" in given and "AWS_PROFILE" not in given
-    if has_keys or "AWS_SKIP_SIGNATURE" in given or (session := aws_session()) is None:
+    if has_keys or "AWS_SKIP_SIGNATURE" in given or find_spec("boto3") is None:
         return settings
+    import boto3  # type: ignore[import-untyped]
+
+    session = boto3.Session()
     if session.region_name:
         settings["region"] = session.region_name
     if session.get_credentials() is None:
@@ -498,15 +492,14 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
 
 
 def _reason(text: str, answer: str) -> str:
-    for sign, reason in (
-        ("kind: Timeout", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
-        ("TimedOut", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
-        ("kind: Connect", "no connection"),
-        ("UnexpectedEof", "it stopped inside a file"),
-        ("kind: Interrupted", "it stopped inside a file"),
-        ("UnexpectedRange", "it sent another range than requested"),
-        ("Credential", "no credentials were found"),
-    ):
-        if sign in text and not answer:
-            return reason
-    return f"the server answered ({answer})" if answer else "no usable answer came"
+    if answer:
+        return f"the server answered ({answer})"
+    reasons = {
+        "kind: Timeout|TimedOut": f"it sent nothing for {PATIENCE_SECONDS:g} s",
+        "kind: Connect": "no connection",
+        "UnexpectedEof|kind: Interrupted": "it stopped inside a file",
+        "UnexpectedRange": "it sent another range than requested",
+        "Credential": "no credentials were found",
+        "": "no usable answer came",
+    }
+    return next(reason for signs, reason in reasons.items() if re.search(signs, text))

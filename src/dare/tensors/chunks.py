@@ -1,4 +1,6 @@
-"""The unit of everything: tensors are cut into chunks of 524,288 elements.
+"""Chunks of tensors, and digests made of theirs.
+
+Tensors are cut into chunks of 524,288 elements, the unit of everything.
 
 A chunk is what a thread works on, what a kernel is called on, what the journal records and what a
 digest is taken of. Sums over a tensor and ties between equal elements go chunk by chunk, so the
@@ -8,13 +10,10 @@ It is large because every call of a kernel has to take Python's lock back from t
 with 131,072 elements the same merge took 1.2 times as long on two threads. Nothing is lost by
 leaving the second-level cache, since the loops are bound by arithmetic.
 
-
-Digests of tensors that do not depend on how they are read or laid out.
-
-A tensor is cut into chunks (`chunks`), each chunk is hashed with XXH3-128, and the tensor's
-digest is the hash of its chunks' digests. The digest of a model is the hash of a line for each
-tensor, in order of name. So chunks can be hashed in any order, by any thread, while they pass by,
-and a model has the same digest in one file and in seven.
+Digests do not depend on how tensors are read or laid out. Each chunk is hashed with XXH3-128, and a
+tensor's digest is the hash of its chunks' digests. The digest of a model is the hash of a line for
+each tensor, in order of name. So chunks can be hashed in any order, by any thread, while they pass
+by, and a model has the same digest in one file and in seven.
 
 XXH3 finds accidents (a flipped bit, a truncated copy, the wrong file). It is no protection against
 someone who forges a collision on purpose.
@@ -54,8 +53,7 @@ def chunk_spans(elements: int) -> Iterator[tuple[int, int]]:
     return (chunk_span(chunk, elements) for chunk in range(chunk_count(elements)))
 
 
-# ----------------------------------------------------------------
-
+# ---------------------------------------------------------------- digests
 
 DIGEST_LENGTH = 32
 UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final

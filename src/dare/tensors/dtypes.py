@@ -16,8 +16,8 @@ from numpy.typing import DTypeLike
 
 from dare.errors import RecipeError, did_you_mean
 
+# Types that quantised weights are stored in. Positions and indices of other models are I64.
 CODE_TYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "F8_E4M3", "F8_E5M2")
-"""Types that quantised weights are stored in. Positions and indices of other models are I64."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class StorageType:
     carrier: np.dtype[np.generic]
     is_weight: bool = False
     mantissa_bits: int = 0  # bits of a weight's fraction, the leading one not counted
+    # Bit pattern of the smallest float32 magnitude that does not encode to a finite value.
     overflow_bits: int = 0x7F800000
-    """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
+    # Bits of an element that shares bytes; such tensors are handled byte by byte.
     packed_bits: int = 0
-    """Bits of an element that shares bytes; such tensors are handled byte by byte."""
     itemsize: int = field(init=False)  # bytes of an element, or 1 if elements share bytes
 
     def __post_init__(self) -> None:
@@ -60,6 +60,7 @@ def _copied(name: str, numpy_type: DTypeLike, packed_bits: int = 0) -> StorageTy
     return StorageType(name, values, carrier, packed_bits=packed_bits)
 
 
+# Weights take part in merging; all other types are copied from the base.
 STORAGE_TYPES: dict[str, StorageType] = {
     kind.name: kind
     for kind in (
@@ -81,11 +82,10 @@ STORAGE_TYPES: dict[str, StorageType] = {
         _copied("C64", "complex64"),
     )
 }
-"""Weights take part in merging; all other types are copied from the base."""
 
 WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
+# Types that a model can have as a whole; transformers cannot build one in float8.
 MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
-"""Types that a model can have as a whole; transformers cannot build one in float8."""
 BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values() if not kind.packed_bits}
 
 _SPELLINGS = {"double": "F64", "float": "F32", "fp32": "F32", "half": "F16", "fp16": "F16"}

@@ -69,8 +69,8 @@ MAX_ENTRY = 2048  # characters of a tensor's entry; 64 dimensions take 1500
 MAX_METADATA = 8_000_000  # characters of notes; some programs keep all of a training there
 _SPACE = re.compile(r"[ \t\n\r]+")
 _LENGTH_BYTES = 8
+# Our own headers end on a page, so that weights can be written past the page cache and mapped.
 _ALIGNMENT = 4096
-"""Our own headers end on a page, so that weights can be written past the page cache and mapped."""
 
 METADATA = "__metadata__"  # the key of a header's notes, so that no tensor can be called that
 
@@ -137,10 +137,9 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     if name in known:
         raise HeaderError(f"{where}: {name} is there twice; leave one of them out")
     if as_weight and not info.dtype.is_weight:
-        raise HeaderError(
-            f"{where}: {name} is {info.described}, and must be of a type that can be computed "
-            f"with: {', '.join(kind.name for kind in WEIGHT_TYPES)}"
-        )
+        must = "must be of a type that can be computed with"
+        kinds = ", ".join(kind.name for kind in WEIGHT_TYPES)
+        raise HeaderError(f"{where}: {name} is {info.described}, and {must}: {kinds}")
 
 
 @dataclass(frozen=True)
@@ -161,15 +160,11 @@ def read_header(file: InputFile, where: str) -> Header:
         raise HeaderError(f"{where}: {what}; the download is probably incomplete")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise HeaderError(
-            f"{where}: the header claims {length} bytes, more than the {MAX_HEADER_BYTES} that "
-            "safetensors allows; this is not a safetensors file"
-        )
+        what = f"the header claims {length} bytes, and the limit is {MAX_HEADER_BYTES}"
+        raise HeaderError(f"{where}: {what}; this is not a safetensors file")
     if _LENGTH_BYTES + length > file_size:
-        raise HeaderError(
-            f"{where}: the header claims {length} bytes and the file has only "
-            f"{file_size - _LENGTH_BYTES} after the length; the file is truncated"
-        )
+        what = f"the header claims {length} bytes, and the file has {file_size} in all"
+        raise HeaderError(f"{where}: {what}; the file is truncated")
     text = _read(file, length, _LENGTH_BYTES)
     return parse_header(text, file_size - _LENGTH_BYTES - length, where)
 
@@ -226,8 +221,8 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             decode(text, place)
             raise HeaderError(f"{where}: the header must be a JSON object")
         place = _after_space(text, place + 1)
-        is_first = True
-        while not (is_first and text[place : place + 1] == "}"):
+        mark = text[place : place + 1]
+        while mark != "}":
             if text[place : place + 1] != '"':
                 raise json.JSONDecodeError("expected a name in double quotes", text, place)
             name, place = decode(text, place)
@@ -242,10 +237,8 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
                 raise HeaderError(f"{where}: {name}: {what}") from None
             yield name, value
             place = _after_space(text, place + length)
-            if text[place : place + 1] == "}":
-                break
-            place = _after_space(text, _expect(",", text, place))
-            is_first = False
+            mark = text[place : place + 1]
+            place = place if mark == "}" else _expect(",", text, place)
         rest = _after_space(text, place + 1)
         if rest < len(text):
             raise json.JSONDecodeError("more after the end", text, rest)
@@ -277,18 +270,14 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
         raise HeaderError(f"{place}: shape {shorten(shape)} is not a list of whole numbers")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise HeaderError(
-            f"{place}: data_offsets {shorten(offsets)} is not a pair of whole numbers"
-        )
+        raise HeaderError(f"{place}: data_offsets {shorten(offsets)} are not two whole numbers")
     begin, end = offsets
     if math.prod(shape) * dtype.packed_bits % 8:
         raise HeaderError(f"{place}: {dtype.name} of shape {shape} does not fill whole bytes")
     expected = stored_elements(dtype, shape) * dtype.itemsize
     if end - begin != expected:
-        raise HeaderError(
-            f"{place}: {dtype.name} of shape {shape} takes {expected} bytes, "
-            f"and data_offsets {offsets} span {end - begin}"
-        )
+        what = f"{dtype.name} of shape {shape} takes {expected} bytes"
+        raise HeaderError(f"{place}: {what}, and data_offsets {offsets} span {end - begin}")
     return dtype, tuple(shape), begin
 
 
@@ -318,10 +307,8 @@ def _check_spans(
             raise HeaderError(f"{where}: {begin - position} bytes before {name} belong to nothing")
         position, previous = begin + info.nbytes, name
     if position > data_bytes:
-        raise HeaderError(
-            f"{where}: {previous} ends at byte {position} of the data, and there are only "
-            f"{data_bytes}; the file is truncated"
-        )
+        what = f"ends at byte {position} of the data, and there are only {data_bytes}"
+        raise HeaderError(f"{where}: {previous} {what}; the file is truncated")
     if position < data_bytes:
         raise HeaderError(f"{where}: {data_bytes - position} bytes at the end belong to nothing")
 

@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from dare.errors import RecipeError
 
 MASK_VERSION: Final = 1
+# Version of the keys of a chain's later random stages: mask v1 has one draw.
 LATER_DRAWS_VERSION = 1
-"""Version of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7
 CALLS_PER_GROUP = 8
 GROUP = 128  # elements whose lanes come from the same eight calls
 THRESHOLD_BITS = 40
+# Third counter word of the calls that break ties; it is 0 in the calls that fill lanes.
 TIE_BREAK = 1
-"""Third counter word of the calls that break ties; it is 0 in the calls that fill lanes."""
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -86,11 +86,9 @@ def keep_threshold(drop_rate: float) -> int:
 def check_drop_rate(drop_rate: float, name: str = "drop_rate") -> float:
     """Return the rate if it lies in [0, 1), else say why it cannot be used."""
     if drop_rate == 1:
-        raise RecipeError(
-            f"{name} = 1 would drop every change and leave nothing to rescale; "
-            "use a rate below 1 (0.9 is usual)"
-            + (", or leave the model out" if name == "drop_rate" else "")
-        )
+        what = f"{name} = 1 would drop every change and leave nothing to rescale"
+        other = ", or leave the model out" if name == "drop_rate" else ""
+        raise RecipeError(f"{what}; use a rate below 1 (0.9 is usual){other}")
     if not 0 <= drop_rate < 1:
         raise RecipeError(f"{name} = {drop_rate}: must be at least 0 and below 1")
     return drop_rate

@@ -1,7 +1,7 @@
 """Embeddings, heads and codes, known by the names of tensors: one list for every reader.
 
 Three questions are asked, and each has its own answer. Which modules have a row for each token
-(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`may_be_tied`, and
+(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`row_rank`, and
 `is_tied_embedding` with `is_tied_head` where nothing but a configuration says so)? Which tensors
 are embeddings or heads in the wide sense, positions and classifiers included (`is_embedding` for
 `embedding_drop_rate`, the two expressions for an analysis)?
@@ -16,35 +16,33 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
+# Last part of the names of the modules that have a row for each token, the surest first.
 INPUT_EMBEDDINGS = (
     *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "token_embd"),
     *("token_embedding", "shared", "embeddings", "embedding"),
 )
 HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
-"""Last part of the names of the modules that have a row for each token, the surest first."""
 
 _WITH_ROWS = (*INPUT_EMBEDDINGS, *HEADS)
+# The ones among those that are taken for one another where a configuration ties them.
 _TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
 _TIED_HEADS = ("lm_head",)
-"""The ones among those that are taken for one another where a configuration ties them."""
 
+# Names of embeddings and heads, whose deltas behave unlike those of other layers.
+# `embedding_drop_rate` is for them, so a change here is a change of output bytes.
 EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
     *("shared.weight", "*.shared.weight", "token_embd.weight", "position_embd.weight"),
     *("head.weight", "head.bias", "*.head.weight", "*.head.bias", "emb.weight", "*.emb.weight"),
     *("cls.predictions.decoder.*", "cls.predictions.bias"),
 )
-"""Names of embeddings and heads, whose deltas behave unlike those of other layers.
 
-`embedding_drop_rate` is for them, so a change here is a change of output bytes.
-"""
-
+# Modules of diffusion models that sound like embeddings and have no row for each of anything.
 PROJECTIONS = (
     *("time_embed", "time_embedding", "time_projection", "time_text_embed", "add_embedding"),
     *("label_emb", "timestep_embedder", "guidance_embedder", "context_embedder"),
     *("x_embedder", "y_embedder", "t_embedder"),
 )
-"""Modules of diffusion models that sound like embeddings and have no row for each of anything."""
 _PROJECTION = re.compile(
     rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
     r"|(?<=diffusion_model\.)pos_embed$|^pos_embed\.(?=proj\.)|^pos_embed\.pos_embed$"
@@ -52,14 +50,15 @@ _PROJECTION = re.compile(
 )
 
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
+# Expressions that are looked for in a name, heads first: `embed_out` is a head.
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
 ANY_HEAD = (
     r"lm_head|output_layer|^output\.|embed_out|pooler|qa_outputs|"
     r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)"
 )
-"""Expressions that are looked for in a name, heads first: `embed_out` is a head."""
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
 
+# Parts of names that only quantised models have, and the kind of those.
 QUANTISED = {
     **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
@@ -77,7 +76,6 @@ QUANTISED = {
     "Qidxs": "QuIP#",
     **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
 }
-"""Parts of names that only quantised models have, and the kind of those."""
 
 
 def quantised_kind(tensor: str) -> str | None:
@@ -132,15 +130,6 @@ def is_tied_embedding(tensor: str) -> bool:
 def is_tied_head(tensor: str) -> bool:
     """Say whether a tensor can be the embedding of its model too."""
     return module_of_weight(tensor) in _TIED_HEADS
-
-
-def may_be_tied(tensor: str) -> bool:
-    """Say whether a tensor can be one with another that has a row for each token.
-
-    >>> may_be_tied("cls.predictions.decoder.bias"), may_be_tied("model.norm.weight")
-    (True, False)
-    """
-    return row_rank(tensor) is not None
 
 
 def row_rank(tensor: str) -> int | None:
