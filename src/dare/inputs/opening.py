@@ -153,16 +153,19 @@ def open_inputs(
         for remark in source.remarks
     ]
     for place, (name, config) in enumerate(zip(names, configs[1:], strict=True)):
-        models[place], remarks = match_names(
-            base, models[place], name, base_config=configs[0], model_config=config
-        )
-        notes += remarks
+        if config or configs[0] or models[place].tensors.keys() != base.tensors.keys():
+            models[place], remarks = match_names(
+                base, models[place], name, base_config=configs[0], model_config=config
+            )
+            notes += remarks
         if models[place].is_partial:
             from dare.inputs.loaded import under_stored_names
 
             models[place] = under_stored_names(models[place], base, paths[0], configs[0])
-    base, (*models,), tied = tie(base, models, names, configs)
-    notes += tied
+    is_partial = any(model.is_partial for model in models)
+    if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
+        base, (*models,), tied = tie(base, models, names, configs)
+        notes += tied
     aligned = Aligned(base, tuple(models))
     if _may_differ_in_rows(recipe, aligned, folders):
         from dare.inputs.vocabulary import align

@@ -187,7 +187,7 @@ def make_report(
         *plan.warnings,
         *sample.notices,
         *noticed,
-        *find_copies(plan, contents),
+        *(find_copies(plan, contents) if records else ()),
     ]
     for code, count in (("overflow", overflowed), ("not_a_number", nans)):
         if count:
