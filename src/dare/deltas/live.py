@@ -4,9 +4,9 @@
     math.apply_(model)     # now it is the fine-tune
     math.remove_(model)    # now it is the base again, bit for bit
 
-A random or magnitude delta keeps the base's values of the touched elements in memory while it is
-applied: at a drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model
-was coded as a difference, which is read again and subtracted as whole numbers, exactly.
+A random delta keeps the base's values of the touched elements in memory while it is applied: at a
+drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model was coded as a
+difference, which is read again and subtracted as whole numbers, exactly.
 
 Digests tell whether a model is the base before anything is changed, and whether it is still what
 `apply_` made of it before anything is put back. So no change that others made is lost in silence.
@@ -252,16 +252,14 @@ class LiveDelta:
         else:
             saved = self._put_kept(place, parts, raw)
         place.write(raw)
-        places = parts[-1] if self.notes.scheme == "magnitude" else None
-        return Saved(saved, places, bytes_digest(raw.view(np.uint8).data))
+        return Saved(saved, bytes_digest(raw.view(np.uint8).data))
 
     def _put_kept(self, place: LiveChunk, parts: list[Raw], raw: Raw) -> Raw:
         """Do what a merge of this one model does; return the base's elements that were touched."""
         name = place.target.tensor
         tensor, kept = self.notes.tensors[name], self._file.pieces[name][place.chunk].kept
-        lanes = self._file.lanes(name, place.chunk, parts)
-        rate = 0.0 if self.notes.seed is None else tensor.drop_rate or 0.0
-        factor = np.float32(1.0 / (1.0 - rate))
+        lanes = self._file.lanes(name, place.chunk)
+        factor = np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
         if self.notes.bits == "native" and tensor.kind == place.target.kind:
@@ -277,8 +275,7 @@ class LiveDelta:
         """Write the base's elements of a chunk over the fine-tune's."""
         raw, name = place.read(), place.target.tensor
         if self.notes.scheme != "lossless":
-            parts = [] if saved.places is None else [saved.places]
-            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, place.chunk, parts), raw)
+            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, place.chunk), raw)
         elif saved.saved is not None:
             raw[:] = saved.saved
         else:
@@ -294,7 +291,6 @@ class Saved(NamedTuple):
     """A chunk that was written, and the data that undo it."""
 
     saved: Raw | None  # the base's elements that were touched; None if a difference is coded
-    places: Raw | None  # the coded places of the touched ones, if no mask says so
     digest: str  # the digest of the whole chunk after writing
 
 

@@ -22,7 +22,6 @@ LANES_MULTIPLE = 8192
 """Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
 ROW = LANES_MULTIPLE + 16
 """Distance between rows of sums: not a power of two, or they would share cache sets."""
-PLACES_AT_ONCE = 8  # places that are written for each 64 lanes without counting those that are set
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import carray, cfunc, errors, from_dtype, njit, types
 from numba.extending import intrinsic, overload
 
-from dare.kernels import PLACES_AT_ONCE, ROW
-from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, TILE
+from dare.kernels import ROW
+from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, PLACES_AT_ONCE, TILE
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -1212,60 +1212,6 @@ def unpack_fields(codes, bits, odd, scale, out):
         field = i32(codes[i // each]) >> i32(bits * (i % each))
         number = i32(i32(field << i32(32 - bits)) >> i32(32 - bits))
         out[i] = f32(i32(i32(number << odd) + odd)) * scale
-
-
-# ---------------------------------------------------------------- places
-
-
-@kernel
-def set_places(lanes, size, low, kept, out):
-    ones = u64((u64(1) << u64(low)) - u64(1))
-    high_parts = out[(kept * low + 7) // 8 :]
-    held, filled, byte, count = u64(0), 0, 0, 0
-    for first in range(0, size, 64):
-        left = lanes_from(lanes, first, size)
-        while left and count < kept:
-            place = u64(first + trailing_zeros(left))
-            held |= (place & ones) << u64(filled)
-            filled += low
-            while filled >= 8:
-                out[byte] = u8(held)
-                held >>= u64(8)
-                filled -= 8
-                byte += 1
-            at = i64(place >> u64(low)) + count
-            high_parts[at >> 3] |= u8(1 << (at & 7))
-            count += 1
-            left &= left - u64(1)
-    if filled:
-        out[byte] = u8(held)
-
-
-@kernel
-def find_places(coded, size, low, kept, lanes):
-    ones = u64((u64(1) << u64(low)) - u64(1))
-    start = (kept * low + 7) // 8
-    held, filled, byte, count, last = u64(0), 0, 0, 0, -1
-    for i in range(start, coded.size):
-        left = u64(coded[i])
-        while left:
-            if count == kept:
-                return False
-            while filled < low:
-                held |= u64(coded[byte]) << u64(filled)
-                filled += 8
-                byte += 1
-            high = 8 * (i - start) + trailing_zeros(left) - count
-            place = (high << low) + i64(held & ones)
-            if place <= last or place >= size:
-                return False
-            lanes[place] = u8(255)
-            held >>= u64(low)
-            filled -= low
-            last = place
-            count += 1
-            left &= left - u64(1)
-    return count == kept and held == u64(0)
 
 
 # ---------------------------------------------------------------- into a live model

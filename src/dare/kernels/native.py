@@ -37,16 +37,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW, Operand, reference
-from dare.kernels.reference import (
-    SCALE_GROUP,
-    SUM_LANES,
-    Floats,
-    Lanes,
-    Raw,
-    places_low_bits,
-    places_nbytes,
-)
+from dare.kernels import LANES_MULTIPLE, ROW, Operand, reference
+from dare.kernels.reference import SCALE_GROUP, SUM_LANES, Floats, Lanes, Raw
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.files import (
     HAS_OWNERS,
@@ -338,6 +330,7 @@ def _folders() -> Iterator[Path]:
 
 TILE = LANES_MULTIPLE  # elements whose lanes, values and sums stay in a close cache
 DIGITS = 256
+PLACES_AT_ONCE = 8  # lanes found of each 64 without counting those that are set
 
 
 class _Scratch(threading.local):
@@ -457,18 +450,3 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 def _as_integers(raw: Raw) -> Raw:
     """View carriers as unsigned integers, so that kernels that move them are compiled per width."""
     return raw.view(f"u{raw.dtype.itemsize}")
-
-
-def code_places(lanes: NDArray[np.uint8], size: int, kept: int, out: NDArray[np.uint8]) -> None:
-    if kept:
-        out[:] = 0
-        KERNELS.set_places(lanes, size, places_low_bits(size, kept), kept, out)
-
-
-def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: NDArray[np.uint8]) -> bool:
-    lanes[:] = 0
-    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
-        return False
-    if kept == 0:
-        return True
-    return bool(KERNELS.find_places(coded, size, places_low_bits(size, kept), kept, lanes))

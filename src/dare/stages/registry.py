@@ -233,8 +233,8 @@ class Stage:
     """True if chance decides what of a change is kept, as in DARE: large changes suffer."""
     votes: bool = False
     """True if the models vote on each element, so that a small change loses to a large one."""
-    keeps: Literal["random", "magnitude"] | None = None
-    """The scheme of delta files that keeps the same elements."""
+    for_delta_files: bool = False
+    """True if it decides what delta files keep."""
     adds_up: bool = False
     """True if it takes the whole of every change, so that what models share counts repeatedly."""
     origin: str = ""
@@ -299,8 +299,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def find_stage(**declared: Any) -> Stage:
     """Return the first stage that declares this.
 
-    >>> find_stage(keeps="magnitude").name, find_stage(adds_up=True).name
-    ('trim', 'sum')
+    >>> find_stage(for_delta_files=True).name, find_stage(adds_up=True).name
+    ('dare', 'sum')
     """
     return next(
         stage

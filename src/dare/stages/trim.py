@@ -176,7 +176,6 @@ def _cut_of_model(view: DeltaView) -> Cut:
         rounds=(Round(observe_high, conclude_high), Round(observe_low, conclude_low)),
         observation_bytes=HIGH_COUNTS * 6,
     ),
-    keeps="magnitude",
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
 )
