@@ -92,11 +92,12 @@ def test_outputs_are_intact_and_can_be_repeated(made, here, name):
 
 def test_delta_files_apply_to_the_same_bytes(made, here):
     for name, then in made["restored"].items():
+        if name == LARGEST:
+            continue
         output = f"restored-{name.partition('.')[0]}.safetensors"
         assert dare.verify(f"done/{name}").ok
-        if name != LARGEST:
-            dare.apply_delta(BASE, f"done/{name}", output, verbose=False)
-            assert digest(output) == then, name
+        dare.apply_delta(BASE, f"done/{name}", output, verbose=False)
+        assert digest(output) == then, name
 
 
 def test_a_delta_file_of_the_largest_changes_is_refused_with_a_remedy(here):

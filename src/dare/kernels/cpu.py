@@ -148,8 +148,8 @@ def _argument(place, described):
 
 bits_of = _unary(types.uint32(types.float32), lambda b, value: b.bitcast(value, ir.IntType(32)))
 float_of = _unary(types.float32(types.uint32), lambda b, bits: b.bitcast(bits, ir.FloatType()))
+# Counts the zeros below the lowest bit that is set; the word must not be zero.
 trailing_zeros = _unary(types.int64(types.uint64), lambda b, word: b.cttz(word, ir.IntType(1)(1)))
-"""Counts the zeros below the lowest bit that is set; the word must not be zero."""
 count_bits = _unary(types.int64(types.uint64), lambda b, word: b.ctpop(word))
 
 
@@ -285,8 +285,8 @@ def encode(values, out):
 
 # ---------------------------------------------------------------- the mask
 
+# Philox calls computed side by side: LLVM splits the vectors to the machine's width.
 PHILOX_WIDTH = CALLS_PER_GROUP
-"""Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -506,17 +506,6 @@ def count_low(found, high, counts):
 
 
 @kernel
-def count_equal(found, ends, cut, counts):
-    first = 0
-    for piece in range(ends.size):
-        count = 0
-        for i in range(first, ends[piece]):
-            count += found[i] == cut
-        counts[piece] = count
-        first = ends[piece]
-
-
-@kernel
 def count_magnitudes(raw, base_raw, out, counts, base, bits):
     count = 0
     peak = u32(0)
@@ -729,14 +718,6 @@ def combine_tiles(
 # ---------------------------------------------------------------- sums over a tensor
 
 
-@helper
-def fold(lanes):
-    total = f64(0)
-    for lane in range(SUM_LANES):
-        total += lanes[lane]
-    return total
-
-
 @kernel
 def sum_products(left, right, lanes):
     whole = left.size // SUM_LANES * SUM_LANES
@@ -745,7 +726,10 @@ def sum_products(left, right, lanes):
             lanes[lane] += f64(left[start + lane]) * f64(right[start + lane])
     for i in range(whole, left.size):
         lanes[i - whole] += f64(left[i]) * f64(right[i])
-    return fold(lanes)
+    total = f64(0)
+    for lane in range(SUM_LANES):
+        total += lanes[lane]
+    return total
 
 
 # ---------------------------------------------------------------- products
@@ -1057,8 +1041,8 @@ def expand_integers(packed, lanes, into):
 
 STEPS_OF_4, STEPS_OF_2 = np.array(EVEN_STEPS[4], i32), np.array(EVEN_STEPS[2], i32)
 STEPS_OF_ODD = np.array(ODD_STEPS, i32)
+# Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits.
 ROUNDER = f32(3 << 22)
-"""Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits."""
 
 
 @kernel

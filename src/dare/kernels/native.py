@@ -52,16 +52,16 @@ from dare.tensors.files import (
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP
 
 PACKAGE = Path(__file__).parents[1]
+# The files that decide the machine code of the kernels in `cpu`.
 SOURCES = (
     *("kernels/__init__.py", "kernels/cpu.py", "kernels/native.py", "kernels/reference.py"),
     *("tensors/chunks.py", "tensors/mask.py"),
 )
-"""The files that decide the machine code of the kernels in `cpu`."""
 DIGEST_BYTES = 16
 SYMBOL = "dare_kernel"
 PLAIN_FLAGS = 0x1 | 0x100  # flags of an array that is C-contiguous and aligned
+# Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI).
 DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
-"""Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI)."""
 
 _loading = threading.Lock()
 _announcers: list[Callable[[], None]] = []
@@ -188,9 +188,9 @@ def announcing(announce: Callable[[], None]) -> Iterator[None]:
 class Code(NamedTuple):
     """Machine code of a kernel, for arguments of some types."""
 
+    # One letter for each number that it returns, q or d as in `struct`; in parentheses if they are
+    # a tuple.
     returns: str
-    """One letter for each number that it returns, q or d as in `struct`; in parentheses if they
-    are a tuple."""
     machine_code: bytes  # an object file
 
 
@@ -355,6 +355,7 @@ def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
     return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
 
 
+# Scratch arrays of kernels that need some, after their other arguments.
 ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
@@ -371,7 +372,6 @@ ROOMS = {
     ],
     "digest_pieces": lambda *_: [np.empty(8, np.uint64)],
 }
-"""Scratch arrays of kernels that need some, after their other arguments."""
 
 
 KERNELS = Kernels("dare.kernels.cpu", SOURCES, ROOMS)
@@ -405,6 +405,7 @@ def combine(
 
 
 SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
+# The bytes that XXH3 mixes its input with.
 SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -416,7 +417,6 @@ SECRET = np.frombuffer(
     ),
     np.uint8,
 )
-"""The bytes that XXH3 mixes its input with."""
 SECRET_WORDS = np.concatenate([SECRET[at : at + 64].copy().view("<u8") for at in (128, 11, 117)])
 
 

@@ -29,8 +29,8 @@ Doubles = NDArray[np.float64]
 
 SUM_LANES = 64
 
+# The type of the values in a carrier.
 _MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
-"""The type of the values in a carrier."""
 
 
 @contextmanager
@@ -136,12 +136,6 @@ def count_low(found: Bits, high: int, counts: NDArray[np.int64]) -> None:
     counts += np.bincount(low, minlength=counts.size)
 
 
-def count_equal(found: Bits, ends: NDArray[np.int64], cut: int, counts: NDArray[np.int64]) -> None:
-    """Count in each piece the magnitudes that equal `cut`; `ends` are where pieces end."""
-    pieces = np.split(found == cut, ends[:-1])
-    counts[:] = [np.count_nonzero(piece) for piece in pieces]
-
-
 def count_magnitudes(
     raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -166,17 +160,7 @@ def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
 
 def keep_largest(values: Floats, least: int) -> int:
     """Zero magnitudes below `least`; return how many are kept."""
-    return trim(values, least - 1, 0)
-
-
-def trim(values: Floats, cut: int, ties_kept: int) -> int:
-    """Zero magnitudes below `cut`, and those equal to it but for the first `ties_kept`.
-
-    Returns how many elements are kept.
-    """
-    found = magnitude_bits(values)
-    keep = found > cut
-    keep[np.flatnonzero(found == cut)[:ties_kept]] = True
+    keep = magnitude_bits(values) >= least
     values[~keep] = 0
     return int(keep.sum())
 
@@ -460,16 +444,16 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 
 
 SCALE_GROUP = 256  # values that share a scale
+# The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite.
 LARGEST = np.float32(255 * 2.0**120)
-"""The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite."""
+# Parts of a group's largest magnitude: sums of whole ones are the same in any order.
 PARTS, FINE_PARTS = 1 << 12, 1 << 20
-"""Parts of a group's largest magnitude: sums of whole ones are the same in any order."""
 EVEN_STEPS = {
     4: (585, 552, 521, 492, 464, 438, 414, 391, 369, 348, 328, 310),
     2: (4096, 3444, 2896, 2435, 2048, 1722, 1448, 1218),
 }
+# Scales that are tried, in PARTS of the largest: PARTS/7, /1, /3, and less by equal factors.
 ODD_STEPS = (1365, 1216, 1084, 965, 860, 766, 683, 608, 542, 483, 430, 383)
-"""Scales that are tried, in PARTS of the largest: PARTS/7, /1, /3, and less by equal factors."""
 
 
 def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -> None:

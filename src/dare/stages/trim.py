@@ -33,10 +33,8 @@ class Cut:
     """The k-th largest magnitude of a tensor, and what to do with elements that equal it."""
 
     bits: int
-    ties: NDArray[np.int64]
-    """The number of elements at the cut, for each chunk."""
-    ties_kept: NDArray[np.int64]
-    """The number of those that are kept, for each chunk."""
+    ties: NDArray[np.int64]  # the number of elements at the cut, for each chunk
+    ties_kept: NDArray[np.int64]  # the number of those that are kept, for each chunk
 
 
 def survey_cut(view: DeltaView, *, keep_ratio: float, scope: Scope) -> Cut:
@@ -95,8 +93,8 @@ class Counts(NamedTuple):
     survivors: int
 
 
+# The upper bits of the k-th largest of all tensors, and its rank among their sharers.
 HighBits = tuple[int, int]
-"""The upper bits of the k-th largest of all tensors, and its rank among their sharers."""
 
 
 class TensorCut(NamedTuple):
