@@ -25,7 +25,6 @@ KINDS = {
     "native, p .9": "drop_rate=0.9",
     "2 bits, p .6": "bits=2, drop_rate=0.6",
     "4 bits, p .9": "bits=4, drop_rate=0.9",
-    "largest, 2 bits, p .9": "bits=2, drop_rate=0.9, keep='magnitude'",
     "lossless": "lossless=True",
 }
 QUIET = "verbose=False, overwrite=True"

@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "random-native": {"drop_rate": 0.9},
     "random-2": {"bits": 2, "drop_rate": 0.6},
     "random-4": {"bits": 4, "drop_rate": 0.9},
-    "magnitude-native": {"bits": "native", "keep": "magnitude"},
     "lossless": {"lossless": True},
 }
 

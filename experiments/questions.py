@@ -28,10 +28,6 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"bits": 2, "drop_rate": 0.62},
     {"bits": 4, "drop_rate": 0.8},
     {"bits": "native", "drop_rate": 0.9},
-    {"bits": 2, "drop_rate": 0.75, "keep": "magnitude"},
-    {"bits": 4, "drop_rate": 0.8, "keep": "magnitude"},
-    {"bits": 4, "drop_rate": 0.9, "keep": "magnitude"},
-    {"bits": 4, "drop_rate": 0.95, "keep": "magnitude"},
 )
 
 
@@ -93,7 +89,7 @@ def _stored(shop: Workshop, scorer: Scorer, tune: Tune, scheme: dict[str, Any]) 
     scores = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.delta.safetensors"
-        for seed in SEEDS[: 1 if not scheme["drop_rate"] or "keep" in scheme else None]:
+        for seed in SEEDS[: None if scheme["drop_rate"] else 1]:
             models = str(shop.file("base-0")), str(shop.file(tune.name))
             report = dare.compress(
                 *models, file, seed=seed, overwrite=True, verbose=False, threads=1, **scheme

@@ -75,11 +75,6 @@ RANDOM_TOO: dict[str | int, tuple[float, ...]] = {
     2: (0.2, 0.95),
 }
 """Others, for models that are small enough."""
-MAGNITUDE: dict[str | int, tuple[float, ...]] = {
-    "native": (0.9, 0.95, 0.99),
-    4: (0.9, 0.95, 0.99),
-    2: (0.8, 0.85, 0.9, 0.95, 0.975),
-}
 
 
 def schemes(base: Path) -> Iterator[Scheme]:
@@ -92,10 +87,6 @@ def schemes(base: Path) -> Iterator[Scheme]:
         for rate in sorted((*rates, *RANDOM_TOO[bits] * is_small)):
             store = partial(delta_file, {"drop_rate": rate, "bits": bits})
             yield Scheme(f"random {rate:g}, {told(bits)}", store, SEEDS if rate else SEEDS[:1])
-    for bits, rates in MAGNITUDE.items():
-        for rate in rates:
-            store = partial(delta_file, {"keep": "magnitude", "drop_rate": rate, "bits": bits})
-            yield Scheme(f"magnitude {rate:g}, {told(bits)}", store)
     yield Scheme("BitDelta, untrained scales", as_bitdelta)
     yield Scheme("signs, a scale for each tensor", one_bit)
     for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):

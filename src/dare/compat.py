@@ -177,7 +177,9 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
         kept = max(1, int(keep_ratio * changed))
         if kept < changed:
             cut = np.partition(sizes, -kept)[-kept]
-            reference.trim(values, cut, kept - int(np.count_nonzero(sizes > cut)))
+            ties_kept = kept - np.count_nonzero(sizes > cut)
+            values[sizes < cut] = 0
+            values[np.flatnonzero(sizes == cut)[ties_kept:]] = 0
         return _as_original(delta, name, values)
 
     deltas = named_arrays(task_vector, "task_vector")

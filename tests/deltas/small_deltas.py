@@ -23,7 +23,7 @@ from helpers import read_elements, save
 KINDS: dict[str, dict[str, Any]] = {
     "native": {"drop_rate": 0.5, "bits": "native"},
     "two bits": {"drop_rate": 0.5, "bits": 2},
-    "magnitude": {"drop_rate": 0.5, "bits": 4, "keep": "magnitude"},
+    "four bits": {"drop_rate": 0.5, "bits": 4},
     "lossless": {"lossless": True},
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -31,7 +31,7 @@ LAYER, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 POSITIONS = "model.position_ids"
 CONFIG = {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 20}
 
-PARTS = ("values", "scales", "places", "coded")
+PARTS = ("values", "scales", "coded")
 
 Arrays = dict[str, np.ndarray]
 Parts = dict[str, tuple[str, tuple[int, ...], bytes]]

@@ -232,36 +232,36 @@ def together(*changes: Change) -> Change:
     return lambda notes, parts: [change(notes, parts) for change in changes]
 
 
-LOSSY = ("native", "two bits", "magnitude")
-RANDOM = ("native", "two bits")
+LOSSY = ("native", "two bits", "four bits")
 CODED = ("lossless",)
 ALL = tuple(KINDS)
 CONFIG = "config.json"
 LIES: dict[str, tuple[tuple[str, ...], Change]] = {
     "version 2": (ALL, note(version=2)),
     "no version": (ALL, without_note("version")),
-    "mask 2": (RANDOM, note(mask=2)),
-    "no mask": (RANDOM, without_note("mask")),
-    "a mask": (("magnitude", "lossless"), note(mask=1)),
-    "no seed": (RANDOM, without_note("seed")),
-    "seed -1": (RANDOM, note(seed=-1)),
+    "mask 2": (LOSSY, note(mask=2)),
+    "no mask": (LOSSY, without_note("mask")),
+    "a mask": (CODED, note(mask=1)),
+    "no seed": (LOSSY, without_note("seed")),
+    "seed -1": (LOSSY, note(seed=-1)),
     "bits 3": (ALL, note(bits=3)),
     "other bits": (LOSSY, note(bits=8)),
     "another scheme": (LOSSY, note(scheme="lossless")),
-    "lossless, and none": (CODED, note(scheme="magnitude")),
+    "lossless, and none": (CODED, note(scheme="random")),
     "no scheme": (ALL, note(scheme="none")),
+    "the largest": (ALL, note(scheme="magnitude")),
     "drop rate 2": (LOSSY, note(drop_rate=2)),
     "drop rate NaN": (LOSSY, note(drop_rate=float("nan"))),
     "no drop rate": (LOSSY, without_note("drop_rate")),
     "a tensor's drop rate NaN": (LOSSY, of_tensor(LAYER, drop_rate=float("nan"))),
     "a tensor without a drop rate": (LOSSY, of_tensor(LAYER, drop_rate=None)),
-    "another drop rate": (RANDOM, of_tensor(LAYER, drop_rate=0.25)),
-    "another seed": (RANDOM, note(seed=7)),
+    "another drop rate": (LOSSY, of_tensor(LAYER, drop_rate=0.25)),
+    "another seed": (LOSSY, note(seed=7)),
     "an unknown key": (ALL, note(more=1)),
     "no tensors": (ALL, note(tensors=[])),
     "fewer tensors": (ALL, lambda notes, _: notes["tensors"].pop(NORM)),
     "a digest that is none": (ALL, note(model="x" * 32)),
-    "a long seed": (("magnitude",), note(seed=10**30)),
+    "a long seed": (CODED, note(seed=10**30)),
     # what is told of tensors
     "another shape": (ALL, of_tensor(LAYER, shape=[9, 12])),
     "a huge shape": (ALL, of_tensor(LAYER, shape=[1 << 40])),
@@ -300,8 +300,7 @@ LIES: dict[str, tuple[tuple[str, ...], Change]] = {
     "a part of another kind": (LOSSY, with_part(f"coded:{LAYER}")),
     "a nameless part": (ALL, with_part("")),
     "no values": (LOSSY, without_part(f"values:{LAYER}")),
-    "no scales": (("two bits", "magnitude"), without_part(f"scales:{LAYER}")),
-    "no places": (("magnitude",), without_part(f"places:{LAYER}")),
+    "no scales": (("two bits", "four bits"), without_part(f"scales:{LAYER}")),
     "no code": (CODED, without_part(f"coded:{LAYER}")),
     "no configuration": (ALL, without_part(f"file:{CONFIG}")),
     # other files

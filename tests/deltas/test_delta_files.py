@@ -150,7 +150,7 @@ def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):
 
 def test_the_measured_error_is_that_of_the_file(models, tmp_path):
     base, tuned = map(floats_of, models)
-    for asked in ({"drop_rate": 0.5}, {"bits": 2}, {"bits": 4, "keep": "magnitude"}):
+    for asked in ({"drop_rate": 0.5}, {"bits": 2}, {"bits": 4}):
         report = dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
         source = open_model(tmp_path / NAME, base=open_model(models[0]))
         with source:
@@ -418,17 +418,16 @@ def test_a_tied_head_is_stored_once_and_read_under_both_names(tmp_path):
 
 
 def test_rates_by_name(models, tmp_path):
-    for keep in ("random", "magnitude"):
-        asked = {"drop_rate": 0.9, "embedding_drop_rate": 0.2, "drop_rates": {"*.bias": 0.0}}
-        dare.compress(*models, tmp_path / NAME, overwrite=True, keep=keep, **asked, **QUIET)
-        rates = {n: t.drop_rate for n, t in open_delta(tmp_path / NAME).notes.tensors.items()}
-        assert rates == {
-            "embed.weight": pytest.approx(0.2),
-            "frozen.weight": pytest.approx(0.9),
-            "layer.bias": 0.0,
-            "layer.weight": pytest.approx(0.9),
-            "positions": 0.0,
-        }
+    asked = {"drop_rate": 0.9, "embedding_drop_rate": 0.2, "drop_rates": {"*.bias": 0.0}}
+    dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
+    rates = {n: t.drop_rate for n, t in open_delta(tmp_path / NAME).notes.tensors.items()}
+    assert rates == {
+        "embed.weight": 0.2,
+        "frozen.weight": 0.9,
+        "layer.bias": 0.0,
+        "layer.weight": 0.9,
+        "positions": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,6 @@ def test_rates_by_name(models, tmp_path):
     [
         ({"bits": 3}, "bits = 3: .*native, 4, 2"),
         ({"bits": 8}, "bits = 8: .*native, 4, 2"),
-        ({"keep": "best"}, "keep = 'best': .*random, magnitude"),
         ({"drop_rate": 1.0}, "drop_rate = 1 "),
     ],
 )
@@ -452,7 +450,6 @@ def test_settings_that_are_not_known(models, tmp_path, asked, words):
         ({"bits": 4}, (4, 0.0)),
         ({"bits": "native"}, ("native", 0.5)),
         ({"drop_rate": 0.3}, ("native", 0.3)),
-        ({"bits": 4, "keep": "magnitude"}, (4, 0.75)),
     ],
 )
 def test_what_is_not_given_is_filled_in(models, tmp_path, asked, expected):

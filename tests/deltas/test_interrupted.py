@@ -17,7 +17,7 @@ import pytest
 from small_deltas import KINDS, apply_quietly, compress_quietly
 
 import dare
-from dare import InputError, MismatchError, OutputError, VerificationError
+from dare import InputError, OutputError, VerificationError
 from dare.deltas.compressing import compress
 from dare.kernels import DEVICES, Device
 from dare.output.output import Output
@@ -218,7 +218,7 @@ def test_another_model_is_not_mixed_in(given, kind, tmp_path, monkeypatch):
     save(other, model)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
     report = run("one")
-    assert 0 < report.resumed_chunks < SOME or kind == "magnitude"
+    assert 0 < report.resumed_chunks < SOME
     run("two")
     assert sha256(tmp_path / "one" / NAME) == sha256(tmp_path / "two" / NAME)
 
@@ -268,30 +268,18 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_chunk_of_which_nothing_is_kept_is_rounded(tmp_path):
-    base = {"w": np.zeros(600_000, np.float32)}
-    model = {"w": np.full(600_000, 1e-6, np.float32)}
-    model["w"][:1000] = 1.0
-    files = [
-        save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
-    ]
-    asked: dict[str, Any] = {"keep": "magnitude", "bits": 4, "drop_rate": 0.999, "verbose": False}
-    assert compress(*files, tmp_path / NAME, **asked).kept == 600
-
-
-def test_values_that_overflow_when_they_are_rounded_or_rescaled_are_named(tmp_path):
+def test_values_that_overflow_when_they_are_rescaled_are_named(tmp_path):
     base = {"w": np.zeros(100, np.float32)}
     model = {"w": np.full(100, 3e38, np.float32)}
     files = [
         save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
     ]
     asked: dict[str, Any] = {"drop_rate": 0.5, "verbose": False}
-    for bits in (4, 2):
-        with pytest.raises(MismatchError, match="too large to be rounded"):
-            compress(*files, tmp_path / NAME, keep="magnitude", bits=bits, **asked)
-    compress(*files, tmp_path / NAME, bits="native", **asked)
-    report = apply_quietly(files[0], tmp_path / NAME, tmp_path / "out.safetensors")
-    assert any("infinite or too large" in notice.text for notice in report.warnings)
+    for bits in ("native", 4, 2):
+        delta, output = tmp_path / f"{bits}-{NAME}", tmp_path / f"{bits}.safetensors"
+        compress(*files, delta, bits=bits, **asked)
+        report = apply_quietly(files[0], delta, output)
+        assert any("infinite or too large" in notice.text for notice in report.warnings)
 
 
 # ---------------------------------------------------------------- what is there already

@@ -29,8 +29,6 @@ SCHEMES = [
     {"drop_rate": 0.9},
     {"drop_rate": 0.0},
     *({"bits": bits, "drop_rate": 0.5} for bits in (4, 2)),
-    {"keep": "magnitude", "drop_rate": 0.8},
-    {"keep": "magnitude", "bits": 4},
     {"lossless": True},
 ]
 RATES = st.just(0.0) | st.floats(1e-6, 0.99)
@@ -168,13 +166,7 @@ def test_weights_are_those_that_apply_delta_writes_and_then_the_bases_again(tmp_
     data=st.data(),
     kind=st.sampled_from(WEIGHT_TYPES),
     scheme=st.one_of(
-        st.fixed_dictionaries(
-            {
-                "drop_rate": RATES,
-                "seed": st.integers(0, 1 << 40),
-                "keep": st.sampled_from(["random", "magnitude"]),
-            }
-        ),
+        st.fixed_dictionaries({"drop_rate": RATES, "seed": st.integers(0, 1 << 40)}),
         st.just({"lossless": True}),
     ),
     shape=hypothesis_arrays.array_shapes(min_dims=0, max_side=40),
@@ -517,7 +509,7 @@ def test_switching_between_fine_tunes(tmp_path):
     other = moved(tuned, 3)
     deltas = [
         dare.load_delta(write(tmp_path / "one", base, tuned)),
-        dare.load_delta(write(tmp_path / "two", base, other, keep="magnitude", bits=4)),
+        dare.load_delta(write(tmp_path / "two", base, other, bits=4)),
         dare.load_delta(write(tmp_path / "three", base, other, lossless=True)),
     ]
     wanted = [written_model(tmp_path / name) for name in ("one", "two", "three")]
@@ -612,7 +604,7 @@ def test_only_a_lossless_delta_needs_its_file_to_be_removed(tmp_path, scheme):
     assert contents(model) == contents(base)
 
 
-@pytest.mark.parametrize("scheme", [{}, {"keep": "magnitude"}, {"lossless": True}])
+@pytest.mark.parametrize("scheme", [{}, {"lossless": True}])
 def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
     base = {name: numbers(50, 1, np.float32) for name in "abcd"}
     tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
@@ -675,7 +667,6 @@ def memory_of(work):
     [
         ({"drop_rate": 0.9}, 0.1),
         ({"drop_rate": 0.9, "bits": 4}, 0.1),
-        ({"drop_rate": 0.9, "keep": "magnitude"}, 0.1 + 0.55 / 16),  # values, and their places
         ({"lossless": True}, 0.0),
     ],
 )

@@ -26,10 +26,6 @@ CHANGE = np.array([(5 * i % 16 - 8) / 64 for i in range(16)], np.float32)
             },
         ),
         ({"drop_rate": 0.5, "bits": 2}, {"values:w": "8408", "scales:w": "12bd"}),
-        (
-            {"drop_rate": 0.75, "bits": 4, "keep": "magnitude"},
-            {"values:w": "69a5", "scales:w": "013d", "places:w": "6c4b00"},
-        ),
     ],
 )
 def test_parts(tmp_path, asked, parts):

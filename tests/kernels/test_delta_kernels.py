@@ -1,12 +1,10 @@
 """The kernels that delta files are made of: both backends alike, and what each one promises."""
 
-import math
-
 import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -188,76 +186,6 @@ def test_squared_errors(shape, allowed, unit):
         squares = (values.astype(np.float64) ** 2).sum()
         assert ((back - values) ** 2).sum() / squares <= most
         assert (back * values).sum() / squares == pytest.approx(1, abs=3e-4)  # nothing is shortened
-
-
-# ---------------------------------------------------------------- places
-
-
-@given(st.integers(0, 300), st.sampled_from([0, 0.01, 0.1, 0.5, 0.9, 1]), st.integers(0, 2**32))
-@example(1, 1, 0)
-@example(256, 0.01, 1)
-def test_places_come_back(size, rate, seed):
-    generator = np.random.default_rng(seed)
-    lane = np.where(generator.random(size + 5) < rate, 255, 0).astype(np.uint8)
-    kept = int(np.count_nonzero(lane[:size]))
-    coded = []
-    for backend in BACKENDS:
-        code = np.full(backend.places_nbytes(size, kept), 0x5A, np.uint8)
-        backend.code_places(lane, size, kept, code)
-        back = np.full(size + 5, 9, np.uint8)
-        assert backend.uncode_places(code, size, kept, back) is True
-        assert back[:size].tolist() == lane[:size].tolist()
-        assert not back[size:].any()
-        coded.append(code.tobytes())
-    assert coded[0] == coded[1]
-
-
-@BOTH
-def test_places_by_hand(backend):
-    lane = np.zeros(20, np.uint8)
-    lane[[3, 4, 18]] = 255  # 20/3: two low bits 3, 0, 2 and high parts 0, 1, 4
-    coded = np.zeros(backend.places_nbytes(20, 3), np.uint8)
-    backend.code_places(lane, 20, 3, coded)
-    assert coded.tolist() == [0b100011, 0b1000101, 0]
-
-
-@pytest.mark.parametrize(("size", "kept"), [(1, 0), (1, 1), (2, 1), (3, 2), (3, 4), (5, 2)])
-def test_every_set_has_one_code(size, kept):
-    """Of all bytes there are, as many are valid as there are sets, and backends agree on which."""
-    width = reference.places_nbytes(size, kept)
-    found = set()
-    for number in range(256**width):
-        code = np.frombuffer(number.to_bytes(width, "little"), np.uint8).copy()
-        lane = np.full(size, 9, np.uint8)
-        answers = [bool(backend.uncode_places(code, size, kept, lane)) for backend in BACKENDS]
-        assert answers[0] == answers[1]
-        if answers[0]:
-            assert np.count_nonzero(lane) == kept
-            found.add(lane.tobytes())
-    assert len(found) == math.comb(size, kept)
-
-
-@settings(max_examples=200)
-@given(st.integers(0, 200), st.integers(-2, 210), st.integers(-1, 1), st.data())
-def test_hostile_places(size, kept, longer, data):
-    """Any bytes are refused or are the code of what they give; nothing outside is written."""
-    width = max(0, reference.places_nbytes(size, max(kept, 0)) + longer)
-    code = data.draw(elements(np.dtype("uint8"), width))
-    room = np.full(size + 128, 9, np.uint8)
-    lane = room[64 : size + 64]
-    valid = native.uncode_places(code, size, kept, lane)
-    assert (room[:64] == 9).all()
-    assert (room[size + 64 :] == 9).all()
-    assert valid == reference.uncode_places(code, size, kept, np.zeros(size, np.uint8))
-    if valid:
-        again = np.zeros(code.size, np.uint8)
-        reference.code_places(lane, size, kept, again)
-        assert again.tolist() == code.tolist()
-
-
-@BOTH
-def test_lanes_that_are_too_few_are_refused(backend):
-    assert not backend.uncode_places(np.array([1], np.uint8), 2, 1, np.zeros(1, np.uint8))
 
 
 # ---------------------------------------------------------------- into a live model

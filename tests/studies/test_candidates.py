@@ -204,7 +204,6 @@ def write_delta(recipe, number, **scheme):
         ({"drop_rate": 0.8}, {}),
         ({"drop_rate": 0.8}, {"method": "trim+ties", "scale": 0.5}),
         ({"drop_rate": 0.5, "bits": 4}, {"method": "sum"}),
-        ({"keep": "magnitude", "drop_rate": 0.5}, {"method": "sum"}),
         ({"lossless": True}, {"method": "dare+ties"}),
     ],
 )

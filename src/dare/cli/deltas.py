@@ -28,7 +28,6 @@ def compress(
     output: Annotated[Path, output_flag("The delta file, such as math.delta.safetensors.")],
     drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
     bits: Annotated[Literal["native", "4", "2"] | None, Parameter(group=METHOD)] = None,
-    keep: Annotated[Literal["random", "magnitude"], Parameter(group=METHOD)] = "random",
     seed: Annotated[int, Parameter(group=METHOD)] = 42,
     embedding_drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
     drop_rates: Annotated[list[str] | None, Rates] = None,
@@ -46,7 +45,6 @@ def compress(
     :param model: The fine-tuned model: a file or a directory.
     :param drop_rate: Share of changes to drop; usually none.
     :param bits: For each kept change; native: as it is stored. Usually 2.
-    :param keep: Which changes: a random mask (DARE), or the largest.
     :param seed: Seed of the mask.
     :param embedding_drop_rate: Drop rate for embeddings and head.
     :param drop_rates: As '*.mlp.*: 0.9'.

@@ -1,8 +1,8 @@
 """From a base and a fine-tune of it to a delta file.
 
-What is kept is what a merge of this one model would keep: plan, surveys and masks are those of a
-stage that declares the same scheme, and only the last step differs. For a lossless file the plan
-copies the model, with the base beside it.
+What is kept is what a merge of this one model by DARE would keep: plan and masks are those of the
+merge, and only the last step differs. For a lossless file the plan copies the model, with the base
+beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from dare import __version__
 from dare.checks.sample import sample_models
-from dare.deltas.packing import Bits, Keep, Packer, Scheme, choose_scheme, code_lossless
+from dare.deltas.packing import Bits, Packer, Scheme, choose_scheme, code_lossless
 from dare.deltas.reports import DeltaReport, make_report
 from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
 from dare.documents.words import show_size
@@ -71,9 +71,9 @@ from dare.planning.plan import Plan
 from dare.recipe.recipe import Request, TensorRule
 from dare.run.engine import Receipt, Run, Work, run, warn
 from dare.run.worker import MakeCoder
-from dare.stages import Stage, find_stage
+from dare.stages import find_stage
 from dare.stores.locations import to_path
-from dare.tensors.chunks import UNKNOWN, bytes_digest, chunk_span, model_digest, tensor_digest
+from dare.tensors.chunks import UNKNOWN, bytes_digest, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_beginning, read_limited
 from dare.tensors.header import MAX_METADATA, Described, TensorInfo
@@ -95,7 +95,6 @@ def compress(
     drop_rate: float | None = None,
     seed: int = 42,
     bits: Bits | None = None,
-    keep: Keep = "random",
     embedding_drop_rate: float | None = None,
     drop_rates: Mapping[str, float] | None = None,
     lossless: bool = False,
@@ -119,7 +118,7 @@ def compress(
     if lossless:
         work = _plan_lossless(given, target)
     else:
-        scheme = choose_scheme(drop_rate, bits, keep)
+        scheme = choose_scheme(drop_rate, bits)
         work = _plan_lossy(given, target, scheme, seed, drop_rates or {}, embedding_drop_rate)
     return run(work, overwrite=overwrite, resume=resume)
 
@@ -213,7 +212,7 @@ class Compression(Work[DeltaReport]):
             for record in records.get(name, ()):
                 start, _, count = record.piece
                 rows.append(struct.pack("<q16s", count, bytes.fromhex(record.output)))
-                sizes = part_sizes(notes, chunk_span(record.chunk, stored.elements)[1], count)
+                sizes = part_sizes(notes, count)
                 for (part, kind), size in zip(parts, sizes, strict=True):
                     pieces[part].append((start, size * kind.itemsize))
                     start += size * kind.itemsize
@@ -280,7 +279,7 @@ def _plan_lossy(
     embedding_drop_rate: float | None,
 ) -> Compression:
     """Pack what a scheme keeps; `given` are fields of a recipe."""
-    method, stage = find_stage(adds_up=True).name, find_stage(keeps=scheme.keep)
+    method, stage = find_stage(adds_up=True).name, find_stage(for_delta_files=True)
     asked = Request.of(**given, method=method, seed=seed)
     recipe, inputs = open_inputs(asked.recipe, asked.options)
     (model,), (entry,) = inputs.models, recipe.models
@@ -291,9 +290,9 @@ def _plan_lossy(
         rates = {**dict.fromkeys(sorted(embeddings), embedding_drop_rate), **rates}
     files = _files_beside(*inputs.folders)
     rules = tuple(
-        TensorRule(match=pattern, settings=_setting(stage, rate)) for pattern, rate in rates.items()
+        TensorRule(match=pattern, settings=_setting(rate)) for pattern, rate in rates.items()
     )
-    stages = {stage.name: _setting(stage, scheme.drop_rate)}
+    stages = {stage.name: _setting(scheme.drop_rate)}
     method = f"{stage.name}+{recipe.method}"
     recipe = recipe.model_copy(update={"tensors": rules, "method": method, "stages": stages})
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
@@ -305,13 +304,12 @@ def _plan_lossy(
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
-        kind = {"scheme": scheme.keep, "bits": scheme.bits, "drop_rate": scheme.drop_rate}
-        if scheme.keep == "random":
-            kind |= {"mask": MASK_VERSION, "seed": seed}
-        return _make_notes(inputs.base, model, stored, files, **kind)
+        kind = {"scheme": "random", "bits": scheme.bits, "drop_rate": scheme.drop_rate}
+        known = {"mask": MASK_VERSION, "seed": seed}
+        return _make_notes(inputs.base, model, stored, files, **kind, **known)
 
     settings = {
-        "keep": scheme.keep,
+        "keep": "random",  # so that what earlier versions began goes on
         "drop_rate": scheme.drop_rate,
         "bits": scheme.bits,
         "seed": seed,
@@ -333,9 +331,8 @@ def _with_notices(plan: Plan) -> Plan:
     return replace(plan, warnings=(*plan.warnings, *notices))
 
 
-def _setting(stage: Stage, drop_rate: float) -> dict[str, float]:
-    rate = check_drop_rate(drop_rate)
-    return {"drop_rate": rate} if "drop_rate" in stage.parameters else {"keep_ratio": 1.0 - rate}
+def _setting(drop_rate: float) -> dict[str, float]:
+    return {"drop_rate": check_drop_rate(drop_rate)}
 
 
 def _check_model(path: Path, model: Source) -> None:
@@ -349,16 +346,12 @@ def _check_model(path: Path, model: Source) -> None:
 
 
 def _kept_tensor(tensor: TensorPlan, model: Source, records: Sequence[Record]) -> StoredTensor:
-    rate = 0.0
-    if tensor.is_merged:
-        settings = tensor.settings[0][0]
-        rate = settings["drop_rate"] if "drop_rate" in settings else 1.0 - settings["keep_ratio"]
     return StoredTensor(
         shape=tensor.shape,
         dtype=model.tensors[tensor.name].dtype.name,
         model=tensor_digest(record.inputs[-1] for record in records),
         base=tensor_digest(record.inputs[0] for record in records),
-        drop_rate=rate,
+        drop_rate=tensor.settings[0][0]["drop_rate"] if tensor.is_merged else 0.0,
         tied_to=tensor.tied_to,
     )
 

@@ -4,9 +4,9 @@
     math.apply_(model)     # now it is the fine-tune
     math.remove_(model)    # now it is the base again, bit for bit
 
-A random or magnitude delta keeps the base's values of the touched elements in memory while it is
-applied: at a drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model
-was coded as a difference, which is read again and subtracted as whole numbers, exactly.
+A random delta keeps the base's values of the touched elements in memory while it is applied: at a
+drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model was coded as a
+difference, which is read again and subtracted as whole numbers, exactly.
 
 Digests tell whether a model is the base before anything is changed, and whether it is still what
 `apply_` made of it before anything is put back. So no change that others made is lost in silence.
@@ -248,16 +248,14 @@ class LiveDelta:
         else:
             saved = self._put_kept(target, chunk, parts, raw)
         target.write(chunk, raw)
-        places = parts[-1] if self.notes.scheme == "magnitude" else None
-        return Saved(saved, places, bytes_digest(raw.view(np.uint8).data))
+        return Saved(saved, bytes_digest(raw.view(np.uint8).data))
 
     def _put_kept(self, target: LiveTensor, chunk: int, parts: list[Raw], raw: Raw) -> Raw:
         """Do what a merge of this one model does; return the base's elements that were touched."""
         name = target.tensor
         tensor, kept = self.notes.tensors[name], self._file.pieces[name][chunk].kept
-        lanes = self._file.lanes(name, chunk, parts)
-        rate = 0.0 if self.notes.seed is None else tensor.drop_rate or 0.0
-        factor = np.float32(1.0 / (1.0 - rate))
+        lanes = self._file.lanes(name, chunk)
+        factor = np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
         if self.notes.bits == "native" and tensor.kind == target.kind:
@@ -273,8 +271,7 @@ class LiveDelta:
         """Write the base's elements of a chunk over the fine-tune's."""
         raw, name = target.read(chunk), target.tensor
         if self.notes.scheme != "lossless":
-            parts = [] if saved.places is None else [saved.places]
-            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, chunk, parts), raw)
+            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, chunk), raw)
         elif saved.saved is not None:
             raw[:] = saved.saved
         else:
@@ -290,7 +287,6 @@ class Saved(NamedTuple):
     """A chunk that was written, and the data that undo it."""
 
     saved: Raw | None  # the base's elements that were touched; None if a difference is coded
-    places: Raw | None  # the coded places of the touched ones, if no mask says so
     digest: str  # the digest of the whole chunk after writing
 
 

@@ -26,12 +26,9 @@ Floats = NDArray[np.float32]
 
 NO_THRESHOLD = np.int32(0x7FFFFFFF)
 
-Keep = Literal["random", "magnitude"]
 Bits = Literal["native", 4, 2]
 
-KEEP: tuple[Keep, ...] = ("random", "magnitude")
 USUAL_RATES: dict[Bits, float] = {"native": 0.5, 4: 0.0, 2: 0.0}  # the default by bits
-MAGNITUDE_RATE = 0.75  # the same where the largest changes are kept
 USUAL_BITS: Bits = 2  # keeps small changes whole, and most of large ones (docs/evidence.md)
 
 
@@ -41,20 +38,16 @@ class Scheme:
 
     drop_rate: float
     bits: Bits
-    keep: Keep
 
 
-def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Scheme:
+def choose_scheme(drop_rate: float | None, bits: Bits | None) -> Scheme:
     """Fill in the rate or the bits that are not given; a rate alone is for native values."""
-    for word, value, known in (("bits", bits, (None, *USUAL_RATES)), ("keep", keep, KEEP)):
-        if value not in known:
-            listed = ", ".join(str(one) for one in known if one is not None)
-            raise RecipeError(f"{word} = {value!r}: not known; use one of {listed}")
     if bits is None:
         bits = USUAL_BITS if drop_rate is None else "native"
-    if drop_rate is None:
-        drop_rate = USUAL_RATES[bits] if keep == "random" else MAGNITUDE_RATE
-    return Scheme(drop_rate, bits, keep)
+    if bits not in USUAL_RATES:
+        known = ", ".join(map(str, USUAL_RATES))
+        raise RecipeError(f"bits = {bits!r}: not known; use one of {known}")
+    return Scheme(USUAL_RATES[bits] if drop_rate is None else drop_rate, bits)
 
 
 def code_lossless(_plan: Plan, backend: Backend, output: PieceSink) -> Coder:
@@ -136,11 +129,7 @@ class Packer:
             self._run.select(tuned, lanes, values)
             parts, stored = [values], kept
         else:
-            parts, stored = self._rounded(chunk, kept, self._share(change, kept))
-        if self._scheme.keep == "magnitude":
-            places = np.empty(self._run.places_nbytes(tuned.size, kept.size), np.uint8)
-            self._run.code_places(lanes, tuned.size, kept.size, places)
-            parts.append(places)
+            parts, stored = self._rounded(chunk, kept)
         sums = self._errors(chunk, change, kept, stored)
         return _put(self._output, chunk, digests, parts, kept.size, (*sums, weights))
 
@@ -154,20 +143,7 @@ class Packer:
             change[values == base] = 0
         return change
 
-    def _share(self, change: Floats, kept: Floats) -> float:
-        """Return the divisor by which rounded values also stand for those that are not kept.
-
-        Values that were kept by chance are divided when they are used. For the largest it is their
-        share of Σδ²: so δ̂ goes as far in the direction of δ as δ does.
-        """
-        if self._scheme.keep == "random":
-            return 1.0
-        total, of_kept = (self._run.sum_products(values, values) for values in (change, kept))
-        return float(of_kept / total) if of_kept else 1.0  # all that is kept may be elsewhere
-
-    def _rounded(
-        self, chunk: Chunk, kept: Floats, share: float
-    ) -> tuple[list[NDArray[Any]], Floats]:
+    def _rounded(self, chunk: Chunk, kept: Floats) -> tuple[list[NDArray[Any]], Floats]:
         """Codes and scales of kept values, and what will be read of them."""
         if not np.isfinite(kept).all():
             raise MismatchError(
@@ -178,17 +154,8 @@ class Packer:
         codes = np.empty(-(-kept.size * bits // 8), np.uint8)
         scales = np.empty(-(-kept.size // SCALE_GROUP), np.uint16)
         self._run.quantise(kept, bits, codes, scales)
-        if share != 1.0:
-            enlarged = np.empty(scales.size, np.float32)
-            self._run.decode(scales, enlarged)
-            with np.errstate(over="ignore"):
-                enlarged *= np.float32(1 / share)
-            self._run.encode(enlarged, scales)
         stored = self._stored[: kept.size]
         self._run.dequantise(codes, scales, bits, stored)
-        if not np.isfinite(stored).all():
-            name = chunk.tensor.name
-            raise MismatchError(f"{name}: has changes too large to be rounded; use --bits native")
         return [codes, scales], stored
 
     def _errors(

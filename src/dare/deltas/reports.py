@@ -66,9 +66,8 @@ class DeltaReport(_Report):
         values = "as the model has them"
         if self.bits != "native":
             values = f"at {times(int(self.bits), 'bit')} each"
-        which = "by DARE's mask" if self.scheme == "random" else "the largest"
         return (
-            f"{self.kept:,} of {self.parameters:,} changes, {which}, {values}; error "
+            f"{self.kept:,} of {self.parameters:,} changes, by DARE's mask, {values}; error "
             f"{self.relative_error:.3g} of the change, {self.weight_error:.3g} of the weights"
         )
 

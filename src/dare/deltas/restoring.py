@@ -57,12 +57,10 @@ def request_for(file: DeltaFile, path: AnyPath, **settings: Any) -> Request:
     """Return the request for a merge that makes a model of a delta file that is not lossless."""
     notes = file.notes
     entry = ModelEntry(file=path, seed=notes.seed)
-    method, stages = find_stage(adds_up=True).name, {}
-    if notes.scheme == "random":
-        dropping = find_stage(keeps="random").name
-        method = f"{dropping}+{method}"
-        if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
-            stages = {dropping: {"drop_rate": notes.drop_rate}}
+    dropping, stages = find_stage(for_delta_files=True).name, {}
+    method = f"{dropping}+{find_stage(adds_up=True).name}"
+    if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
+        stages = {dropping: {"drop_rate": notes.drop_rate}}
     has_files = any(f.kind != "header" for f in notes.files.values())
     copied = {"copy_from": entry.name if has_files else None}
     return Request.of(models=[entry], method=method, stages=stages, **copied, **settings)

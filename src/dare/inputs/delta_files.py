@@ -104,7 +104,7 @@ class DeltaNotes(_Notes):
 
     version: Literal[1]
     mask: Literal[1] | None = None  # the version of the mask, if one decides what is kept
-    scheme: Literal["random", "magnitude", "lossless"]
+    scheme: Literal["random", "lossless"]
     bits: Bits = "native"
     seed: Annotated[int, Field(ge=0)] | None = None
     drop_rate: Rate | None = None  # the rate of most tensors; each has its own
@@ -171,6 +171,11 @@ def read_notes(text: str, where: str) -> DeltaNotes:
             theirs = document.get(what, ours)
             if type(theirs) is int and theirs > ours:
                 raise InputError(f"{where}: has {what} {theirs}, not {ours}; install a newer dare")
+        if document.get("scheme") == "magnitude":
+            raise InputError(
+                f"{where}: is a delta file of the largest changes, which an earlier dare 0.1 wrote "
+                "with --keep magnitude; apply it with that version, or compress the model again"
+            )
         return DeltaNotes.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
@@ -261,7 +266,7 @@ class DeltaFile:
                 most = size * tensor.kind.itemsize + 1
             if not (0 <= count <= most or (count == AS_IN_BASE and tensor.base is not None)):
                 raise self.damaged("a chunk has more values than elements")
-            yield part_sizes(self.notes, size, count)
+            yield part_sizes(self.notes, count)
 
     def damaged(self, reason: str) -> InputError:
         """Return the error to raise where something is not as it was written."""
@@ -328,25 +333,21 @@ class DeltaFile:
                     raise InputError(f"{base / name}: changed since {self.path}; give its base")
                 place.write_bytes(content)
 
-    def lanes(self, name: str, chunk: int, parts: Sequence[Raw]) -> Bytes:
+    def lanes(self, name: str, chunk: int) -> Bytes:
         """Return 255 for each kept element of a chunk, else 0, in an array for each thread."""
         tensor, piece = self.notes.tensors[name], self.pieces[name][chunk]
         start, size = chunk_span(chunk, tensor.elements)
         if not hasattr(self._local, "lanes"):
             self._local.lanes = np.empty(-(-CHUNK // LANES_MULTIPLE) * LANES_MULTIPLE, np.uint8)
         lanes: Bytes = self._local.lanes
-        run = kernels.load("cpu")
-        if self.notes.seed is None:
-            if not run.uncode_places(parts[-1], size, piece.kept, lanes):
-                raise self.damaged(f"the positions of {name} are not in order")
-            return lanes
+        assert self.notes.seed is not None  # only a lossless file has none
         high, low = divmod(keep_threshold(tensor.drop_rate or 0.0), 1 << 32)
         if high == 256:  # everything is kept
             count = size
             lanes[:size], lanes[size:] = 255, 0
         else:
             key0, key1 = map(np.uint32, mask_key(self.notes.seed, name))
-            count = run.draw(lanes, size, start, key0, key1, high, np.uint32(low))
+            count = kernels.load("cpu").draw(lanes, size, start, key0, key1, high, np.uint32(low))
         if count != piece.kept:
             raise self.damaged(f"{name} has {piece.kept} values, and the mask keeps {count}")
         return lanes
@@ -514,7 +515,7 @@ class DeltaSource(SourceView):
         if self._is_lossless:
             self.file.uncode(name, parts[0], base, into)
             return
-        lanes = self.file.lanes(name, chunk, parts)
+        lanes = self.file.lanes(name, chunk)
         expand = kernels.load("cpu").expand
         if not is_change:
             into[:] = base
@@ -532,12 +533,7 @@ def part_names(notes: DeltaNotes, name: str) -> tuple[str, ...]:
     """Return the stored tensors that a tensor of the model is made of."""
     if notes.scheme == "lossless":
         return (f"coded:{name}",)
-    is_there = {
-        "values": True,
-        "scales": notes.bits != "native",
-        "places": notes.scheme == "magnitude",
-    }
-    return tuple(f"{kind}:{name}" for kind, there in is_there.items() if there)
+    return (f"values:{name}",) if notes.bits == "native" else (f"values:{name}", f"scales:{name}")
 
 
 def part_type(notes: DeltaNotes, part: str, tensor: StoredTensor) -> StorageType:
@@ -548,18 +544,13 @@ def part_type(notes: DeltaNotes, part: str, tensor: StoredTensor) -> StorageType
     return BF16 if kind == "scales" else U8
 
 
-def part_sizes(notes: DeltaNotes, size: int, count: int) -> tuple[int, ...]:
-    """Return the elements of a chunk in each part, from its size and its count of kept values."""
+def part_sizes(notes: DeltaNotes, count: int) -> tuple[int, ...]:
+    """Return the elements of a chunk in each part, from its count of kept values."""
     if count == AS_IN_BASE:
         return (0,) * len(part_names(notes, ""))
-    if notes.scheme == "lossless":
+    if notes.scheme == "lossless" or notes.bits == "native":
         return (count,)
-    sizes = [count]
-    if notes.bits != "native":
-        sizes = [-(-count * notes.bits // 8), -(-count // SCALE_GROUP)]
-    if notes.scheme == "magnitude":
-        sizes.append(kernels.load("reference").places_nbytes(size, count))
-    return tuple(sizes)
+    return -(-count * notes.bits // 8), -(-count // SCALE_GROUP)
 
 
 def file_part(name: str) -> str:

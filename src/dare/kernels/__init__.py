@@ -18,11 +18,10 @@ from dare.errors import RecipeError, did_you_mean
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 
+# Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches.
 LANES_MULTIPLE = 8192
-"""Arrays of lanes have a multiple of this length, which kernels work on at a time, in caches."""
+# Distance between rows of sums: not a power of two, or they would share cache sets.
 ROW = LANES_MULTIPLE + 16
-"""Distance between rows of sums: not a power of two, or they would share cache sets."""
-PLACES_AT_ONCE = 8  # places that are written for each 64 lanes without counting those that are set
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Operand(NamedTuple):
     """One model as an operand of `combine`."""
 
     tuned: NDArray[Any]  # stored elements, as carriers of their type
+    # Key words and the threshold's two parts; None keeps everything.
     mask: tuple[int, int, int, int] | None
-    """Key words and the threshold's two parts; None keeps everything."""
     least: int  # bits of the least magnitude that is kept; 0 keeps everything
     weight: np.float32
     share: float  # the model's addition to the divisor of its side, when signs are elected

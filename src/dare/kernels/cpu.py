@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import carray, cfunc, errors, from_dtype, njit, types
 from numba.extending import intrinsic, overload
 
-from dare.kernels import PLACES_AT_ONCE, ROW
-from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, TILE
+from dare.kernels import ROW
+from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, PLACES_AT_ONCE, TILE
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -148,8 +148,8 @@ def _argument(place, described):
 
 bits_of = _unary(types.uint32(types.float32), lambda b, value: b.bitcast(value, ir.IntType(32)))
 float_of = _unary(types.float32(types.uint32), lambda b, bits: b.bitcast(bits, ir.FloatType()))
+# Counts the zeros below the lowest bit that is set; the word must not be zero.
 trailing_zeros = _unary(types.int64(types.uint64), lambda b, word: b.cttz(word, ir.IntType(1)(1)))
-"""Counts the zeros below the lowest bit that is set; the word must not be zero."""
 count_bits = _unary(types.int64(types.uint64), lambda b, word: b.ctpop(word))
 
 
@@ -285,8 +285,8 @@ def encode(values, out):
 
 # ---------------------------------------------------------------- the mask
 
+# Philox calls computed side by side: LLVM splits the vectors to the machine's width.
 PHILOX_WIDTH = CALLS_PER_GROUP
-"""Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -506,17 +506,6 @@ def count_low(found, high, counts):
 
 
 @kernel
-def count_equal(found, ends, cut, counts):
-    first = 0
-    for piece in range(ends.size):
-        count = 0
-        for i in range(first, ends[piece]):
-            count += found[i] == cut
-        counts[piece] = count
-        first = ends[piece]
-
-
-@kernel
 def count_magnitudes(raw, base_raw, out, counts, base, bits):
     count = 0
     peak = u32(0)
@@ -729,14 +718,6 @@ def combine_tiles(
 # ---------------------------------------------------------------- sums over a tensor
 
 
-@helper
-def fold(lanes):
-    total = f64(0)
-    for lane in range(SUM_LANES):
-        total += lanes[lane]
-    return total
-
-
 @kernel
 def sum_products(left, right, lanes):
     whole = left.size // SUM_LANES * SUM_LANES
@@ -745,7 +726,10 @@ def sum_products(left, right, lanes):
             lanes[lane] += f64(left[start + lane]) * f64(right[start + lane])
     for i in range(whole, left.size):
         lanes[i - whole] += f64(left[i]) * f64(right[i])
-    return fold(lanes)
+    total = f64(0)
+    for lane in range(SUM_LANES):
+        total += lanes[lane]
+    return total
 
 
 # ---------------------------------------------------------------- products
@@ -1057,8 +1041,8 @@ def expand_integers(packed, lanes, into):
 
 STEPS_OF_4, STEPS_OF_2 = np.array(EVEN_STEPS[4], i32), np.array(EVEN_STEPS[2], i32)
 STEPS_OF_ODD = np.array(ODD_STEPS, i32)
+# Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits.
 ROUNDER = f32(3 << 22)
-"""Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits."""
 
 
 @kernel
@@ -1212,60 +1196,6 @@ def unpack_fields(codes, bits, odd, scale, out):
         field = i32(codes[i // each]) >> i32(bits * (i % each))
         number = i32(i32(field << i32(32 - bits)) >> i32(32 - bits))
         out[i] = f32(i32(i32(number << odd) + odd)) * scale
-
-
-# ---------------------------------------------------------------- places
-
-
-@kernel
-def set_places(lanes, size, low, kept, out):
-    ones = u64((u64(1) << u64(low)) - u64(1))
-    high_parts = out[(kept * low + 7) // 8 :]
-    held, filled, byte, count = u64(0), 0, 0, 0
-    for first in range(0, size, 64):
-        left = lanes_from(lanes, first, size)
-        while left and count < kept:
-            place = u64(first + trailing_zeros(left))
-            held |= (place & ones) << u64(filled)
-            filled += low
-            while filled >= 8:
-                out[byte] = u8(held)
-                held >>= u64(8)
-                filled -= 8
-                byte += 1
-            at = i64(place >> u64(low)) + count
-            high_parts[at >> 3] |= u8(1 << (at & 7))
-            count += 1
-            left &= left - u64(1)
-    if filled:
-        out[byte] = u8(held)
-
-
-@kernel
-def find_places(coded, size, low, kept, lanes):
-    ones = u64((u64(1) << u64(low)) - u64(1))
-    start = (kept * low + 7) // 8
-    held, filled, byte, count, last = u64(0), 0, 0, 0, -1
-    for i in range(start, coded.size):
-        left = u64(coded[i])
-        while left:
-            if count == kept:
-                return False
-            while filled < low:
-                held |= u64(coded[byte]) << u64(filled)
-                filled += 8
-                byte += 1
-            high = 8 * (i - start) + trailing_zeros(left) - count
-            place = (high << low) + i64(held & ones)
-            if place <= last or place >= size:
-                return False
-            lanes[place] = u8(255)
-            held >>= u64(low)
-            filled -= low
-            last = place
-            count += 1
-            left &= left - u64(1)
-    return count == kept and held == u64(0)
 
 
 # ---------------------------------------------------------------- into a live model

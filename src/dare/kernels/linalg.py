@@ -81,8 +81,8 @@ class Spectrum:
 
     vectors: Numbers  # short side × rank; in the precision they were found in
     values: Doubles
+    # The other side's vectors of the last few values, where the matrix gives too few digits.
     far: Floats
-    """The other side's vectors of the last few values, where the matrix gives too few digits."""
 
     @property
     def plain(self) -> int:

@@ -37,16 +37,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import LANES_MULTIPLE, PLACES_AT_ONCE, ROW, Operand, reference
-from dare.kernels.reference import (
-    SCALE_GROUP,
-    SUM_LANES,
-    Floats,
-    Lanes,
-    Raw,
-    places_low_bits,
-    places_nbytes,
-)
+from dare.kernels import LANES_MULTIPLE, ROW, Operand, reference
+from dare.kernels.reference import SCALE_GROUP, SUM_LANES, Floats, Lanes, Raw
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.files import (
     HAS_OWNERS,
@@ -60,16 +52,16 @@ from dare.tensors.files import (
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP
 
 PACKAGE = Path(__file__).parents[1]
+# The files that decide the machine code of the kernels in `cpu`.
 SOURCES = (
     *("kernels/__init__.py", "kernels/cpu.py", "kernels/native.py", "kernels/reference.py"),
     *("tensors/chunks.py", "tensors/mask.py"),
 )
-"""The files that decide the machine code of the kernels in `cpu`."""
 DIGEST_BYTES = 16
 SYMBOL = "dare_kernel"
 PLAIN_FLAGS = 0x1 | 0x100  # flags of an array that is C-contiguous and aligned
+# Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI).
 DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
-"""Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI)."""
 
 _loading = threading.Lock()
 _announcers: list[Callable[[], None]] = []
@@ -196,9 +188,9 @@ def announcing(announce: Callable[[], None]) -> Iterator[None]:
 class Code(NamedTuple):
     """Machine code of a kernel, for arguments of some types."""
 
+    # One letter for each number that it returns, q or d as in `struct`; in parentheses if they are
+    # a tuple.
     returns: str
-    """One letter for each number that it returns, q or d as in `struct`; in parentheses if they
-    are a tuple."""
     machine_code: bytes  # an object file
 
 
@@ -338,6 +330,7 @@ def _folders() -> Iterator[Path]:
 
 TILE = LANES_MULTIPLE  # elements whose lanes, values and sums stay in a close cache
 DIGITS = 256
+PLACES_AT_ONCE = 8  # lanes found of each 64 without counting those that are set
 
 
 class _Scratch(threading.local):
@@ -362,6 +355,7 @@ def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
     return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
 
 
+# Scratch arrays of kernels that need some, after their other arguments.
 ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
@@ -378,7 +372,6 @@ ROOMS = {
     ],
     "digest_pieces": lambda *_: [np.empty(8, np.uint64)],
 }
-"""Scratch arrays of kernels that need some, after their other arguments."""
 
 
 KERNELS = Kernels("dare.kernels.cpu", SOURCES, ROOMS)
@@ -412,6 +405,7 @@ def combine(
 
 
 SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
+# The bytes that XXH3 mixes its input with.
 SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -423,7 +417,6 @@ SECRET = np.frombuffer(
     ),
     np.uint8,
 )
-"""The bytes that XXH3 mixes its input with."""
 SECRET_WORDS = np.concatenate([SECRET[at : at + 64].copy().view("<u8") for at in (128, 11, 117)])
 
 
@@ -457,18 +450,3 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 def _as_integers(raw: Raw) -> Raw:
     """View carriers as unsigned integers, so that kernels that move them are compiled per width."""
     return raw.view(f"u{raw.dtype.itemsize}")
-
-
-def code_places(lanes: NDArray[np.uint8], size: int, kept: int, out: NDArray[np.uint8]) -> None:
-    if kept:
-        out[:] = 0
-        KERNELS.set_places(lanes, size, places_low_bits(size, kept), kept, out)
-
-
-def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: NDArray[np.uint8]) -> bool:
-    lanes[:] = 0
-    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
-        return False
-    if kept == 0:
-        return True
-    return bool(KERNELS.find_places(coded, size, places_low_bits(size, kept), kept, lanes))

@@ -29,8 +29,8 @@ Doubles = NDArray[np.float64]
 
 SUM_LANES = 64
 
+# The type of the values in a carrier.
 _MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
-"""The type of the values in a carrier."""
 
 
 @contextmanager
@@ -136,12 +136,6 @@ def count_low(found: Bits, high: int, counts: NDArray[np.int64]) -> None:
     counts += np.bincount(low, minlength=counts.size)
 
 
-def count_equal(found: Bits, ends: NDArray[np.int64], cut: int, counts: NDArray[np.int64]) -> None:
-    """Count in each piece the magnitudes that equal `cut`; `ends` are where pieces end."""
-    pieces = np.split(found == cut, ends[:-1])
-    counts[:] = [np.count_nonzero(piece) for piece in pieces]
-
-
 def count_magnitudes(
     raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -166,17 +160,7 @@ def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
 
 def keep_largest(values: Floats, least: int) -> int:
     """Zero magnitudes below `least`; return how many are kept."""
-    return trim(values, least - 1, 0)
-
-
-def trim(values: Floats, cut: int, ties_kept: int) -> int:
-    """Zero magnitudes below `cut`, and those equal to it but for the first `ties_kept`.
-
-    Returns how many elements are kept.
-    """
-    found = magnitude_bits(values)
-    keep = found > cut
-    keep[np.flatnonzero(found == cut)[:ties_kept]] = True
+    keep = magnitude_bits(values) >= least
     values[~keep] = 0
     return int(keep.sum())
 
@@ -460,16 +444,16 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 
 
 SCALE_GROUP = 256  # values that share a scale
+# The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite.
 LARGEST = np.float32(255 * 2.0**120)
-"""The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite."""
+# Parts of a group's largest magnitude: sums of whole ones are the same in any order.
 PARTS, FINE_PARTS = 1 << 12, 1 << 20
-"""Parts of a group's largest magnitude: sums of whole ones are the same in any order."""
 EVEN_STEPS = {
     4: (585, 552, 521, 492, 464, 438, 414, 391, 369, 348, 328, 310),
     2: (4096, 3444, 2896, 2435, 2048, 1722, 1448, 1218),
 }
+# Scales that are tried, in PARTS of the largest: PARTS/7, /1, /3, and less by equal factors.
 ODD_STEPS = (1365, 1216, 1084, 965, 860, 766, 683, 608, 542, 483, 430, 383)
-"""Scales that are tried, in PARTS of the largest: PARTS/7, /1, /3, and less by equal factors."""
 
 
 def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -> None:
@@ -559,70 +543,6 @@ def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) ->
     levels = np.where(np.signbit(scale), 2 * numbers + 1, numbers).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         out[:] = levels * np.abs(scale)
-
-
-def places_nbytes(size: int, kept: int) -> int:
-    """Return the bytes of the code of `kept` places among `size`.
-
-    >>> places_nbytes(524288, 52429), places_nbytes(524288, 0)
-    (34407, 0)
-    """
-    return sum(_places_layout(size, kept))
-
-
-def _places_layout(size: int, kept: int) -> tuple[int, int]:
-    """Return the bytes of the low parts and of the high parts."""
-    if kept == 0:
-        return 0, 0
-    low = places_low_bits(size, kept)
-    return -(-kept * low // 8), -(-(kept + (size >> low) + 1) // 8)
-
-
-def places_low_bits(size: int, kept: int) -> int:
-    """Return the low bits stored of each place: floor(log2(size / kept)), at least 0."""
-    return max(0, int(size // kept).bit_length() - 1)
-
-
-def code_places(lanes: Lanes, size: int, kept: int, out: NDArray[np.uint8]) -> None:
-    """Code which of the first `size` lanes are set, `kept` of them, by Elias and Fano.
-
-    First the low bits of each place, then a set of bits in which the number i is in the set for a
-    place j whose high bits are i - j; both little end first, each padded with zeros to a byte.
-    https://doi.org/10.1145/321812.321820
-    """
-    if kept == 0:
-        return
-    low_bytes, high_bytes = _places_layout(size, kept)
-    low = places_low_bits(size, kept)
-    places = np.flatnonzero(lanes[:size])
-    high = np.zeros(8 * high_bytes, np.uint8)
-    high[(places >> low) + np.arange(kept)] = 1
-    out[:low_bytes] = np.packbits(places[:, None] >> np.arange(low) & 1, bitorder="little")
-    out[low_bytes:] = np.packbits(high, bitorder="little")
-
-
-def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: Lanes) -> bool:
-    """Set the lanes that were coded, and clear all others; return whether it is a valid code.
-
-    There is one valid code for each set of places. If it is another, the lanes mean nothing.
-    """
-    lanes[:] = 0
-    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
-        return False
-    if kept == 0:
-        return True
-    low_bytes, _ = _places_layout(size, kept)
-    low = places_low_bits(size, kept)
-    low_parts = np.unpackbits(coded[:low_bytes], bitorder="little")
-    found = np.flatnonzero(np.unpackbits(coded[low_bytes:], bitorder="little"))
-    if found.size != kept or low_parts[kept * low :].any():
-        return False
-    weights = 1 << np.arange(low)
-    places = (found - np.arange(kept) << low) + low_parts[: kept * low].reshape(kept, -1) @ weights
-    if places[-1] >= size or not (np.diff(places) > 0).all():
-        return False
-    lanes[places] = 255
-    return True
 
 
 def apply_packed(

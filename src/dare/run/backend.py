@@ -30,9 +30,9 @@ Raw = NDArray[Any]
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Summaries = Mapping[int, Any]  # findings of a model's surveying stages, by position in the chain
+# Largest |δ|, elements over the threshold and survivors after each stage, for each model of a
+# chunk; and the elements of the result that overflow, and that are NaN.
 Figures = tuple[tuple[tuple[int, ...], ...], tuple[int, int]]
-"""Largest |δ|, elements over the threshold and survivors after each stage, for each model of a
-chunk; and the elements of the result that overflow, and that are NaN."""
 
 
 class Chunk(NamedTuple):
@@ -44,8 +44,8 @@ class Chunk(NamedTuple):
     tuned: Mapping[int, Raw]  # the elements by model
     summaries: Mapping[int, Summaries]  # the findings of their surveys
     summary: Any = None  # the finding of the combine stage
+    # The digests of every chunk of base and models; none of those that must be computed.
     known: Sequence[Sequence[str]] = ()
-    """The digests of every chunk of base and models; none of those that must be computed."""
 
     @property
     def size(self) -> int:
@@ -75,8 +75,8 @@ class Chunk(NamedTuple):
             )
 
 
+# Reads a whole tensor, chunk by chunk, as often as it is called.
 ReadChunks = Callable[[], Iterator[Chunk]]
-"""Reads a whole tensor, chunk by chunk, as often as it is called."""
 
 
 class Place(NamedTuple):
@@ -99,12 +99,9 @@ class Made(NamedTuple):
 class Backend(ABC):
     """The means of one worker to compute, on some device."""
 
-    batch_elements: int
-    """Elements of each input that a batch may have."""
-    inputs: Bytes
-    """A row for the base and one for each model, which a batch is read into."""
-    output: Bytes
-    """Room for the result of a batch."""
+    batch_elements: int  # elements of each input that a batch may have
+    inputs: Bytes  # a row for the base and one for each model, which a batch is read into
+    output: Bytes  # room for the result of a batch
 
     @abstractmethod
     def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
@@ -116,7 +113,7 @@ class Backend(ABC):
 
     @abstractmethod
     def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
-        """Return 255 for each element that a model's stages keep, else 0; until the next call."""
+        """Return 255 for each element that a model's mask keeps, else 0; until the next call."""
 
     @abstractmethod
     def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
@@ -132,8 +129,8 @@ def open_backend(plan: Plan) -> Backend:
     return _BACKENDS[plan.backend](plan)
 
 
+# True for a model that is given by deltas; for each stage its function, settings and draw.
 _ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
-"""True for a model that is given by deltas; for each stage its function, settings and draw."""
 
 
 class ArrayBackend(Backend):
@@ -147,8 +144,8 @@ class ArrayBackend(Backend):
         span = self.batch_elements * plan.cost.widest
         self.inputs = np.empty((1 + len(plan.models), span), np.uint8)
         self.output = aligned_bytes(span + ALIGNMENT)
+        # Chunks that can be merged as one, because no stage asks for values.
         self._together = chunks if plan.cost.is_fused else 1
-        """Chunks that can be merged as one, because no stage asks for values."""
         self._scratch = Scratch(CHUNK * self._together)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._chains: tuple[TensorPlan, dict[int, _ModelChain]] | None = None
@@ -203,7 +200,7 @@ class ArrayBackend(Backend):
         return [list(digests) or next(found) for _, digests in pairs]
 
     def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
-        return self._block(chunk, model, chunk.summaries.get(model, {})).kept_lanes()
+        return self._block(chunk, model, {}).lanes()[0]
 
     def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
         def blocks() -> Iterator[Block]:

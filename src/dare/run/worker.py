@@ -39,8 +39,8 @@ from dare.run.threads import Batch, Id, Results, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
+# Ids of conclusions with the positions of their stages in the chain, by tensor and model.
 Conclusions = dict[tuple[str, int], list[tuple[int, Id]]]
-"""Ids of conclusions with the positions of their stages in the chain, by tensor and model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Observe(Step):
     census: int  # the place of the stage's request in the plan's `censuses`
     round: int
     tensor: str
+    # The conclusions for earlier stages, by their positions in the chain.
     conclusions: tuple[tuple[int, Id], ...]
-    """The conclusions for earlier stages, by their positions in the chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ def _making(
 
 
 Progress = Callable[[int], None]  # called with the number of bytes that were just read
+# Makes chunks, puts them away, and returns their records in order.
 Coder = Callable[[Sequence[Chunk]], list[Record]]
-"""Makes chunks, puts them away, and returns their records in order."""
 MakeCoder = Callable[[Plan, Backend, Any], Coder]  # the last is a sink
 
 

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.registry import meaning
 
-PARALLEL = 0.9995
-"""Cosine beyond which two tensors count as parallel, and the sphere as flat."""
+PARALLEL = 0.9995  # cosine beyond which two tensors count as parallel, and the sphere as flat
 
 Space = Annotated[
     Literal["weights", "deltas"], meaning("Interpolate the models' tensors, or only their deltas.")

@@ -20,10 +20,9 @@ from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
 
+# Bins of histograms of magnitudes: by their upper 16 bits, and by the lower 15 below those.
 HIGH_COUNTS, LOW_COUNTS = 1 << 16, 1 << 15
-"""Bins of histograms of magnitudes: by their upper 16 bits, and by the lower 15 below those."""
-INFINITY = 0x7F800000
-"""The bits of an infinite magnitude; those of NaN are greater."""
+INFINITY = 0x7F800000  # the bits of an infinite magnitude; those of NaN are greater
 
 _key = lru_cache(maxsize=1024)(mask_key)
 
@@ -40,23 +39,19 @@ class Block:
 
     kernels: Any
     tensor: str
-    start: int
-    """Index of the first element in the tensor."""
+    start: int  # index of the first element in the tensor
     seed: int
     tuned: NDArray[Any]
+    # The base's stored elements, or zeros: the delta is the difference from these.
     origin: NDArray[Any]
-    """The base's stored elements, or zeros: the delta is the difference from these."""
     _scratch: Scratch
     _threshold_bits: np.int32
-    factor: float = 1.0
-    """A number that `values` still have to be multiplied by."""
-    summary: Any = None
-    """The result of the survey of the stage being applied."""
+    factor: float = 1.0  # a number that `values` still have to be multiplied by
+    summary: Any = None  # the result of the survey of the stage being applied
+    # The number of the draw that the stage being applied makes; None if it is not random.
     draw: int | None = None
-    """The number of the draw that the stage being applied makes; None if it is not random."""
     mask: Mask | None = None
-    least: int = 0
-    """The least magnitude (its bits) that is noted down to be kept, after the mask."""
+    least: int = 0  # the least magnitude (its bits) that is noted down to be kept, after the mask
     _values: Floats | None = None
     _left: NDArray[np.bool_] | None = None
     _figures: NDArray[np.int64] | None = None
@@ -86,7 +81,7 @@ class Block:
     def _carry_out(self) -> Floats:
         """Compute the delta and carry out the notes."""
         values = np.empty(self.size, np.float32)
-        lanes, kept = self._lanes()
+        lanes, kept = self.lanes()
         peak, over = self._take(lanes, values)
         if peak > INFINITY and self.zero_common_infinities():
             peak, over = self._take(lanes, values)
@@ -118,8 +113,11 @@ class Block:
         self.origin = origin
         return True
 
-    def _lanes(self) -> tuple[NDArray[np.uint8], int]:
-        """Draw the lanes of the mask that is noted down; return them and how many are set."""
+    def lanes(self) -> tuple[NDArray[np.uint8], int]:
+        """Draw the mask that is noted down: 255 for what is kept, else 0; and how many are kept.
+
+        The array is used again by the next call.
+        """
         if self.mask is None:
             return self._scratch.all_kept, self.size
         key0, key1, high, low = self.mask
@@ -136,7 +134,7 @@ class Block:
             return
         values = self.values
         self.mask, self.least = mask, 0
-        lanes, _ = self._lanes()
+        lanes, _ = self.lanes()
         self.kernels.keep_lanes(values, lanes)
         self.leave(lanes[: self.size] != 0)
 
@@ -160,7 +158,7 @@ class Block:
         if self.is_noted and not self.mask and not self.least and counts is not None:
             return self._count_all(out, counts), self.size
         if self.is_noted and self.mask is not None and not self.least:
-            lanes, survivors = self._lanes()
+            lanes, survivors = self.lanes()
             count = self._gather(lanes, out)
             peak = int(out[:count].max(initial=0))
             if peak > INFINITY and self.zero_common_infinities():
@@ -186,19 +184,10 @@ class Block:
         base = self._scratch.base_of(self.kernels, self.origin)
         return int(self.kernels.gather(self.tuned, base, lanes, out))
 
-    def kept_lanes(self) -> NDArray[np.uint8]:
-        """Return 255 for each element that no stage has dropped, else 0; until the next call."""
-        if self.is_noted and not self.least:
-            return self._lanes()[0]
-        left = self.survivors()
-        lanes = self._scratch.lanes
-        lanes[: self.size] = 255 if left is None else np.where(left, 255, 0)
-        return lanes
-
     def survivors(self) -> NDArray[np.bool_] | None:
         """Return which elements no earlier stage has dropped; None if none was dropped."""
         if self.is_noted and not self.least:
-            return None if self.mask is None else self._lanes()[0][: self.size] != 0
+            return None if self.mask is None else self.lanes()[0][: self.size] != 0
         if self._values is None:
             self._carry_out()
         return self._left
@@ -335,14 +324,20 @@ class Deltas:
         merged = self._scratch.merged[: self.size]
         if self._combine(weights, shares, merged, elects=True):
             return merged
-        sums = np.zeros(4 * self.size, np.float32)
-        for block, weight, share in zip(self.blocks, weights, shares, strict=True):
-            combined = np.float32(weight * block.factor)
-            self.kernels.vote(sums, block.values, combined, np.float32(share))
+        sums = self.sides(weights, shares)
         with np.errstate(invalid="ignore", over="ignore"):
-            balance = sums[: self.size] + sums[self.size : 2 * self.size]
-        self.kernels.elect(sums, balance, merged)
+            balance = sums[0] + sums[1]
+        self.kernels.elect(sums.reshape(-1), balance, merged)
         return merged
+
+    def sides(self, weights: Sequence[float], shares: Sequence[float]) -> Floats:
+        """Return four rows: the positive terms, the negative ones, and the shares of both."""
+        sums = np.zeros((4, self.size), np.float32)
+        for block, weight, share in zip(self.blocks, weights, shares, strict=True):
+            if weight != 0:  # and not 0·∞
+                combined = np.float32(weight * block.factor)
+                self.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
+        return sums
 
     def _combine(
         self, weights: Sequence[float], shares: Sequence[float], out: Floats, *, elects: bool
@@ -377,8 +372,7 @@ class View:
 
     kernels: Any
     shape: tuple[int, ...]
-    spare_bytes: int
-    """Memory the survey may use to remember what it has seen."""
+    spare_bytes: int  # memory the survey may use to remember what it has seen
     walk: Callable[[], Iterator[Any]]
 
     def __call__(self) -> Iterator[Any]:
@@ -390,12 +384,11 @@ class View:
 class DeltaView(View):
     """One model's tensor, and figures of its magnitudes; those are remembered if there is room."""
 
-    census: Any = None
-    """The conclusion of the stage's census for the tensor, if it has one."""
+    census: Any = None  # the conclusion of the stage's census for the tensor, if it has one
+    # The number of elements that no earlier stage has dropped, once there is a histogram.
     survivors: int = 0
-    """The number of elements that no earlier stage has dropped, once there is a histogram."""
+    # All magnitudes but zero, and the end of each chunk.
     _remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
-    """All magnitudes but zero, and the end of each chunk."""
 
     def histogram(self, prefix: int | None = None) -> NDArray[np.int64]:
         """Count the magnitudes that are not zero by their upper 16 bits.
@@ -414,11 +407,12 @@ class DeltaView(View):
 
     def count_equal(self, bits: int) -> NDArray[np.int64]:
         """Count the magnitudes with these bits in each chunk."""
-        counted = [np.empty(0, np.int64)]
-        for found, ends in self._magnitudes():
-            counted.append(np.empty(ends.size, np.int64))
-            self.kernels.count_equal(found, ends, np.uint32(bits), counted[-1])
-        return np.concatenate(counted)
+        counts = [
+            np.count_nonzero(piece == bits)
+            for found, ends in self._magnitudes()
+            for piece in np.split(found, ends[:-1])
+        ]
+        return np.array(counts, np.int64)
 
     def l1_norms(self, change: Callable[[Block], None]) -> tuple[float, float]:
         """Return the sum of all magnitudes before and after a change to every block."""

@@ -14,8 +14,7 @@ from dare.stages.ranks import Keys, magnitude_bits, marks
 from dare.stages.registry import combine_stage, meaning
 from dare.tensors.chunks import CHUNK
 
-FREE = np.uint32(1 << 31)
-"""A bit above all magnitudes."""
+FREE = np.uint32(1 << 31)  # a bit above all magnitudes
 
 
 def _check_group(m: int) -> int:

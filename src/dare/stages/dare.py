@@ -44,7 +44,7 @@ def survey_l1(view: DeltaView, *, drop_rate: float, rescale: Rescale) -> float: 
     is_lazy=always,
     is_random=drops,
     drops_at_random=True,
-    keeps="random",
+    for_delta_files=True,
     is_identity=lambda settings: not drops(settings),
     redrops=lambda settings: settings["rescale"] != "l1",
 )

@@ -14,10 +14,8 @@ from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import always, combine_stage
 
 MAX_STEPS = 1000
-SHORTEST_STEP = 1e-12
-"""The length of a step that ends the iteration; the sphere's radius is 1."""
-CANCELLED = 1e-5
-"""Directions whose mean is shorter than this have none."""
+SHORTEST_STEP = 1e-12  # the length of a step that ends the iteration; the sphere's radius is 1
+CANCELLED = 1e-5  # directions whose mean is shorter than this have none
 
 
 def survey_mean(view: JointView, *, on: Space) -> list[float]:

@@ -78,8 +78,8 @@ def multiply_by_weights(deltas: Sequence[Floats], weights: Sequence[float]) -> N
 
 # ---------------------------------------------------------------- registering
 
+# Memory by rows, columns and the number of models whose matrices are worked on together.
 WorkBytes = Callable[[int, int, int], int]
-"""Memory by rows, columns and the number of models whose matrices are worked on together."""
 
 
 def matrix_delta_stage(

@@ -26,8 +26,7 @@ class Lines:
     """The two coefficients of each row or column of a matrix."""
 
     columns: int
-    coefficients: NDArray[np.float64]
-    """2 × rows, or 2 × columns."""
+    coefficients: NDArray[np.float64]  # 2 × rows, or 2 × columns
 
 
 def survey_lines(view: JointView, *, each: Each, on: Space) -> tuple[float, float] | Lines:

@@ -21,8 +21,7 @@ class Competition(NamedTuple):
     """The scale of one model's scores in a tensor."""
 
     peak: float
-    cut: np.float32
-    """The largest score that is not kept; 0 if all positive ones are."""
+    cut: np.float32  # the largest score that is not kept; 0 if all positive ones are
     top: np.float32
 
 

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from dare.stages.blocks import Block, View
 from dare.tensors.chunks import CHUNK, chunk_count
 
-SLAB = 1 << 16
-"""Elements whose ranks are found at a time, unless a single row has more."""
+SLAB = 1 << 16  # elements whose ranks are found at a time, unless a single row has more
 
 Keys = NDArray[Any]
+# The numbers to rank by, one for each element of a block: unsigned integers.
 KeysOf = Callable[[Block], Keys]
-"""The numbers to rank by, one for each element of a block: unsigned integers."""
+# A function of kernels and the keys of whole rows (rows × columns): a result for each element.
 RowWork = Callable[[Any, Keys], NDArray[Any]]
-"""A function of kernels and the keys of whole rows (rows × columns): a result for each element."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class CutRows:
     """Results for the rows of a tensor that lie in more than one chunk."""
 
     columns: int
+    # Results by chunk, for the elements before its first whole row, and after its last.
     pieces: Mapping[int, tuple[NDArray[Any], ...]]
-    """Results by chunk, for the elements before its first whole row, and after its last."""
 
 
 def row_length(shape: tuple[int, ...]) -> int:

@@ -46,11 +46,10 @@ from dare.documents.words import exact_text, times
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.tensors.chunks import bytes_digest
 
-Settings = Mapping[str, Any]
-"""Parameter values of one stage, complete and checked."""
+Settings = Mapping[str, Any]  # parameter values of one stage, complete and checked
 Check = Callable[[Settings], None]
+# Memory by the shape of a tensor and the number of models that are surveyed together.
 SurveyBytes = Callable[[tuple[int, ...], int], int]
-"""Memory by the shape of a tensor and the number of models that are surveyed together."""
 
 
 def meaning(text: str, **limits: Any) -> Any:
@@ -162,10 +161,10 @@ class Round:
     `known` is the conclusion of the round before.
     """
 
+    # `observe(view, known, **settings)` returns the observation of one tensor.
     observe: Callable[..., Any]
-    """`observe(view, known, **settings)` returns the observation of one tensor."""
+    # `conclude(observed, known, **settings)` has the observations by tensor, ordered by name.
     conclude: Callable[..., Any]
-    """`conclude(observed, known, **settings)` has the observations by tensor, ordered by name."""
 
 
 @dataclass(frozen=True)
@@ -207,40 +206,36 @@ class Stage:
     sees: Literal["element", "tensor", "matrix"] = "element"
     survey: Callable[..., Any] | None = None
     surveys_when: Predicate = always
+    # Memory that a survey takes beyond its spare bytes.
     survey_bytes: SurveyBytes = lambda _shape, _models: 0
-    """Memory that a survey takes beyond its spare bytes."""
+    # The part of that memory which it leaves behind; None: all.
     kept_bytes: SurveyBytes | None = None
-    """The part of that memory which it leaves behind; None: all."""
     census: Census | None = None
     check: Check = lambda _settings: None
-    is_random: Predicate = _never
-    """True if it draws from the mask; it then has `block.key`."""
+    is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
+    # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
     redrops: Predicate = _never
-    """True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice."""
+    # True if it leaves every delta as it is; a combine stage, one delta of weight 1.
     is_identity: Predicate = _never
-    """True if it leaves every delta as it is; a combine stage, one delta of weight 1."""
+    # True if it leaves values and figures to the backend; else it computes on arrays with NumPy, on
+    # the CPU.
     is_lazy: Predicate = _never
-    """True if it leaves values and figures to the backend; else it computes on arrays with NumPy,
-    on the CPU."""
+    # A model's weight when the recipe gives none, from the number of models; None: unweighted.
     default_weight: Callable[[int], float] | None = lambda _models: 1.0
-    """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
-    models: int | None = None
-    """The number of models that a combine stage takes, if not any."""
+    models: int | None = None  # the number of models that a combine stage takes, if not any
+    # The settings with which it interpolates between whole models, one of which may be the base;
+    # None: it combines changes to the base.
     interpolates: Settings | None = None
-    """The settings with which it interpolates between whole models, one of which may be the base;
-    None: it combines changes to the base."""
+    # True if chance decides what of a change is kept, as in DARE: large changes suffer.
     drops_at_random: bool = False
-    """True if chance decides what of a change is kept, as in DARE: large changes suffer."""
+    # True if the models vote on each element, so that a small change loses to a large one.
     votes: bool = False
-    """True if the models vote on each element, so that a small change loses to a large one."""
-    keeps: Literal["random", "magnitude"] | None = None
-    """The scheme of delta files that keeps the same elements."""
+    for_delta_files: bool = False  # True if it decides what delta files keep
+    # True if it takes the whole of every change, so that what models share counts repeatedly.
     adds_up: bool = False
-    """True if it takes the whole of every change, so that what models share counts repeatedly."""
+    # Its origin outside this package: a file's digest, or a package and its version.
     origin: str = ""
-    """Its origin outside this package: a file's digest, or a package and its version."""
-    file: str = ""
-    """The file that registers it, if that lies outside of all packages."""
+    file: str = ""  # the file that registers it, if that lies outside of all packages
 
     @property
     def may_redrop(self) -> bool:
@@ -305,8 +300,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def find_stage(**declared: Any) -> Stage:
     """Return the first stage that declares this.
 
-    >>> find_stage(keeps="magnitude").name, find_stage(adds_up=True).name
-    ('trim', 'sum')
+    >>> find_stage(for_delta_files=True).name, find_stage(adds_up=True).name
+    ('dare', 'sum')
     """
     return next(
         stage
@@ -346,6 +341,7 @@ def _register(
 # ---------------------------------------------------------------- methods
 
 
+# Names that people bring along, as chains of ours.
 ALIASES: dict[str, str] = {
     "task_arithmetic": "sum",
     "dare_linear": "dare+linear",
@@ -362,12 +358,10 @@ ALIASES: dict[str, str] = {
     "della_linear": "della+linear",
     "nm": "nm+linear",
 }
-"""Names that people bring along, as chains of ours."""
+# Parameters of combine stages that, when given, put a delta stage before them.
 IMPLIED = {("ties", "keep_ratio"): "trim"}
-"""Parameters of combine stages that, when given, put a delta stage before them."""
 GROUP = "dare.stages"
-MAX_MODELS = 8
-"""The largest number of models whose default weights are listed."""
+MAX_MODELS = 8  # the largest number of models whose default weights are listed
 
 
 def stage_named(name: str, file: str = "") -> Stage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -60,22 +59,12 @@ def ties(
     shares = {"weights": sizes, "count": ones}.get(divide_by, [0.0] * len(weights))
     if vote == "sum" and weighted:
         return deltas.elect(weights, shares)
-    sums = _sides(deltas, weights, shares)
+    sums = deltas.sides(weights, shares)
     if vote == "count":
-        _, _, above, below = _sides(deltas, weights, sizes if weighted else ones)
+        _, _, above, below = deltas.sides(weights, sizes if weighted else ones)
         balance = above - below
     else:
         balance = deltas.sum([math.copysign(float(w != 0), w) for w in weights])
     merged = np.empty(deltas.size, np.float32)
     deltas.kernels.elect(sums.reshape(-1), balance, merged)
     return merged
-
-
-def _sides(deltas: Deltas, weights: Sequence[float], shares: Sequence[float]) -> Floats:
-    """Four rows: the positive terms, the negative ones, and the shares of both."""
-    sums = np.zeros((4, deltas.size), np.float32)
-    for block, weight, share in zip(deltas.blocks, weights, shares, strict=True):
-        if weight:
-            combined = np.float32(weight * block.factor)
-            deltas.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
-    return sums

@@ -33,10 +33,8 @@ class Cut:
     """The k-th largest magnitude of a tensor, and what to do with elements that equal it."""
 
     bits: int
-    ties: NDArray[np.int64]
-    """The number of elements at the cut, for each chunk."""
-    ties_kept: NDArray[np.int64]
-    """The number of those that are kept, for each chunk."""
+    ties: NDArray[np.int64]  # the number of elements at the cut, for each chunk
+    ties_kept: NDArray[np.int64]  # the number of those that are kept, for each chunk
 
 
 def survey_cut(view: DeltaView, *, keep_ratio: float, scope: Scope) -> Cut:
@@ -95,8 +93,8 @@ class Counts(NamedTuple):
     survivors: int
 
 
+# The upper bits of the k-th largest of all tensors, and its rank among their sharers.
 HighBits = tuple[int, int]
-"""The upper bits of the k-th largest of all tensors, and its rank among their sharers."""
 
 
 class TensorCut(NamedTuple):
@@ -176,7 +174,6 @@ def _cut_of_model(view: DeltaView) -> Cut:
         rounds=(Round(observe_high, conclude_high), Round(observe_low, conclude_low)),
         observation_bytes=HIGH_COUNTS * 6,
     ),
-    keeps="magnitude",
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
 )

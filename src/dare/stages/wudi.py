@@ -16,8 +16,7 @@ from dare.stages.registry import meaning
 Steps = Annotated[int, meaning("Steps of Adam.", ge=0, le=100000)]
 Rate = Annotated[float, meaning("Learning rate of Adam.", gt=0, le=1)]
 
-ROWS = 256
-"""Rows that are taken through all steps at a time; they do not depend on one another."""
+ROWS = 256  # rows that are taken through all steps at a time; they do not depend on one another
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
 
 
