@@ -80,7 +80,7 @@ def test_recipes_have_the_same_settings_and_give_the_same_bytes(made, here):
 
 
 def test_an_objective_that_is_a_formula_is_refused_with_what_to_write(here):
-    with pytest.raises(dare.RecipeError, match=r"mean\(math, code\).*no longer.*write names"):
+    with pytest.raises(dare.RecipeError, match=r"mean\(math, code\).*no longer read;"):
         dare.load_recipe(FORMULA)
 
 

@@ -613,10 +613,10 @@ def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
     delta.apply_(model)
     whole = delta._put_back
 
-    def fail_at_c(place, saved):
-        if place.target.name == "c":
+    def fail_at_c(target, chunk, saved):
+        if target.name == "c":
             raise MemoryError
-        whole(place, saved)
+        whole(target, chunk, saved)
 
     monkeypatch.setattr(delta, "_put_back", fail_at_c)
     with pytest.raises(MemoryError):
@@ -635,10 +635,10 @@ def test_an_interrupt_puts_the_base_back(tmp_path, monkeypatch):
     delta = dare.load_delta(write(tmp_path, base, tuned))
     whole = delta._put
 
-    def stop_at_c(place):
-        if place.target.name == "c":
+    def stop_at_c(target, chunk):
+        if target.name == "c":
             raise KeyboardInterrupt
-        return whole(place)
+        return whole(target, chunk)
 
     monkeypatch.setattr(delta, "_put", stop_at_c)
     model = copies(base)
