@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 45_000, "code": 29_000, "modules": 200, "pages": 6_500, "tests": 51_000}
+LIMITS = {"lines": 44_100, "code": 27_900, "modules": 180, "pages": 6_200, "tests": 51_000}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
