@@ -375,7 +375,7 @@ def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
         recipe, model, (matched,), ("base",), tuple(tensors), (), (), None, notes, options=options
     )
     files = {
-        file.name: _described("header", read_beginning(file, header.data_start))
+        file.name: _described("header", _read_header(file, header.data_start))
         for file, header in model.headers.items()
     }
     folders = [path if path.is_dir() else None for path in places]
@@ -388,6 +388,13 @@ def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
         return _make_notes(base, model, stored, files, scheme="lossless")
 
     return Compression(target, plan, code_lossless, describe, {"lossless": True}, files)
+
+
+def _read_header(file: Path, nbytes: int) -> bytes:
+    try:
+        return read_beginning(file, nbytes)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
 def _open_files(path: Path) -> FileSource:

@@ -27,7 +27,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from dare import api
@@ -150,9 +150,11 @@ class OwnModels:
 
     def _send_analysis(self, given: Given) -> Response:
         job = self._find(given)
-        if not (job.folder / ANALYSIS).exists():
-            raise InputError(f"job {job.number} has no analysis")
-        return FileResponse(job.folder / ANALYSIS, media_type="application/json")
+        try:
+            content = (job.folder / ANALYSIS).read_bytes()
+        except FileNotFoundError:  # or no more
+            raise InputError(f"job {job.number} has no analysis") from None
+        return Response(content, media_type="application/json")
 
 
 def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
