@@ -35,7 +35,7 @@ def merge(
         )
         for place, name in enumerate(models)
     ]
-    recipe = dare.Request.of(base=BASE, models=entries, method=method, verbose=False, **more)
+    recipe = dare.Recipe(base=BASE, models=entries, method=method, **more)
     return _candidates().make(recipe).arrays
 
 

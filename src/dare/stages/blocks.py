@@ -324,17 +324,22 @@ class Deltas:
         merged = self._scratch.merged[: self.size]
         if self._combine(weights, shares, merged, elects=True):
             return merged
-        sums = self.sides(weights, shares)
+        sums = self.sides(weights, shares, of_all=True)
         with np.errstate(invalid="ignore", over="ignore"):
             balance = sums[0] + sums[1]
         self.kernels.elect(sums.reshape(-1), balance, merged)
         return merged
 
-    def sides(self, weights: Sequence[float], shares: Sequence[float]) -> Floats:
-        """Return four rows: the positive terms, the negative ones, and the shares of both."""
+    def sides(
+        self, weights: Sequence[float], shares: Sequence[float], *, of_all: bool = False
+    ) -> Floats:
+        """Return four rows: the positive terms, the negative ones, and the shares of both.
+
+        Unless `of_all`, a model of weight 0 has no part in them, and 0·∞ makes nothing NaN.
+        """
         sums = np.zeros((4, self.size), np.float32)
         for block, weight, share in zip(self.blocks, weights, shares, strict=True):
-            if weight != 0:  # and not 0·∞
+            if weight != 0 or of_all:
                 combined = np.float32(weight * block.factor)
                 self.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
         return sums
