@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,7 +127,9 @@ class Backend(ABC):
 
 def open_backend(plan: Plan) -> Backend:
     """Make a backend of the plan's kind."""
-    return _BACKENDS[plan.backend](plan)
+    module, name = _BACKENDS[plan.backend]
+    made: Backend = getattr(import_module(module), name)(plan)
+    return made
 
 
 # True for a model that is given by deltas; for each stage its function, settings and draw.
@@ -285,7 +288,4 @@ class ArrayBackend(Backend):
         return counts
 
 
-_BACKENDS: Mapping[str, Callable[[Plan], Backend]] = {
-    "cpu": ArrayBackend,
-    "reference": ArrayBackend,
-}
+_BACKENDS = dict.fromkeys(("cpu", "reference"), (__name__, "ArrayBackend"))  # module and class

@@ -100,7 +100,7 @@ class Candidates:
 
     def make(
         self,
-        settings: Mapping[str, Any] | Recipe | None = None,
+        settings: Mapping[str, Any] | Recipe | Request | None = None,
         into: Mapping[str, NDArray[Any]] | None = None,
         *,
         progress: Progress = lambda _nbytes: None,
@@ -116,7 +116,9 @@ class Candidates:
         homes = find_homes(plan, arrays, {name: name for name in arrays})
         return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
-    def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe | None = None) -> str:
+    def write_into(
+        self, model: Any, settings: Mapping[str, Any] | Recipe | Request | None = None
+    ) -> str:
         """Merge into a torch module, or a dict of tensors or arrays, in place; return the digest.
 
         Its tensors may have a wider type than the merged weights, and lie on any device. Those that
@@ -129,7 +131,9 @@ class Candidates:
         with WRITING:
             return _carry_out(plan, find_homes(plan, arrays, names))
 
-    def _plan(self, settings: Mapping[str, Any] | Recipe | None) -> tuple[Recipe, Plan]:
+    def _plan(self, settings: Mapping[str, Any] | Recipe | Request | None) -> tuple[Recipe, Plan]:
+        if isinstance(settings, Request):  # how it runs was said at the beginning
+            settings = settings.recipe
         recipe = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
         arrangement = _arrangement(recipe)
         inputs = self._inputs.get(arrangement) or self._open(recipe)
