@@ -41,12 +41,12 @@ _NAMES = {
     "studies.searching": "search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }
+# Importable from here, but not listed.
 _COMPAT = (
     "Configuration DARESparsityAnalyzer DareConfig DareMerger LayerSparsityMetrics "
     "SparsityAnalysis dare_drop dare_merge dare_merge_readiness dare_slerp_merge dare_sparsify "
     "dare_ties_merge detect_delta_sparsity ties_disjoint_merge ties_elect_sign ties_trim"
 )
-"""Importable from here, but not listed."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 (they are text)

@@ -76,10 +76,10 @@ class HasRecipe(Protocol):
         """The tables; empty if nothing is to be merged."""
 
 
+# A request, a recipe, its tables, the advice that has them, or where to load one from.
 AnyRecipe = Request | Recipe | HasRecipe | Mapping[str, Any] | AnyPath
-"""A request, a recipe, its tables, the advice that has them, or where to load one from."""
+# One model or several; one that has settings is an entry or a table.
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
-"""One model or several; one that has settings is an entry or a table."""
 
 
 def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:

@@ -59,8 +59,8 @@ __all__ = [
 ]
 
 AnyPath = str | PathLike[str]
+# Notices that only a model with a base can have.
 BESIDE_A_BASE = ("large_deltas", "far_from_base", "equals_base")
-"""Notices that only a model with a base can have."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
 

@@ -30,10 +30,9 @@ from dare.inputs.arrays import as_float64
 from dare.recipe.recipe import TensorRule
 from dare.tensors.mask import check_drop_rate
 
+# The largest q that `analytic_q` gives: 1 would leave a share p of the delta out for good.
 LARGEST_Q = 0.999
-"""The largest q that `analytic_q` gives: 1 would leave a share p of the delta out for good."""
-FINE_STEPS = 10
-"""Parts into which a step is cut around the best of the coarse grid."""
+FINE_STEPS = 10  # parts into which a step is cut around the best of the coarse grid
 
 
 @dataclass(frozen=True)

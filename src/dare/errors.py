@@ -29,11 +29,11 @@ from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent)
 
+# Control characters, line ends, what reverses the order of writing, and halves of characters.
 ACTS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff"
     "\U000e0000-\U000e007f]"
 )
-"""Control characters, line ends, what reverses the order of writing, and halves of characters."""
 
 
 def printable(text: str, *, keep: str = "") -> str:

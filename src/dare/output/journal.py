@@ -98,8 +98,8 @@ class JournalContent:
 
     fingerprint: str | None = None  # the merge it is of; None if its first line cannot be believed
     writer: str = ""  # the versions of journal and program that it is of
+    # The last record of each chunk, and the stamps of the inputs that it was made from.
     records: dict[Key, tuple[str, Record]] = field(default_factory=dict)
-    """The last record of each chunk, and the stamps of the inputs that it was made from."""
     finished: str | None = None  # the digest of the manifest, if only the name was missing
     stamps: str = ""  # the last stamps of the inputs
     parts: dict[str, SliceState] = field(default_factory=dict)  # slices, as they are written

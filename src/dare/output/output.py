@@ -67,8 +67,8 @@ class Identity(NamedTuple):
 class Alone:
     """The part of a process that makes a whole output: it has the journal, and makes the files."""
 
+    # After these nothing is left behind.
     hopeless: tuple[type[BaseException], ...] = (MismatchError, VerificationError, NotFiniteError)
-    """After these nothing is left behind."""
     is_shared = False  # True if others may have begun, so that the folder stays
 
     def claim(self, folder: Path) -> list[Path]:

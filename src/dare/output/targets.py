@@ -47,6 +47,7 @@ REPLACED = ".replaced-"  # suffix of an output that is replaced, if names cannot
 COPIED_BYTES = 1 << 20
 LONGEST_NAME = 255  # bytes, on every file system that people use
 
+# Patterns for the beginnings of the small files that dare writes.
 KINDS = {
     "page": rb'\A<!doctype html>[\s\S]*<p class="brand">dare <span>',
     "analysis": rb'\A\s*\{\s*"schema":\s*"dare-',
@@ -54,7 +55,6 @@ KINDS = {
     "table": rb"\A\w+(,\w+)*\r\n",
     "demonstration": rb"\A\x89PNG\r\n[\s\S]{,200}dare demo",
 }
-"""Patterns for the beginnings of the small files that dare writes."""
 BEGINNING_BYTES = 1 << 20
 
 MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
