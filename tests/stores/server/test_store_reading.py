@@ -32,7 +32,7 @@ def stored(bucket, models):
 
 def elsewhere(models, output, **places):
     """The same merge with some models in other places."""
-    asked = recipe(models, output)
+    asked = recipe(models, output).recipe
     names = ("math", "code")
     files = [to_path(places.get(n, models / f"{n}.safetensors")) for n in names]
     return asked.with_files(to_path(places.get("base", asked.base)), files, asked.output)
