@@ -303,7 +303,7 @@ def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
     )
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- paths as others may read them
 
 
 MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
@@ -383,7 +383,7 @@ def without_folders(text: str, known: Iterable[Path] = ()) -> str:
     return _PATH.sub(lambda path: short_name(path[0]), text)
 
 
-# ----------------------------------------------------------------
+# ---------------------------------------------------------------- the manifest
 
 
 METADATA_KEY = "dare"
