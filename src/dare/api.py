@@ -169,7 +169,7 @@ def _planned(recipe: AnyRecipe | Plan | None, **settings: Any) -> Plan:
     if not isinstance(recipe, Plan):
         return plan(recipe, fetches=True, **given)
     if given:
-        remedy = "give them to plan(…), or to merge(plan.recipe, …)"
+        remedy = "give them to plan(…)"
         raise RecipeError(f"{', '.join(given)}: a plan is complete and takes no settings; {remedy}")
     return recipe
 
