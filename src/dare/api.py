@@ -19,7 +19,7 @@ from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
-from dare.inputs.opening import open_inputs
+from dare.inputs.opening import convert_yaml, open_inputs
 from dare.output.receipt import (
     Report,
     find_manifest,
@@ -58,8 +58,6 @@ def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
-        from dare.inputs.opening import convert_yaml
-
         return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)
     return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
@@ -129,8 +127,7 @@ def plan(
     """
     files = {"base": base, "models": models, "output": output}
     request = make_request(recipe, **files, method=method, **settings)
-    how = {"rescales": False, "fetches": fetches}
-    found, inputs = open_inputs(request.recipe, request.options, **how)
+    found, inputs = open_inputs(request.recipe, request.options, rescales=False, fetches=fetches)
     found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
     planned = make_plan(found, *opened, options=request.options)
@@ -255,8 +252,7 @@ def merge_arrays(
         raise RecipeError("models must be a list of dicts, also if there is one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
-    names = [f"model {index}" for index in range(len(models))]
-    originals = named_arrays(base, "base")
+    names, originals = [f"model {n}" for n in range(len(models))], named_arrays(base, "base")
     request = _array_request(names, weights, seeds, model_settings, settings)
     recipe = request.recipe
     if any(model is base for model in models):
