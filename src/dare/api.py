@@ -19,7 +19,7 @@ from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
-from dare.inputs.opening import convert_yaml, open_inputs
+from dare.inputs.opening import convert_yaml
 from dare.output.receipt import (
     Report,
     find_manifest,
@@ -32,11 +32,12 @@ from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.document import overlaid
+from dare.recipe.document import lift_recipes, overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
+from dare.run.nested import open_recipe
 from dare.stores.locations import to_path
 from dare.tensors.header import TensorInfo
 
@@ -60,7 +61,9 @@ def load_document(path: Path) -> dict[str, Any]:
     if path.suffix.lower() in YAML_SUFFIXES:
         return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)
-    return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
+    if manifest_file is not None:
+        return repeating_document(path, manifest_file)
+    return lift_recipes(read_toml(path), (path,))
 
 
 AnyPath = str | PathLike[str]
@@ -97,6 +100,7 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
         document, where = recipe.to_tables(), "recipe with arguments"
     elif recipe is None or isinstance(recipe, Mapping):
         document, where = copy.deepcopy(dict(recipe or {})), "recipe" if recipe else "arguments"
+        document = lift_recipes(document) if recipe else document
     elif not isinstance(recipe, str | PathLike):
         raise RecipeError(
             f"a recipe must be a file, a dict, a Recipe or an Advice, not {type(recipe).__name__}; "
@@ -127,7 +131,7 @@ def plan(
     """
     files = {"base": base, "models": models, "output": output}
     request = make_request(recipe, **files, method=method, **settings)
-    found, inputs = open_inputs(request.recipe, request.options, rescales=False, fetches=fetches)
+    found, inputs = open_recipe(request.recipe, request.options, rescales=False, fetches=fetches)
     found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
     planned = make_plan(found, *opened, options=request.options)

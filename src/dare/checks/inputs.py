@@ -131,7 +131,11 @@ def check_inputs(
     """
     if recipe.input_digests is not None:  # these very inputs were merged before
         return recipe
-    known_base, *known = (frozenset(map(_identity, source.files)) for source in (base, *models))
+    paths = (recipe.base, *(entry.file for entry in recipe.models))
+    known_base, *known = (
+        frozenset({str(path)} if str(path) in recipe.merges else map(_identity, source.files))
+        for path, source in zip(paths, (base, *models), strict=True)
+    )
     entries = list(zip(recipe.models, known, strict=True))
     bases = [entry for entry, files in entries if files and files == known_base]
     recipe = with_base_among_models(recipe) if bases else recipe

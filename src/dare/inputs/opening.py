@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
-from dare.errors import InputError
+from dare.errors import InputError, RecipeError
 from dare.inputs.names import match_names, tie
 from dare.inputs.sources import Aligned, Opening, Source, read_config
 from dare.recipe.entries import distinct
@@ -76,6 +76,8 @@ def open_model(path: Path, **given: Any) -> Source:
 
 
 def _open(opening: Opening) -> Source:
+    if opening.made is not None:
+        return opening.made
     opened: Source = import_module(f"dare.inputs.{form_of(opening)}").open_form(opening)
     return opened
 
@@ -113,22 +115,30 @@ def open_inputs(
     *,
     rescales: bool = True,
     fetches: bool = True,
+    merges: Mapping[str, Source] | None = None,
 ) -> tuple[Recipe, Inputs]:
     """Open the files of a recipe; also return the recipe with the commits of those from the hub.
 
     Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
-    is false, the dropped elements of delta files are made up for as they are read.
+    is false, the dropped elements of delta files are made up for as they are read. `merges` are
+    the results of the recipe's merges, which `dare.run.nested` opens.
     """
+    if merges is None and (recipe.layers or recipe.merges):
+        raise RecipeError("[[layers]] and [merges] are for merges; write their result first")
     names = distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]
-    for path in given if recipe.output_digest is not None else ():
+    made = [(merges or {}).get(str(path)) for path in given]
+    for path in given if recipe.output_digest is not None and not any(made) else ():
         is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
         if not is_on_hub and not path.exists():
             raise InputError(
                 f"{path}: is missing, and it was there when this was merged; if the inputs have "
                 "moved, give their paths with --base and --models (their digests are checked)"
             )
-    found = [_find(path, verbose=options.verbose, fetches=fetches) for path in given]
+    found = [
+        _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
+        for path, merge in zip(given, made, strict=True)
+    ]
     if any(pinned != path for (_, pinned), path in zip(found, given, strict=True)):
         pinned_base, *pinned = (path for _, path in found)
         recipe = recipe.with_files(pinned_base, pinned, recipe.output)
@@ -136,9 +146,11 @@ def open_inputs(
     # no more than a quarter of the memory is for what is read ahead of stores
     in_stores = sum(is_stored(path) for path in paths)
     most_ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
+    paths = [p if m is None else m.folder or p for p, m in zip(paths, made, strict=True)]
+    how = {"rescales": rescales, "most_ahead_bytes": most_ahead}
     first, *others = (
-        Opening(path, recipe.allow_pickle, rescales=rescales, most_ahead_bytes=most_ahead)
-        for path in paths
+        Opening(path, recipe.allow_pickle, made=merge, **how)
+        for path, merge in zip(paths, made, strict=True)
     )
     base = _open(first)
     if base.is_partial:
@@ -184,7 +196,7 @@ def open_inputs(
 
 def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
     """Return the configuration of a model; a delta file has it inside, not beside it."""
-    if form_of(opening) != "delta_files":
+    if opening.made is not None or form_of(opening) != "delta_files":
         return opening.config
     return {} if folder is None else read_config(folder)
 

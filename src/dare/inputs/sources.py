@@ -107,6 +107,8 @@ class Source:
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
     cost: Cost = Cost()
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
+    # Of a stack of layers: the folder that each is from, and its number there.
+    layers: Sequence[tuple[Path | None, int]] = ()
 
     @property
     def folder(self) -> Path | None:
@@ -316,7 +318,7 @@ class SourceView(Source):
         self.computed = computed  # the names of tensors that are not read as they are
         self._opened = (inner,) if opened is None else opened  # together with this one
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
-        self.is_partial, self.cost = inner.is_partial, inner.cost
+        self.is_partial, self.cost, self.layers = inner.is_partial, inner.cost, inner.layers
 
     @property
     def folder(self) -> Path | None:
@@ -347,10 +349,7 @@ class SourceView(Source):
             self.inner.prefetch(self.names.get(name, name), start, count)
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for source in self._opened:
-                stack.enter_context(source)
-            stack.pop_all()  # if nothing went wrong, they stay open
+        enter_all(self._opened)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -370,6 +369,75 @@ class RenamedSource(SourceView):
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
         super().__init__(inner, tensors, names)
         self.ties = ties or inner.ties
+
+
+class StackedSource(Source):
+    """Tensors of several sources under new names, as one model."""
+
+    def __init__(
+        self,
+        homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
+        folder: Path | None = None,
+        layers: Sequence[tuple[Path | None, int]] = (),
+    ) -> None:
+        self._homes = homes
+        self._folder = folder
+        self.layers = layers
+        self._sources = list({id(source): source for source, _ in homes.values()}.values())
+        self.tensors = {
+            name: replace(source.tensors[inner], name=name, start=0)
+            for name, (source, inner) in homes.items()
+        }
+        self.files = {file: stamp for s in self._sources for file, stamp in s.files.items()}
+        self.remarks = tuple(dict.fromkeys(note for s in self._sources for note in s.remarks))
+        reading = max((source.cost.reading_bytes for source in self._sources), default=0)
+        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._sources))
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def delta_of(self, name: str) -> DeltaInfo:
+        source, inner = self._homes[name]
+        return source.delta_of(inner)
+
+    def fingerprint(self) -> list[Any]:
+        numbers = {id(source): number for number, source in enumerate(self._sources)}
+        homes = [[name, numbers[id(s)], inner] for name, (s, inner) in self._homes.items()]
+        return [*super().fingerprint(), homes, [s.fingerprint() for s in self._sources]]
+
+    def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
+        source, inner = self._homes[name]
+        source.read(inner, start, into, base)
+
+    def held(self, name: str) -> HeldTensor | None:
+        source, inner = self._homes[name]
+        return source.held(inner)
+
+    def place(self, name: str) -> Hashable:
+        source, inner = self._homes[name]
+        place = source.place(inner)
+        return None if place is None else (id(source), place)
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        source, inner = self._homes[name]
+        source.prefetch(inner, start, count)
+
+    def __enter__(self) -> Self:
+        enter_all(self._sources)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for source in self._sources:
+            source.__exit__(*error)
+
+
+def enter_all(sources: Iterable[Source]) -> None:
+    """Open sources for reading weights; none stays open if one cannot be opened."""
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source)
+        stack.pop_all()
 
 
 @dataclass(frozen=True)
@@ -411,6 +479,7 @@ class Opening:
     base_config: Mapping[str, Any] | None = None  # the base's config.json, if it is known
     rescales: bool = True  # dropped elements of a delta file are made up for
     most_ahead_bytes: int | None = None  # memory for reading ahead of a store
+    made: Source | None = None  # the source itself, if it is the result of another merge
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,13 +26,16 @@ from dare.recipe.entries import (
     SAME_WEIGHTS,
     ModelEntry,
     TensorRule,
+    as_path,
     distinct,
     find_files,
     flat,
+    in_our_form,
+    read_toml,
 )
 from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Layers, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages
 
@@ -40,6 +44,13 @@ LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
+# Keys that the ranges of a stack take over.
+SHARED = (
+    *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
+    *("allow_pickle", "allow_not_finite"),
+)
+NOTHING_SHARED: Mapping[str, Any] = {}
+PASSTHROUGH = "passthrough"
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
 OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
@@ -48,6 +59,7 @@ PER_MODEL = {"weight": "weight", "model_seed": "seed"}
 DEFAULT_METHOD = Recipe.model_fields["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
+_Merge = TypeVar("_Merge", bound=Recipe)
 
 
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
@@ -62,6 +74,7 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
     """Return the fields of a request from a document in our form; `shown` are names for files."""
     given = dict(document)
     _check_places(given)
+    _build_merges(given)
     given |= {"models": _models(given, shown)}
     if "tensors" in given:
         if not isinstance(given["tensors"], list | tuple):
@@ -83,6 +96,81 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
             known = [*STAGES["dare"].parameters, *LIFTED]
             raise RecipeError(f"[dare] {key}: not known{did_you_mean(key, known)}")
     return {**given, "stages": stages}
+
+
+def _build_merges(given: dict[str, Any]) -> None:
+    """Build the merges inside a document: those that have names, and those of a stack."""
+    merges, layers = given.get("merges", {}), given.get("layers", ())
+    if not isinstance(merges, Mapping) or not isinstance(layers, list | tuple):
+        raise RecipeError("[merges.NAME] and [[layers]] hold the keys of recipes")
+    built = {name: _build_merge(table, Recipe, f"merges.{name}") for name, table in merges.items()}
+    given |= {"merges": built} if built else {}
+    if not layers:
+        return
+    shared = {key: given[key] for key in SHARED if key in given}
+    stack = [
+        _build_merge(entry, Layers, f"[[layers]], number {number}", shared)
+        for number, entry in enumerate(layers, start=1)
+    ]
+    usual = {"base": stack[0].base, "models": (), "method": PASSTHROUGH}
+    given |= {**{key: value for key, value in usual.items() if key not in given}, "layers": stack}
+
+
+def _build_merge(table: Any, kind: type[_Merge], where: str, shared: Mapping[str, Any] = NOTHING_SHARED) -> _Merge:
+    if isinstance(table, kind):
+        return table
+    if not isinstance(table, Mapping):
+        raise RecipeError(f"{where}: must be a table with the keys of a recipe")
+    for key in table.keys() & {"output", "search", *RunOptions.model_fields}:
+        raise RecipeError(f"{where}: {key} is for the whole merge; move it to the top level")
+    try:
+        document, shown = find_files({**shared, **table})
+        if "model" in document:
+            document["base"] = document.pop("model")
+        if "models" not in document:
+            document = {"method": PASSTHROUGH, **document, "models": ()}
+        return kind(**_fields(document, shown))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Move the recipes that stand in place of models to the table of merges; read their files.
+
+    >>> lift_recipes({"base": "b", "models": [{"recipe": {"base": "b", "models": ["m"]}}]})
+    {'base': 'b', 'models': ['merge 1'], 'merges': {'merge 1': {'base': 'b', 'models': ['m']}}}
+    """
+    lifted = in_our_form(document)
+    merges = lifted.pop("merges", {})
+    if not isinstance(merges, Mapping):
+        return dict(document)  # which is refused later
+    found = {name: _lift_inner(table, outer) for name, table in merges.items()}
+
+    def lift(entry: Any) -> Any:
+        if not isinstance(entry, Mapping) or "recipe" not in entry:
+            return entry
+        inner, name = entry["recipe"], f"merge {len(found) + 1}"
+        if isinstance(inner, str | PathLike):
+            path = as_path(inner)
+            if path in outer:
+                raise RecipeError(f"{path}: is a part of itself; a recipe needs other models")
+            name = str(path) if path.stem in found else path.stem
+            inner = lift_recipes(read_toml(path), (*outer, path))
+        found[name] = _lift_inner(inner, outer)
+        rest = {key: value for key, value in entry.items() if key != "recipe"}
+        return {"file": name, **rest} if rest else name
+
+    for key in lifted.keys() & {"base", "model"}:
+        lifted[key] = lift(lifted[key])
+    if isinstance(models := lifted.get("models"), list | tuple):
+        lifted["models"] = list(map(lift, models))
+    if isinstance(layers := lifted.get("layers"), list | tuple):
+        lifted["layers"] = [_lift_inner(entry, outer) for entry in layers]
+    return {**lifted, "merges": found} if found else lifted
+
+
+def _lift_inner(table: Any, outer: tuple[Path, ...]) -> Any:
+    return lift_recipes(table, outer) if isinstance(table, Mapping) else table
 
 
 def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:

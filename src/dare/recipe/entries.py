@@ -258,11 +258,19 @@ def with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
 
 
+def _check_span(value: tuple[int, int]) -> tuple[int, int]:
+    first, end = value
+    if not 0 <= first < end:
+        raise ValueError("must be the first layer and the one after the last, as in [0, 16]")
+    return value
+
+
 AnyPath = Annotated[Path, BeforeValidator(as_path)]
 Weight = Annotated[
     float | Gradient | None,
     BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
 ]
+Span = Annotated[tuple[int, int], BeforeValidator(as_tuple), AfterValidator(_check_span)]
 Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
@@ -342,6 +350,9 @@ class ModelEntry(Strict, init=False):
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
     weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
     seed: int | None = Field(None, ge=0, description="Its seed, in place of seed + i.")
+    range: Span | None = Field(
+        None, description="In [[layers]]: its layers, if they are others than the base's."
+    )
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of delta stages that are different for it."
     )

@@ -52,26 +52,47 @@ def stack_and_layer(tensor: str) -> tuple[str, int] | None:
     return tensor[: found.start()], int(found["layer"])
 
 
+def at_layer(tensor: str, layer: int) -> str:
+    """Return the name of a tensor of a layer as it is in another layer.
+
+    >>> at_layer("model.layers.12.mlp.experts.3.weight", 7)
+    'model.layers.7.mlp.experts.3.weight'
+    """
+    found = _PLACE.search(tensor)
+    assert found is not None  # it stands in a layer
+    return f"{tensor[: found.start('layer')]}{layer}{tensor[found.end('layer') :]}"
+
+
+def find_layers(tensors: Iterable[str]) -> dict[str, range]:
+    """Return the layers of each stack, from the lowest number in it to the highest.
+
+    >>> find_layers(["text.layers.0.w", "text.layers.31.w", "vision.blocks.3.w", "norm.w"])
+    {'text.layers': range(0, 32), 'vision.blocks': range(3, 4)}
+    """
+    found: dict[str, range] = {}
+    for stack, layer in filter(None, map(stack_and_layer, tensors)):
+        known = found.get(stack, range(layer, layer + 1))
+        found[stack] = range(min(known.start, layer), max(known.stop, layer + 1))
+    return found
+
+
 def count_layers(tensors: Iterable[str]) -> dict[str, int]:
     """Count the layers of each stack, from the highest number in it.
 
     >>> count_layers(["text.layers.0.w", "text.layers.31.w", "vision.blocks.23.w", "norm.w"])
     {'text.layers': 32, 'vision.blocks': 24}
     """
-    counts: dict[str, int] = {}
-    for stack, layer in filter(None, map(stack_and_layer, tensors)):
-        counts[stack] = max(counts.get(stack, 0), layer + 1)
-    return counts
+    return {stack: layers.stop for stack, layers in find_layers(tensors).items()}
 
 
-def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
+def find_networks(found: Iterable[str]) -> list[list[str]]:
     """Return the stacks of each network, in the order in which they are passed.
 
-    >>> find_networks({"up_blocks": 4, "mid_block": 1, "down_blocks": 4, "encoder.layers": 12})
+    >>> find_networks(["up_blocks", "mid_block", "down_blocks", "encoder.layers"])
     [['down_blocks', 'mid_block', 'up_blocks'], ['encoder.layers']]
     """
     networks: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for stack in counts:
+    for stack in found:
         outer, _, inner = stack.rpartition(".")
         sequence = next((names for names in SEQUENCES if inner in names), (inner,))
         networks.setdefault((outer, sequence), []).append(stack)
@@ -88,12 +109,13 @@ def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
     ['0', '0', '1/4', '1', '1']
     """
     names = list(tensors)
-    counts = count_layers(names)
+    layers = find_layers(names)
     before, last = {}, {}
-    for stacks in find_networks(counts):
-        layers = [counts[stack] for stack in stacks]
+    for stacks in find_networks(layers):
+        counts = [len(layers[stack]) for stack in stacks]
         for place, stack in enumerate(stacks):
-            before[stack], last[stack] = sum(layers[:place]), sum(layers) - 1
+            before[stack] = sum(counts[:place]) - layers[stack].start
+            last[stack] = sum(counts) - 1
     depths = dict.fromkeys(names, OUTSIDE)
     for name in names:
         if found := stack_and_layer(name):

@@ -21,7 +21,7 @@ taken at the tensor's depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -39,6 +39,7 @@ from dare.recipe.entries import (
     SAME_WEIGHTS,
     AnyPath,
     ModelEntry,
+    Span,
     Strict,
     TensorRule,
     as_path,
@@ -83,6 +84,12 @@ class Recipe(Strict, init=False):
     models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
     output: Annotated[AnyPath | None, SAME_WEIGHTS] = Field(
         None, description="Where the merged model goes: NAME.safetensors, or a directory."
+    )
+    merges: dict[str, Recipe] = Field(
+        default_factory=dict, description="Merges by name, which may stand in place of models."
+    )
+    layers: Annotated[tuple[Layers, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="Ranges of layers that the output is a stack of; then there are no models."
     )
 
     method: str = Field(
@@ -167,8 +174,6 @@ class Recipe(Strict, init=False):
             value = [value]
         if not isinstance(value, Sequence):
             return value
-        if not value:
-            raise RecipeError("no models: name at least one")
         return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
 
     @field_validator("method")
@@ -206,6 +211,9 @@ class Recipe(Strict, init=False):
         for rule, indices in self.rules:
             yield from self._override_problems(rule.settings, f"{rule}: ", indices is None)
         combine = self.chain[-1][0]
+        if not self.models and combine.models != 0:
+            remedy = "set method and models in its entries" if self.layers else "name at least one"
+            yield f"no models{' beside [[layers]]' if self.layers else ''}: {remedy}"
         if combine.models not in (None, len(self.models)):
             yield self._wrong_count(combine)
         weighed = {f"model {entry.name}": entry.weight for entry in self.models}
@@ -402,10 +410,30 @@ class Recipe(Strict, init=False):
         return "delta_threshold" in self.model_fields_set
 
     @property
+    def inputs(self) -> tuple[Path, ...]:
+        """All files and directories that it reads, base first; those of merges in it too."""
+        inner = (*self.merges.values(), *self.layers)
+        files = (self.base, *(e.file for e in self.models), *(f for i in inner for f in i.inputs))
+        return tuple(dict.fromkeys(file for file in files if str(file) not in self.merges))
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """All files and directories that it names."""
-        output = () if self.output is None else (self.output,)
-        return (self.base, *(entry.file for entry in self.models), *output)
+        return self.inputs if self.output is None else (*self.inputs, self.output)
+
+    def moved(self, move: Callable[[Path], Path], output: Path | None = None) -> Self:
+        """Return the recipe with all that it reads elsewhere, and another output."""
+
+        def place(file: Path) -> Path:
+            return file if str(file) in self.merges else move(file)
+
+        inner = {
+            "merges": {name: merge.moved(place) for name, merge in self.merges.items()},
+            "layers": tuple(entry.moved(place) for entry in self.layers),
+        }
+        files = [place(entry.file) for entry in self.models]
+        moved = self.with_files(place(self.base), files, output)
+        return moved.model_copy(update={**inner, "output_digest": self.output_digest})
 
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
@@ -413,16 +441,31 @@ class Recipe(Strict, init=False):
 
     def to_tables(self) -> dict[str, Any]:
         """Return the recipe as plain tables, as people write it, without defaults."""
-        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+        inner = {"merges", "layers"}
+        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True, exclude=inner)
         plain["models"] = [e["file"] if set(e) == {"file"} else flat(e) for e in plain["models"]]
-        rules = [flat(rule) for rule in plain.pop("tensors", [])]
+        lists = {
+            "tensors": [flat(rule) for rule in plain.pop("tensors", [])],
+            "layers": [entry.to_tables() for entry in self.layers],
+            "merges": {name: merge.to_tables() for name, merge in self.merges.items()},
+        }
         stages = plain.pop("stages", {})
         files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}
-        return {**files, **plain, **stages, **({"tensors": rules} if rules else {})}
+        own = {**files, **plain, **stages}
+        return own | {name: tables for name, tables in lists.items() if tables}
 
     def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models]."""
         return Request(self).to_document()
+
+
+class Layers(Recipe, init=False):
+    """A range of layers of a stack: those of the base, or a merge of its own."""
+
+    range: Span = Field(description="The first layer, and the one after the last.")
+
+
+Recipe.model_rebuild()
 
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -476,6 +519,6 @@ class Request:
         """
         tables = self.to_tables()
         files = {others[0]: tables.pop(own) for own, others in OTHER_NAMES.items() if own in tables}
-        later = {*self.recipe.stages, "tensors"}
+        later = {*self.recipe.stages, "tensors", "layers", "merges"}
         fields = {key: value for key, value in tables.items() if key not in later}
         return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}

@@ -307,10 +307,8 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
         return path.absolute() if is_here else path  # else it is in a store, or on the hub
 
     output = None if recipe.output is None else recipe.output.absolute()
-    files = [absolute(entry.file) for entry in recipe.models]
     there = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
-    moved = recipe.with_files(absolute(recipe.base), files, output)
-    return Request(moved, options.model_copy(update=there))
+    return Request(recipe.moved(absolute, output), options.model_copy(update=there))
 
 
 # ---------------------------------------------------------------- the merge

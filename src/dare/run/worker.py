@@ -101,7 +101,7 @@ def list_steps(
     With a share, only its chunks are made. Comparisons of integers come first, since they may end
     the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
-    conclusions = _conclusions(plan)
+    conclusions = conclusions_of(plan)
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
@@ -113,7 +113,7 @@ def list_steps(
             (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
         elif chunks:
             merges = True
-            surveys = list(_surveying(plan, tensor, conclusions, group))
+            surveys = list(list_surveys(plan, tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
             steps += [*surveys, *_making(tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
@@ -121,7 +121,7 @@ def list_steps(
 
 def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
     """List the steps of all censuses, one after the other, and of each round by round."""
-    before = _conclusions(plan)
+    before = conclusions_of(plan)
     for place, census in enumerate(plan.censuses):
         rounds = plan.stages[census.position].rounds(census.settings)
         if conclusion_id(census, len(rounds) - 1) in known:
@@ -140,7 +140,7 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
             last = (concluded,)
 
 
-def _conclusions(plan: Plan) -> Conclusions:
+def conclusions_of(plan: Plan) -> Conclusions:
     """Return the last conclusion for each stage that has a census."""
     conclusions: Conclusions = defaultdict(list)
     for census in plan.censuses:
@@ -151,9 +151,10 @@ def _conclusions(plan: Plan) -> Conclusions:
     return conclusions
 
 
-def _surveying(
+def list_surveys(
     plan: Plan, tensor: TensorPlan, conclusions: Conclusions, group: int
 ) -> Iterator[Survey]:
+    """List the surveys of one tensor: of each model, then of all."""
     name, elements = tensor.name, tensor.elements
     surveys: list[Id] = []
     for model in tensor.models:

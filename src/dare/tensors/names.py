@@ -113,6 +113,17 @@ def is_embedding(tensor: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in EMBEDDINGS)
 
 
+def comes_before_layers(tensor: str, is_in_other_stack: bool) -> bool:
+    """Say whether a tensor outside the main layers is passed before them: no norm and no head.
+
+    >>> [comes_before_layers(name, False) for name in ("wpe.weight", "ln_f.weight", "lm_head")]
+    [True, False, False]
+    """
+    name = without_projections(tensor)
+    is_head = re.search(ANY_HEAD, name) is not None
+    return is_in_other_stack or (not is_head and re.search(ANY_EMBEDDING, name) is not None)
+
+
 def is_input_embedding(tensor: str) -> bool:
     """Say whether a tensor has a row for each token that goes into a model.
 

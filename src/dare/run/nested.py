@@ -1,0 +1,287 @@
+"""Merges inside merges: models that are results of other recipes, and stacks of layers.
+
+Nothing of them is written. A result is a source like any other: what is read of it is merged at
+that moment, chunk by chunk, and rounded to its storage type as if it came from a file. So a merge
+of a result has the bytes of a merge of the written result.
+
+A stack takes ranges of layers of models, or of results, under the numbers that they get in it.
+Embeddings come from its first range, and what follows the layers from its last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from dare.checks.inputs import check_inputs
+from dare.documents.words import times
+from dare.errors import MismatchError, RecipeError
+from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.sources import (
+    Aligned,
+    Cost,
+    Raw,
+    RenamedSource,
+    Source,
+    StackedSource,
+    enter_all,
+)
+from dare.kernels.linalg import one_blas_thread
+from dare.output.receipt import inputs_of_output
+from dare.output.sink import ArraySink, Bytes
+from dare.planning.data import TensorPlan
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan
+from dare.recipe.layers import at_layer, find_layers, stack_and_layer
+from dare.recipe.options import USUAL, RunOptions
+from dare.recipe.recipe import Recipe
+from dare.run.backend import open_backend
+from dare.run.engine import draw_conclusions
+from dare.run.threads import Batch, Id, Results, Step
+from dare.run.worker import Make, Merger, Worker, conclusions_of, list_surveys, sources_of
+from dare.tensors.chunks import CHUNK, chunk_span
+from dare.tensors.header import TensorInfo
+from dare.tensors.names import comes_before_layers
+
+SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
+SURVEYS_KEPT = 16  # tensors whose surveys are kept; of matrices one
+_BLAS = threading.RLock()  # of those who limit its threads, one at a time
+
+
+def open_recipe(
+    recipe: Recipe, options: RunOptions = USUAL, *, rescales: bool = True, fetches: bool = True
+) -> tuple[Recipe, Inputs]:
+    """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it."""
+    how = {"rescales": rescales, "fetches": fetches}
+    merges: dict[str, Source] = {}
+    pinned = dict(recipe.merges)
+    files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
+    for name in pinned.keys() & files:
+        others = {other: merge for other, merge in recipe.merges.items() if other != name}
+        own = recipe.merges[name]
+        inner = own.model_copy(update={"merges": {**others, **own.merges}})
+        found, inputs = open_recipe(inner, options, **how)
+        merges[name] = MergedSource(_plan(found, inputs, options))
+        pinned[name] = found.model_copy(update={"merges": own.merges})
+    if recipe.layers:
+        return _open_stack(recipe, options, how)
+    recipe, inputs = open_inputs(recipe, options, merges=merges, **how)
+    update = {"merges": pinned, "output_digest": recipe.output_digest}
+    return recipe.model_copy(update=update) if merges else recipe, inputs
+
+
+def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions) -> Plan:
+    """Plan a merge whose result is read by one thread at a time, or by several for themselves."""
+    if inputs.aligned.tokenizer_files:
+        raise RecipeError(
+            "a merge inside another cannot change the tokens; write its result first, or set "
+            "vocabulary where it is used"
+        )
+    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
+    alone = options.model_copy(update={"threads": 1, "max_memory": None, "cluster": None})
+    plan = make_plan(
+        recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=alone
+    )
+    memory = plan.cost.least_memory + SPARE_BYTES
+    return replace(plan, options=alone.model_copy(update={"max_memory": memory}))
+
+
+class MergedSource(Source):
+    """The result of a merge, which is made as it is read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._planned = {tensor.name: tensor for tensor in plan.tensors}
+        self.tensors = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
+        self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
+        self.remarks = (*plan.notes, *plan.warnings)
+        self.ties, self.layers = plan.base.ties, plan.base.layers
+        ahead = sum(source.cost.ahead_bytes for source in plan.sources)
+        assert plan.options.max_memory is not None
+        self.cost = Cost(plan.options.max_memory, ahead)
+        self._local = threading.local()
+        self._takes_matrices = plan.cost.matrix_bytes > 0
+        self._lock = _BLAS if self._takes_matrices else threading.RLock()
+        self._concluded: Results | None = None
+        self._surveyed: OrderedDict[str, dict[Id, Any]] = OrderedDict()
+        self._most_surveyed = 1 if self._takes_matrices else SURVEYS_KEPT
+
+    @property
+    def folder(self) -> Path | None:
+        return self._plan.base.folder
+
+    def fingerprint(self) -> list[Any]:
+        return [self._plan.fingerprint]
+
+    def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
+        tensor, end = self._planned[name], start + into.size
+        maker = self._maker()
+        for number in range(start // CHUNK, -(-end // CHUNK)):
+            first, count = chunk_span(number, tensor.elements)
+            make = Make(("make", name, number), (), 0, count, name, number)
+            maker.do(make, self._surveys(tensor, maker))
+            made = maker.room[: count * tensor.dtype.itemsize].view(into.dtype)
+            low, high = max(start, first), min(end, first + count)
+            into[low - start : high - start] = made[low - first : high - first]
+
+    def _maker(self) -> _Maker:
+        """Return what makes chunks for the thread that asks."""
+        if not hasattr(self._local, "maker"):
+            self._local.maker = _Maker(self._plan)
+        maker: _Maker = self._local.maker
+        return maker
+
+    def _surveys(self, tensor: TensorPlan, maker: _Maker) -> Results:
+        """Return what stages have found in a whole tensor; one thread looks for all of them."""
+        if not self._plan.is_surveyed(tensor):
+            return {}
+        with self._lock, one_blas_thread() if self._takes_matrices else nullcontext():
+            if self._concluded is None:
+                self._concluded = draw_conclusions(self._plan) if self._plan.censuses else {}
+            if tensor.name not in self._surveyed:
+                results = self._surveyed[tensor.name] = dict(self._concluded)
+                for step in list_surveys(self._plan, tensor, conclusions_of(self._plan), 0):
+                    results[step.id] = maker.do(step, results)
+                if len(self._surveyed) > self._most_surveyed:
+                    self._surveyed.popitem(last=False)
+            return self._surveyed[tensor.name]
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        tensor = self._planned[name]
+        for source in sources_of(self._plan, tensor, tensor.models):
+            source.prefetch(name, start, count)
+
+    def __enter__(self) -> Self:
+        enter_all(self._plan.sources)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for source in self._plan.sources:
+            source.__exit__(*error)
+
+
+class _Maker:
+    """The means of one thread to make chunks, each in the same room."""
+
+    def __init__(self, plan: Plan) -> None:
+        backend = open_backend(plan)
+        self.room = np.empty(CHUNK * plan.cost.widest, np.uint8)
+        merger = Merger(plan, backend, _Room(self.room))
+        self._worker = Worker(plan, backend, merger, lambda _nbytes: None, threading.Event())
+
+    def do(self, step: Step, results: Results) -> Any:
+        """Do one step, and return its result."""
+        (result,) = self._worker.run_batch(Batch((0,), (step,), results))
+        return result
+
+
+class _Room(ArraySink):
+    """A sink in which every chunk has the same place."""
+
+    def __init__(self, room: Bytes) -> None:
+        super().__init__(())
+        self._room = room
+
+    def place(self, name: str, offset: int, nbytes: int) -> Bytes:  # noqa: ARG002
+        return self._room[:nbytes]
+
+
+# ---------------------------------------------------------------- stacks of layers
+
+
+def _open_stack(
+    recipe: Recipe, options: RunOptions, how: Mapping[str, bool]
+) -> tuple[Recipe, Inputs]:
+    """Open a stack of layers as a base, into which nothing is merged."""
+    stack, opened, folders = _Stack(), [], {}
+    for number, given in enumerate(recipe.layers, start=1):
+        inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
+        found, inputs = open_recipe(inner, options, **how)
+        ends = number == 1, number == len(recipe.layers)
+        try:
+            spans = [given.range, *(entry.range or given.range for entry in found.models)]
+            views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
+            source = views[0]
+            if found.models:
+                aligned = replace(inputs.aligned, base=source, models=tuple(views[1:]))
+                source = MergedSource(_plan(found, replace(inputs, aligned=aligned), options))
+            stack.add(source, inputs.base, given.range)
+        except (RecipeError, MismatchError) as error:
+            raise type(error)(f"[[layers]], number {number}: {error}") from None
+        opened.append(found.model_copy(update={"merges": given.merges}))
+        folders[str(given.base)] = inputs.folders[0]
+    if str(recipe.base) not in folders:
+        whole = recipe.model_copy(update={"layers": ()})
+        folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
+    folder = folders[str(recipe.base)]
+    base = StackedSource(stack.homes, folder, stack.layers)
+    pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
+    return recipe.model_copy(update=pinned), Inputs((), (folder,), Aligned(base, ()), ())
+
+
+class _Stack:
+    """A stack of layers while it grows."""
+
+    def __init__(self) -> None:
+        self.homes: dict[str, tuple[Source, str]] = {}
+        self.layers: list[tuple[Path | None, int]] = []
+        self._name = ""  # the first part of the names of all layers
+        self._shapes: dict[str, tuple[int, ...]] = {}  # by names as in layer 0
+
+    def renumbered(
+        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: tuple[bool, bool]
+    ) -> list[Source]:
+        """Show ranges of layers of models under their next numbers, and what belongs to the ends.
+
+        The ends are those of the stack: `ends` has which of them this is.
+        """
+        (first, stop), *_ = spans
+        name = self._name = self._name or _main_stack(sources[0])
+        views: list[Source] = []
+        for source, (begin, end) in zip(sources, spans, strict=True):
+            there = find_layers(source.tensors).get(name, range(0))
+            if not source.is_partial and end > there.stop:
+                raise RecipeError(
+                    f"range = [{begin}, {end}]: there are {times(there.stop, 'layer')} in {name}"
+                )
+            if end - begin != stop - first:
+                raise RecipeError(f"range = [{begin}, {end}]: must hold {stop - first} layers")
+            names = {}
+            for tensor in source.tensors:
+                stack, layer = stack_and_layer(tensor) or ("", 0)
+                if stack == name and begin <= layer < end:
+                    names[at_layer(tensor, len(self.layers) + layer - begin)] = tensor
+                elif stack != name and ends[not comes_before_layers(tensor, bool(stack))]:
+                    names[tensor] = tensor
+            views.append(RenamedSource(source, names))
+        return views
+
+    def add(self, source: Source, origin: Source, span: tuple[int, int]) -> None:
+        """Put layers on top, which are in a range of another model."""
+        for tensor, info in source.tensors.items():
+            stack, _ = stack_and_layer(tensor) or ("", 0)
+            like = at_layer(tensor, 0) if stack == self._name else tensor
+            shape = self._shapes.setdefault(like, info.shape)
+            if shape != info.shape:
+                raise MismatchError(f"{tensor}: is {info.shape}, and {shape} in layers before it")
+        self.homes |= {tensor: (source, tensor) for tensor in source.tensors}
+        own = [(origin.folder, layer) for layer in range(*span)]
+        self.layers += origin.layers[slice(*span)] or own
+
+
+def _main_stack(source: Source) -> str:
+    """Return the first part of the names of most weights: a model may have other stacks too."""
+    sizes: Counter[str] = Counter()
+    for tensor, info in source.tensors.items():
+        if place := stack_and_layer(tensor):
+            sizes[place[0]] += info.nbytes
+    if not sizes:
+        raise RecipeError("this model has no layers with numbers in their names")
+    return max(sizes, key=lambda stack: sizes[stack])
