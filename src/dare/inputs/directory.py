@@ -47,6 +47,7 @@ LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECA
 
 MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
 MAX_MODULE_FILES = 1000
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in configurations
 EXAMPLES = 5
 
 # Weights and what belongs to a training or to a repository: nobody expects them in an output.
@@ -85,6 +86,7 @@ class Changes:
     chat_template: str | None = None
     stop_tokens: StopTokens | None = None  # if files of several directories come together
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
+    layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: each one's folder, and number
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -352,9 +354,31 @@ def _configure(document: dict[str, Any], changes: Changes) -> None:
         for table in tables_of(document):
             if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
                 table["vocab_size"] = after
+    if changes.layers:
+        _stack_layers(document, changes.layers)
     for table in tables_of(document):
         for key in quantisation_settings(table):
             del table[key]
+
+
+def _stack_layers(document: dict[str, Any], layers: Sequence[tuple[Path | None, int]]) -> None:
+    """Set the number of layers, and in every list with a value for each those of the stack."""
+    homes = {home: (home and read_json(home, CONFIG)) or {} for home, _ in layers}
+    for place, table in enumerate(_text_tables(document)):
+        keys = [key for key in LAYER_COUNTS if type(table.get(key)) is int]
+        lists = [k for k, own in table.items() if isinstance(own, list) and len(own) > 1]
+        for key in lists if keys else ():
+            if len(table[key]) == table[keys[0]]:
+                found = {home: _text_tables(c)[place:][:1] for home, c in homes.items()}
+                own = {home: tables[0].get(key) for home, tables in found.items() if tables}
+                table[key] = [_value_of(layer, own.get(h), table[key]) for h, layer in layers]
+        table.update(dict.fromkeys(keys, len(layers)))
+
+
+def _value_of(layer: int, own: Any, usual: list[Any]) -> Any:
+    """Return a layer's value in the list of its own model, or else in the usual one."""
+    values = own if isinstance(own, list) and len(own) > layer else usual
+    return values[min(layer, len(values) - 1)]
 
 
 def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Path) -> None:

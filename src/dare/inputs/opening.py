@@ -147,9 +147,14 @@ def open_inputs(
     in_stores = sum(is_stored(path) for path in paths)
     most_ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
     paths = [p if m is None else m.folder or p for p, m in zip(paths, made, strict=True)]
-    how = {"rescales": rescales, "most_ahead_bytes": most_ahead}
     first, *others = (
-        Opening(path, recipe.allow_pickle, made=merge, **how)
+        Opening(
+            path,
+            recipe.allow_pickle,
+            rescales=rescales,
+            most_ahead_bytes=most_ahead,
+            made=merge,
+        )
         for path, merge in zip(paths, made, strict=True)
     )
     base = _open(first)

@@ -140,14 +140,18 @@ class Report(Shown):
             "largest in": lambda model: model.largest_delta_in or NOTHING,
         }
         models = tabulate(self.models, columns, optional=("weight >", "largest in"))
+        sections = (Section("models", "Models", (models,), is_brief=True),)
+        merged = f"Merged {times(len(self.tensors), 'tensor')}"
         output = shlex.quote(str(self.output))
         steps = {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"}
+        copied = 0 if self.models else len(self.digests.output_tensors)
+        done = f"Copied {times(copied, 'tensor')}" if copied else merged
         return Document(
-            title=f"Merged {times(len(self.tensors), 'tensor')} in {self.seconds:.1f} s",
+            title=f"{done} in {self.seconds:.1f} s",
             kind="merge",
             tone=Tone.GOOD,
             lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
-            sections=(Section("models", "Models", (models,), is_brief=True),),
+            sections=sections if self.models else (),
             notices=self.warnings,
             steps={} if self.output is None else steps,
             done=f"{self.output} is written ({show_size(self.bytes_written)})"
@@ -443,14 +447,8 @@ def _portable_request(plan: Plan) -> Request:
     """Return the request as others may read it, with paths relative to the output."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
-    portable = recipe.with_files(
-        to_path(portable_path(recipe.base, output)),
-        [
-            to_path(name)
-            for name in distinct([portable_path(e.file, output) for e in recipe.models])
-        ],
-        None,
-    )
+    names = distinct([portable_path(path, output) for path in recipe.inputs])
+    portable = recipe.moved(dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
     template = recipe.chat_template
     if template not in ("auto", *plan.model_names) and plan.sidecars is not None:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
@@ -492,11 +490,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         given = request_from_document(manifest["recipe"], str(manifest_file))
         recipe = given.recipe
         output = output_of(manifest_file)
-        repeated = recipe.with_files(
-            resolve_path(str(recipe.base), output),
-            [resolve_path(str(entry.file), output) for entry in recipe.models],
-            output,
-        )
+        repeated = recipe.moved(lambda path: resolve_path(str(path), output), output)
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
         return {**Request(repeated, given.options).to_document(), **demanded}
     except KeyError as error:

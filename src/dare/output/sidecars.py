@@ -69,6 +69,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         chat_template=template,
         stop_tokens=None if giver == chosen == tokenizer else stop,
         tokens=tokens,
+        layers=planned.sources[chosen].layers,
     )
     found = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
@@ -185,12 +186,17 @@ def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
 def model_card(plan: Plan, report: Report) -> bytes:
     """Write the card of a finished merge."""
     title = plan.layout.target.name if plan.layout else "merged"
-    *some, last = [_code(name) for name in plan.model_names]
-    names = f"{', '.join(some)} and {last}" if some else last
-    summary = (
-        f"{names} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
-        f" seed {plan.recipe.seed}, by dare."
-    )
+    names = [_code(name) for name in plan.model_names]
+    base = _code(short_name(plan.recipe.base))
+    summary = f"{base} passed through by dare."
+    if plan.recipe.layers:
+        models = dict.fromkeys(_code(short_name(path)) for path in plan.recipe.inputs)
+        summary = f"A stack of layers of {', '.join(models)}, made by dare."
+    elif names:
+        *some, last = names
+        summary = (
+            f"{', '.join(some)} and {last}" if some else last
+        ) + f" merged onto {base} with `{report.method}`, seed {plan.recipe.seed}, by dare."
     word = shlex.quote(" ".join(title.split()))
     text = f"""{_front_matter(plan)}
 # {_inline(title)}
@@ -222,9 +228,9 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
 def _front_matter(plan: Plan) -> str:
     import yaml  # type: ignore[import-untyped]
 
-    paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
+    names = (short_name(path).partition("@")[0] for path in plan.recipe.inputs)
     metadata = {
-        "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
+        "base_model": list(dict.fromkeys(names)),
         "base_model_relation": "merge",
         "library_name": "transformers",
         **(plan.base_card or {}),
@@ -310,17 +316,15 @@ def _warnings(plan: Plan, report: Report) -> str:
 def _recipe(plan: Plan) -> str:
     import tomli_w
 
-    files = distinct([short_name(entry.file) for entry in plan.recipe.models])
-    shortened = plan.recipe.with_files(
-        to_path(short_name(plan.recipe.base)),
-        list(map(to_path, files)),
-        plan.recipe.output and Path(plan.recipe.output.name),
-    )
+    recipe = plan.recipe
+    names = distinct([short_name(path) for path in recipe.inputs])
+    shorter = dict(zip(recipe.inputs, map(to_path, names), strict=True))
+    shortened = recipe.moved(shorter.__getitem__, recipe.output and Path(recipe.output.name))
     document: dict[str, Any] = {
         key: without_folders(value) if isinstance(value, str) else value
         for key, value in shortened.without(NOT_RECORDED).to_document().items()
     }
-    usual = {"method": plan.recipe.method, "seed": plan.recipe.seed}
+    usual = {"method": recipe.method, "seed": recipe.seed}
     return tomli_w.dumps({**usual, **document})
 
 

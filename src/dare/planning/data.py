@@ -136,6 +136,7 @@ class Fate(StrEnum):
     MERGED = "merged"
     COPIED = "copied from base (not a weight type)"
     BASE_ONLY = "copied from base (no model has it)"
+    PASSED = "passed through"
     MISMATCHED = "copied from base (a model's does not fit)"
     LEFT_OUT = "left out (only in a model)"
 

@@ -333,6 +333,8 @@ def _fate(recipe: Recipe, fit: Fit) -> tuple[Fate, list[int]]:
         return Fate.MISMATCHED, []
     if not fit.base.dtype.is_weight:
         return Fate.COPIED, takes_part if recipe.on_integer_mismatch == "error" else []
+    if not recipe.models:
+        return Fate.PASSED, []
     return (Fate.MERGED, takes_part) if fit.fitting else (Fate.BASE_ONLY, [])
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -338,6 +338,7 @@ class Plan(PlanData, Shown):
             "models": [
                 dict(zip(("name", "weight", "seed"), model, strict=True)) for model in models
             ],
+            **({"layers": self.layers} if self.recipe.layers else {}),
             "passes": self.cost.passes,
             "threads": self.cost.threads,
             "peak_memory_bytes": self.cost.peak_memory,
@@ -415,14 +416,36 @@ class Plan(PlanData, Shown):
         if any(different):
             columns["settings"] = lambda row: _listed(row[3])
         models = tabulate(rows, columns, optional=("file",))
+        sections = [Section("models", "Models", (models,), is_brief=True)] if recipe.models else []
+        if recipe.layers:
+            stack = tabulate(self.layers, STACK_COLUMNS)
+            sections.append(Section("layers", "Layers", (stack,), is_brief=True))
         return Document(
             title="Plan",
             kind="plan",
             facts=tuple(facts),
-            sections=(Section("models", "Models", (models,), is_brief=True),),
+            sections=tuple(sections),
             notices=(*self.notes, *(() if brief else self.warnings)),
             models=self.model_names,
         )
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """The ranges of a stack: their layers in the output, where they come from, and how."""
+        ranges, first = [], 0
+        for entry in self.recipe.layers:
+            last = first + entry.range[1] - entry.range[0]
+            models = [(str(e.file), e.range or entry.range) for e in entry.models]
+            sources = [(str(entry.base), entry.range), *models]
+            ranges.append(
+                {
+                    "layers": [first, last],
+                    "from": [{"model": name, "range": list(span)} for name, span in sources],
+                    "method": entry.method,
+                }
+            )
+            first = last
+        return ranges
 
     def _chain(self, shared: Mapping[str, Any], *, brief: bool) -> str:
         """Return the chain with the settings that all models share, and those of combining."""
@@ -466,8 +489,22 @@ class Plan(PlanData, Shown):
             }
             for entry in self.recipe.models
         ]
-        shared = {k: v for k, v in every[0].items() if all(k in s and s[k] == v for s in every)}
+        first = every[0] if every else {}
+        shared = {k: v for k, v in first.items() if all(k in s and s[k] == v for s in every)}
         return shared, [{k: v for k, v in s.items() if k not in shared} for s in every]
+
+
+def _span_text(span: Sequence[int]) -> str:
+    """Return layers as people count them, from the first to the last."""
+    first, end = span
+    return f"{first} to {end - 1}" if end - first > 1 else str(first)
+
+
+STACK_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "layers >": lambda row: _span_text(row["layers"]),
+    "from": lambda row: ", ".join(f"{o['model']} {_span_text(o['range'])}" for o in row["from"]),
+    "method": lambda row: str(row["method"]),
+}
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

@@ -49,7 +49,6 @@ SHARED = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
 )
-NOTHING_SHARED: Mapping[str, Any] = {}
 PASSTHROUGH = "passthrough"
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
@@ -116,7 +115,9 @@ def _build_merges(given: dict[str, Any]) -> None:
     given |= {**{key: value for key, value in usual.items() if key not in given}, "layers": stack}
 
 
-def _build_merge(table: Any, kind: type[_Merge], where: str, shared: Mapping[str, Any] = NOTHING_SHARED) -> _Merge:
+def _build_merge(
+    table: Any, kind: type[_Merge], where: str, shared: Mapping[str, Any] | None = None
+) -> _Merge:
     if isinstance(table, kind):
         return table
     if not isinstance(table, Mapping):
@@ -124,7 +125,7 @@ def _build_merge(table: Any, kind: type[_Merge], where: str, shared: Mapping[str
     for key in table.keys() & {"output", "search", *RunOptions.model_fields}:
         raise RecipeError(f"{where}: {key} is for the whole merge; move it to the top level")
     try:
-        document, shown = find_files({**shared, **table})
+        document, shown = find_files({**(shared or {}), **table})
         if "model" in document:
             document["base"] = document.pop("model")
         if "models" not in document:

@@ -12,7 +12,7 @@ are those of the 25 blocks of Stable Diffusion 1.5.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
 
 from dare.tensors.names import PROJECTIONS

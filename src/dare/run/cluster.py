@@ -33,7 +33,6 @@ import numpy as np
 
 from dare import __version__
 from dare.errors import ClusterError, DareError, InputError, OutputError, RecipeError
-from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.receipt import metadata_of
@@ -44,6 +43,7 @@ from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import Run, do_census_steps, execute
+from dare.run.nested import open_recipe
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
 from dare.stages.registry import load_installed_stages, load_stages
@@ -345,7 +345,7 @@ class MergeWork:
             load_stages(file)
         options = self.request.options
         how = {"rescales": False, "fetches": self.fetches}
-        recipe, inputs = open_inputs(self.request.recipe, options, **how)
+        recipe, inputs = open_recipe(self.request.recipe, options, **how)
         plan = make_plan(
             recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=options
         )

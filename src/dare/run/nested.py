@@ -86,9 +86,7 @@ def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions) -> Plan:
         )
     recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
     alone = options.model_copy(update={"threads": 1, "max_memory": None, "cluster": None})
-    plan = make_plan(
-        recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=alone
-    )
+    plan = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=alone)
     memory = plan.cost.least_memory + SPARE_BYTES
     return replace(plan, options=alone.model_copy(update={"max_memory": memory}))
 

@@ -34,7 +34,6 @@ from dare.deltas.memory import (
 )
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.receipt import digests_of, inputs_of_output
 from dare.planning.make import make_plan
@@ -46,6 +45,7 @@ from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import execute
 from dare.run.merging import check_digests
+from dare.run.nested import open_recipe
 from dare.run.worker import Progress
 from dare.tensors.names import some_of
 
@@ -77,7 +77,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
-        self.recipe, opened = open_inputs(given, self.options, rescales=False)
+        self.recipe, opened = open_recipe(given, self.options, rescales=False)
         self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
@@ -152,7 +152,7 @@ class Candidates:
         if unknown := [str(file) for file in files if file not in self._kept]:
             known = ", ".join(map(str, self._kept))
             raise InputError(f"{some_of(unknown)}: is not a model of the study; these are: {known}")
-        _, opened = open_inputs(recipe, self.options, rescales=False)
+        _, opened = open_recipe(recipe, self.options, rescales=False)
         found: list[Source] = []
         for file, source in zip(files, (opened.base, *opened.models), strict=True):
             earlier, held = self._kept[file]

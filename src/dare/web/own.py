@@ -313,10 +313,8 @@ class Roots:
         template = recipe.chat_template
         if template not in ("auto", *names) and "{" not in template:
             self.find(template)
-        base = self.find_model(recipe.base)
-        models = [self.find_model(entry.file) for entry in recipe.models]
         output = None if recipe.output is None else self.find_output(recipe.output)
-        return replace(request, recipe=recipe.with_files(base, models, output))
+        return replace(request, recipe=recipe.moved(self.find_model, output))
 
     def listing(self, given: str | None) -> dict[str, Any]:
         """Return a folder with what one can open or choose in it; without a path, the folders."""
