@@ -203,11 +203,7 @@ def model_card(plan: Plan, report: Report) -> bytes:
 
 {summary}
 
-## Models
-
-{_models(plan, report)}
-
-{_warnings(plan, report)}## Recipe
+{_models(plan, report)}{_warnings(plan, report)}## Recipe
 
 {_fenced("toml", _recipe(plan))}
 
@@ -276,6 +272,8 @@ def _table(*rows: Sequence[str]) -> str:
 
 
 def _models(plan: Plan, report: Report) -> str:
+    if not report.models:
+        return ""
     head = "| model | from | weight | seed | dropped | asked | largest change | in |"
     rows = []
     for entry, model in zip(plan.recipe.models, report.models, strict=True):
@@ -293,7 +291,8 @@ def _models(plan: Plan, report: Report) -> str:
                 _code(model.largest_delta_in) if model.largest_delta_in else "–",
             ]
         )
-    return f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{_table(*rows)}"
+    table = f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{_table(*rows)}"
+    return f"## Models\n\n{table}\n\n"
 
 
 def _digests(report: Report) -> str:

@@ -153,8 +153,12 @@ def make_plan(
     names: Sequence[str],
     notes: Sequence[Notice] = (),
     options: RunOptions = USUAL,
+    first_layer: int = 0,
 ) -> Plan:
-    """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
+    """Decide the fate of every tensor; raise MismatchError with all that does not fit.
+
+    The first layer has another number if there are only some layers of a stack.
+    """
     recipe = _with_delta_settings(recipe, models)
     named = list(zip(names, models, strict=True))
     fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
@@ -162,7 +166,7 @@ def make_plan(
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
     warnings = [*_recipe_warnings(recipe), *notices]
-    depths = find_depths(base.tensors) if recipe.has_gradients else {}
+    depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
     for fit in fits:

@@ -12,7 +12,7 @@ are those of the 25 blocks of Stable Diffusion 1.5.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from dare.tensors.names import PROJECTIONS
@@ -63,36 +63,26 @@ def at_layer(tensor: str, layer: int) -> str:
     return f"{tensor[: found.start('layer')]}{layer}{tensor[found.end('layer') :]}"
 
 
-def find_layers(tensors: Iterable[str]) -> dict[str, range]:
-    """Return the layers of each stack, from the lowest number in it to the highest.
-
-    >>> find_layers(["text.layers.0.w", "text.layers.31.w", "vision.blocks.3.w", "norm.w"])
-    {'text.layers': range(0, 32), 'vision.blocks': range(3, 4)}
-    """
-    found: dict[str, range] = {}
-    for stack, layer in filter(None, map(stack_and_layer, tensors)):
-        known = found.get(stack, range(layer, layer + 1))
-        found[stack] = range(min(known.start, layer), max(known.stop, layer + 1))
-    return found
-
-
 def count_layers(tensors: Iterable[str]) -> dict[str, int]:
     """Count the layers of each stack, from the highest number in it.
 
     >>> count_layers(["text.layers.0.w", "text.layers.31.w", "vision.blocks.23.w", "norm.w"])
     {'text.layers': 32, 'vision.blocks': 24}
     """
-    return {stack: layers.stop for stack, layers in find_layers(tensors).items()}
+    counts: dict[str, int] = {}
+    for stack, layer in filter(None, map(stack_and_layer, tensors)):
+        counts[stack] = max(counts.get(stack, 0), layer + 1)
+    return counts
 
 
-def find_networks(found: Iterable[str]) -> list[list[str]]:
+def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
     """Return the stacks of each network, in the order in which they are passed.
 
-    >>> find_networks(["up_blocks", "mid_block", "down_blocks", "encoder.layers"])
+    >>> find_networks({"up_blocks": 4, "mid_block": 1, "down_blocks": 4, "encoder.layers": 12})
     [['down_blocks', 'mid_block', 'up_blocks'], ['encoder.layers']]
     """
     networks: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for stack in found:
+    for stack in counts:
         outer, _, inner = stack.rpartition(".")
         sequence = next((names for names in SEQUENCES if inner in names), (inner,))
         networks.setdefault((outer, sequence), []).append(stack)
@@ -101,21 +91,22 @@ def find_networks(found: Iterable[str]) -> list[list[str]]:
     return list(networks.values())
 
 
-def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
+def find_depths(tensors: Iterable[str], first_layer: int = 0) -> dict[str, Fraction]:
     """Return the depth of each tensor in its network: 0 is the first layer, 1 the last.
+
+    The first layer has another number if there are only some layers of a stack.
 
     >>> depths = find_depths(["embed.w", "h.0.w", "h.1.w", "h.4.w", "blocks.0.w"])
     >>> [str(depth) for depth in depths.values()]
     ['0', '0', '1/4', '1', '1']
     """
     names = list(tensors)
-    layers = find_layers(names)
+    counts = count_layers(names)
     before, last = {}, {}
-    for stacks in find_networks(layers):
-        counts = [len(layers[stack]) for stack in stacks]
+    for stacks in find_networks(counts):
+        layers = [counts[stack] - first_layer for stack in stacks]
         for place, stack in enumerate(stacks):
-            before[stack] = sum(counts[:place]) - layers[stack].start
-            last[stack] = sum(counts) - 1
+            before[stack], last[stack] = sum(layers[:place]) - first_layer, sum(layers) - 1
     depths = dict.fromkeys(names, OUTSIDE)
     for name in names:
         if found := stack_and_layer(name):

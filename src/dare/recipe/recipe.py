@@ -211,9 +211,10 @@ class Recipe(Strict, init=False):
         for rule, indices in self.rules:
             yield from self._override_problems(rule.settings, f"{rule}: ", indices is None)
         combine = self.chain[-1][0]
-        if not self.models and combine.models != 0:
-            remedy = "set method and models in its entries" if self.layers else "name at least one"
-            yield f"no models{' beside [[layers]]' if self.layers else ''}: {remedy}"
+        if self.layers and (self.models or combine.models != 0):
+            yield "[[layers]]: models and method belong into its entries, or into [merges.NAME]"
+        elif not self.models and combine.models != 0:
+            yield "no models: name at least one"
         if combine.models not in (None, len(self.models)):
             yield self._wrong_count(combine)
         weighed = {f"model {entry.name}": entry.weight for entry in self.models}
@@ -463,6 +464,14 @@ class Layers(Recipe, init=False):
     """A range of layers of a stack: those of the base, or a merge of its own."""
 
     range: Span = Field(description="The first layer, and the one after the last.")
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return it as people write it: a range of a model as it is has nothing else."""
+        tables = super().to_tables()
+        if self.models:
+            return tables
+        base = tables.pop("base")
+        return {"model": base, **{k: v for k, v in tables.items() if k not in ("models", "method")}}
 
 
 Recipe.model_rebuild()

@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from dare.checks.inputs import check_inputs
+from dare.documents.notices import Notice
 from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.opening import Inputs, open_inputs
@@ -39,7 +40,7 @@ from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.layers import at_layer, find_layers, stack_and_layer
+from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.run.backend import open_backend
@@ -77,7 +78,7 @@ def open_recipe(
     return recipe.model_copy(update=update) if merges else recipe, inputs
 
 
-def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions) -> Plan:
+def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
     """Plan a merge whose result is read by one thread at a time, or by several for themselves."""
     if inputs.aligned.tokenizer_files:
         raise RecipeError(
@@ -86,7 +87,8 @@ def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions) -> Plan:
         )
     recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
     alone = options.model_copy(update={"threads": 1, "max_memory": None, "cluster": None})
-    plan = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=alone)
+    opened = inputs.base, inputs.models, inputs.names, inputs.notes
+    plan = make_plan(recipe, *opened, options=alone, first_layer=first_layer)
     memory = plan.cost.least_memory + SPARE_BYTES
     return replace(plan, options=alone.model_copy(update={"max_memory": memory}))
 
@@ -198,7 +200,7 @@ def _open_stack(
     recipe: Recipe, options: RunOptions, how: Mapping[str, bool]
 ) -> tuple[Recipe, Inputs]:
     """Open a stack of layers as a base, into which nothing is merged."""
-    stack, opened, folders = _Stack(), [], {}
+    stack, opened, folders, notes = _Stack(), [], {}, dict[Notice, None]()
     for number, given in enumerate(recipe.layers, start=1):
         inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
         found, inputs = open_recipe(inner, options, **how)
@@ -209,8 +211,10 @@ def _open_stack(
             source = views[0]
             if found.models:
                 aligned = replace(inputs.aligned, base=source, models=tuple(views[1:]))
-                source = MergedSource(_plan(found, replace(inputs, aligned=aligned), options))
+                inputs = replace(inputs, aligned=aligned)
+                source = MergedSource(_plan(found, inputs, options, len(stack.layers)))
             stack.add(source, inputs.base, given.range)
+            notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
         except (RecipeError, MismatchError) as error:
             raise type(error)(f"[[layers]], number {number}: {error}") from None
         opened.append(found.model_copy(update={"merges": given.merges}))
@@ -221,7 +225,7 @@ def _open_stack(
     folder = folders[str(recipe.base)]
     base = StackedSource(stack.homes, folder, stack.layers)
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
-    return recipe.model_copy(update=pinned), Inputs((), (folder,), Aligned(base, ()), ())
+    return recipe.model_copy(update=pinned), Inputs((), (folder,), Aligned(base, ()), tuple(notes))
 
 
 class _Stack:
@@ -244,11 +248,10 @@ class _Stack:
         name = self._name = self._name or _main_stack(sources[0])
         views: list[Source] = []
         for source, (begin, end) in zip(sources, spans, strict=True):
-            there = find_layers(source.tensors).get(name, range(0))
-            if not source.is_partial and end > there.stop:
-                raise RecipeError(
-                    f"range = [{begin}, {end}]: there are {times(there.stop, 'layer')} in {name}"
-                )
+            count = count_layers(source.tensors).get(name, 0)
+            if not source.is_partial and end > count:
+                found = f"{name} has {times(count, 'layer')}"
+                raise RecipeError(f"range = [{begin}, {end}]: {found}")
             if end - begin != stop - first:
                 raise RecipeError(f"range = [{begin}, {end}]: must hold {stop - first} layers")
             names = {}
