@@ -47,6 +47,7 @@ COMPARED = (
 # Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
 # is for Python alone.
 ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest", "backend"}
+INNER = ("layers", "merges")  # tables of recipes, which stand last
 
 
 def write_template(plan: Plan, advice: Advice | None = None) -> str:
@@ -69,13 +70,13 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
         *_stages(recipe, document),
         *_rules(document),
     ]
-    return "\n".join(lines) + "\n"
+    inner = {name: document[name] for name in INNER if name in document}
+    return "\n".join([*lines, *(["", write_toml(inner)] if inner else [])]) + "\n"
 
 
 def check_runs(recipe: Recipe, where: str) -> None:
     """Refuse a recipe, before it is written, that could not be run; if its models are here."""
-    files = [recipe.base, *(entry.file for entry in recipe.models)]
-    if any(is_stored(file) or not is_there(file) for file in files):
+    if any(is_stored(file) or not is_there(file) for file in recipe.inputs):
         return  # where they are it will be planned
     try:
         api.plan(recipe)
@@ -112,7 +113,7 @@ def reasons(advice: Advice) -> Iterator[str]:
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
     for name, field in (Recipe.model_fields | RunOptions.model_fields).items():
-        if name in ELSEWHERE or (name == "input_digests" and name not in document):
+        if name in {*ELSEWHERE, *INNER} or (name == "input_digests" and name not in document):
             continue  # digests have no place in a recipe written by hand
         yield from ("", f"# {field.description}")
         if name in document or name == "method":
