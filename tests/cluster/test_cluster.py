@@ -98,6 +98,30 @@ def test_three_nodes_give_the_bytes_of_one_thread(cluster, shared, output, expec
     assert CLUSTER not in written
 
 
+def test_merges_inside_merges_and_stacks_give_the_same_bytes(cluster, models, tmp_path):
+    recipe = tmp_path / "stack.toml"
+    recipe.write_text(
+        f"""
+        merges.both = {{base = "{models}/base.safetensors", models = ["{models}/math.safetensors",
+            "{models}/code.safetensors"], method = "trim+ties"}}
+        [[layers]]
+        model = "both"
+        range = [0, 9]
+        [[layers]]
+        base = "{models}/base.safetensors"
+        models = ["both", "{models}/code.safetensors"]
+        range = [6, 12]
+        """
+    )
+    digests = set()
+    for more in (["--threads", "1"], ["--cluster", CLUSTER]):
+        output = tmp_path / f"{len(digests)}.safetensors"
+        status, said = cluster.dare(recipe, "--output", output, *more)
+        assert status == 0, said
+        digests.add(sha256(output))
+    assert len(digests) == 1
+
+
 def test_an_analysis_is_the_same_document(cluster, models, tmp_path):
     files = [models / f"{name}.safetensors" for name in ("base", "math", "code")]
     documents = []

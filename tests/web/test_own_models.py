@@ -23,6 +23,7 @@ import dare
 from dare.errors import DareError, InputError
 from dare.output.targets import MARK
 from dare.output.verification import verify
+from dare.recipe.document import request_from_document
 from dare.web import jobs as web_jobs
 from dare.web.guard import MOST_DEPTH, MOST_ITEMS
 from dare.web.jobs import Job, Jobs
@@ -237,6 +238,18 @@ def test_what_is_outside_is_refused(places, path):
     for find in (roots.find, roots.find_model, roots.find_output):
         with pytest.raises(DareError if "\0" in path else OutsideError):
             find(given)
+
+
+def test_what_is_outside_is_refused_in_merges_and_layers_too(places):
+    roots, inside, outside = places
+    good, bad = (
+        {"base": str(inside / "math"), "models": [str(folder / "math")]}
+        for folder in (inside, outside)
+    )
+    for inner in ({"merges": {"m": bad}}, {"layers": [{**bad, "range": [0, 1]}], "models": []}):
+        document = {**good, "method": "passthrough" if "layers" in inner else "sum", **inner}
+        with pytest.raises(OutsideError):
+            roots.admit(request_from_document(document, "recipe"))
 
 
 def test_links_that_lead_out_are_refused(places):
