@@ -289,8 +289,15 @@ class Stage:
 
 # Later parameters and their defaults, which a header leaves out so that old bytes stay.
 LATER_PARAMETERS = (
+    ("breadcrumbs", "rescale", False),
+    ("linear", "normalize", False),
+    ("linear", "on", "deltas"),
+    ("model_stock", "each", "tensor"),
+    ("sum", "normalize", False),
+    ("sum", "on", "deltas"),
     ("ties", "vote", "sum"),
     ("ties", "weighted", True),
+    ("trim", "rescale", False),
     ("trim", "scope", "tensor"),
 )
 STAGES: dict[str, Stage] = {}
@@ -357,6 +364,8 @@ ALIASES: dict[str, str] = {
     "della": "della+ties",
     "della_linear": "della+linear",
     "nm": "nm+linear",
+    "nearswap": "nearswap+sum",
+    "ramplus_tl": "ramplus",
 }
 # Parameters of combine stages that, when given, put a delta stage before them.
 IMPLIED = {("ties", "keep_ratio"): "trim"}
