@@ -223,14 +223,14 @@ class Recipe(Strict, init=False):
     def _wrong_count(self, combine: Stage) -> str:
         """Say how many models a combine stage takes, how many there are, and the remedy."""
         found = times(len(self.models), "is", "are")
-        said = f"{combine.name} merges {combine.models} models, and {found} given"
+        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, and {found} given"
         if combine.interpolates is None:
             return said
         if len(self.models) == 1:
             files = [self.base, self.models[0].file]
             return f"{said}; to go from the base to it, {written_models(files)}"
         kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
-        return f"{said} besides the base; {', '.join(s.name for s in kin)} takes any number"
+        return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
 
     def _override_problems(
         self, settings: Mapping[str, Any], where: str, may_combine: bool
