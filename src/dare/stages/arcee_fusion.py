@@ -103,7 +103,7 @@ def _quartile(scores: DeltaView, counts: NDArray[np.int64], elements: int, numbe
 
 def _survey_bytes(shape: tuple[int, ...], _models: int) -> int:
     elements = math.prod(shape)
-    return 48 * min(elements, CHUNK) + 48 * (elements // row_length(shape))
+    return 24 * min(elements, CHUNK) + 48 * (elements // row_length(shape))
 
 
 @combine_stage(

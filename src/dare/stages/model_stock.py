@@ -29,8 +29,9 @@ def survey_cosines(view: JointView, *, each: Each) -> float | Lines:
         return _distance(count, [x for i, row in enumerate(products) for x in row[i:]])
     columns = row_length(view.shape)
     sums = view.line_dots(columns, by_column=False, with_base=False)
-    shares = np.array([_distance(count, products) / count for products in sums.T.tolist()])
-    return Lines(columns, np.broadcast_to(shares, (count, shares.size)))
+    shares = (_distance(count, products.tolist()) / count for products in sums.T)
+    own = np.fromiter(shares, np.float64, sums.shape[1])
+    return Lines(columns, np.broadcast_to(own, (count, own.size)))
 
 
 def _distance(count: int, products: Sequence[float]) -> float:

@@ -57,10 +57,11 @@ def _variance(deltas: Deltas) -> Floats:
         for block in others:  # as distances to the first: of equals they are exactly 0
             apart = block.delta - first.delta
             mean += apart
-            squares += apart * apart
+            squares += np.multiply(apart, apart, out=apart)
         mean /= len(deltas.blocks)
         squares /= len(deltas.blocks)
-        return np.maximum(squares - mean * mean, np.float32(0))
+        squares -= np.multiply(mean, mean, out=mean)
+        return np.maximum(squares, np.float32(0), out=squares)
 
 
 def _select(deltas: Deltas, cut: Cut | None) -> None:
