@@ -296,3 +296,17 @@ def test_settings_of_one_model_do_not_reach_the_combine_stage(chain, given, scop
     }
     merged, _ = merge(deltas, chain, **scopes[scope])
     np.testing.assert_array_equal(merged, expected)
+
+
+@pytest.mark.parametrize(
+    ("chain", "rescale", "owner"), [("dare+trim+sum", False, "dare"), ("trim+cabs", True, "cabs")]
+)
+def test_a_later_parameter_leaves_its_name_to_the_stages_that_had_it(chain, rescale, owner):
+    """`rescale` without a stage is dare's or cabs' own, though `trim` has one now."""
+    deltas = random_deltas()
+    expected, _ = merge(deltas, chain, stages={owner: {"rescale": rescale}})
+    rule = dare.TensorRule(match="*", settings={"rescale": rescale})
+    assert np.array_equal(merge(deltas, chain, tensors=[rule])[0], expected)
+    assert np.array_equal(merge(deltas, chain, rescale=rescale)[0], expected)
+    alone, _ = merge(deltas, "trim+sum", stages={"trim": {"rescale": "l1"}})
+    assert np.array_equal(merge(deltas, "trim+sum", rescale="l1")[0], alone)

@@ -52,6 +52,7 @@ from dare.recipe.layers import OUTSIDE, Gradient, value_at
 from dare.recipe.options import USUAL, RunOptions, Size
 from dare.recipe.search import Search, search_table
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
+from dare.stages.registry import takers
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
@@ -235,17 +236,21 @@ class Recipe(Strict, init=False):
     def _override_problems(
         self, settings: Mapping[str, Any], where: str, may_combine: bool
     ) -> Iterator[str]:
-        stages = [stage for stage, _ in (self.chain if may_combine else self.chain[:-1])]
-        known = {name for stage in stages for name in stage.parameters}
+        stages = [stage for stage, _ in self.chain]
+        known = {
+            name
+            for stage in (stages if may_combine else stages[:-1])
+            for name in stage.parameters
+            if stage in takers(stages, name)
+        }
         for name, value in settings.items():
             if name not in known:
                 yield (
                     f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
                     f"known: {', '.join(sorted(known)) or 'none'}"
                 )
-            for stage, _ in self.chain:
-                if name in stage.parameters:
-                    stage.parameters[name].check(value, where)
+            for stage in takers(stages, name):
+                stage.parameters[name].check(value, where)
 
     @cached_property
     def chain(self) -> Chain:
@@ -302,7 +307,12 @@ class Recipe(Strict, init=False):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self._rules_for(tensor, model):
             overrides.update(rule.settings)
-        return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
+        stages = [stage for stage, _ in self.chain]
+        meant = {name: takers(stages, name) for name in overrides}
+        return tuple(
+            _at(depth, settings, {n: v for n, v in overrides.items() if stage in meant[n]})
+            for stage, settings in self.chain[:-1]
+        )
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
         """Return whether a parameter of a delta stage is given for a tensor of a model."""

@@ -415,6 +415,19 @@ def parse_method(method: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+def takers(chain: Sequence[Stage], name: str) -> list[Stage]:
+    """Return the stages of a chain that a parameter is for, if no stage is named.
+
+    A later parameter is meant only where no other stage has one of that name.
+
+    >>> [stage.name for stage in takers(parse_method("dare+trim+ties"), "rescale")]
+    ['dare']
+    """
+    having = [stage for stage in chain if name in stage.parameters]
+    later = {(stage, parameter) for stage, parameter, _ in LATER_PARAMETERS}
+    return [stage for stage in having if (stage.name, name) not in later] or having
+
+
 # A stage travels by its name and file: where it arrives, it is registered too.
 copyreg.pickle(Stage, lambda stage: (stage_named, (stage.name, stage.file)))
 
