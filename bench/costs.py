@@ -7,8 +7,8 @@ Merges run in this process on one set of made-up models in FOLDER, which are mad
 there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time
 counts, so that other work on the machine matters little; methods take turns, and the median of the
 rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, and a
-stage that takes two models is held against `linear` of two. Stages that are in the file already
-and are not asked for stay there.
+stage that takes one or two models is held against `linear` of as many. Stages that are in the file
+already and are not asked for stay there.
 
 Passes are what a plan says: how often all weights are read. Stages that work on whole matrices take
 longer, for each element, the wider these are.
@@ -53,7 +53,9 @@ def main() -> None:
         make_models(options.folder, size, MODELS)
     work = options.folder / shape.folder_name
     stages = [STAGES[name] for name in options.only]
-    chains = list(dict.fromkeys([("linear", MODELS), ("linear", 2), *map(chain_of, stages)]))
+    measured = list(map(chain_of, stages))
+    yardsticks = [("linear", models) for _, models in measured]
+    chains = list(dict.fromkeys([*yardsticks, *measured]))
     for method, models in chains:
         merge(options.folder / small.folder_name, method, models)
     times: dict[str, list[float]] = {f"{method} of {models}": [] for method, models in chains}

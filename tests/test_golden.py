@@ -56,6 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ties by count": {"stages": {"ties": {"vote": "count", "divide_by": "count"}}},
     "slerp of deltas": {"stages": {"slerp": {"on": "deltas"}}},
     "nuslerp rows": {"stages": {"nuslerp": {"each": "row"}}},
+    "model_stock rows": {"stages": {"model_stock": {"each": "row"}}},
+    "sce selected": {"stages": {"sce": {"select_ratio": 0.3}}},
+    "linear of weights": {"stages": {"linear": {"on": "weights"}}, "weights": [0.5, -0.25, 1]},
     "wudi": {"stages": {"wudi": {"steps": 5}}},
     "iso cts": {"stages": {"iso": {"variant": "cts"}}},
 }

@@ -7,6 +7,7 @@ import torch
 from mergekit import sparsify
 from side_by_side import (
     assert_same,
+    assert_within,
     compares,
     make_dyadic_deltas,
     make_models,
@@ -49,6 +50,19 @@ def test_breadcrumbs_ties(density, gamma):
         normalize=True,
     )
     assert_same(ours, theirs)
+
+
+@compares("breadcrumbs", "mergekit")
+def test_what_is_kept_can_be_scaled_to_the_norm():
+    base, models = make_models(3)
+    given = {**middle(0.5, 0.25)["breadcrumbs"], "rescale": "l1"}
+    ours = merge_ours(base, models, "breadcrumbs+sum", stages={"breadcrumbs": given})
+    shares = {"density": 0.5, "gamma": 0.25, "weight": 1.0}
+    plain = merge_theirs(base, models, "breadcrumbs", **shares)
+    theirs = merge_theirs(base, models, "breadcrumbs", rescale=True, dtype=torch.float64, **shares)
+    assert (theirs - base).norm() > 1.2 * (plain - base).norm()
+    # Their norms are sums of 1961 float64 numbers; of ours deltas, factors and sums are rounded.
+    assert_within(ours, theirs, 8, base.abs() + 2 * sum((model - base).abs() for model in models))
 
 
 @compares("breadcrumbs", "mergekit")

@@ -7,6 +7,8 @@ import torch
 from peft.utils import merge_utils as peft
 from side_by_side import assert_same, assert_within, compares, make_models, merge_ours, merge_theirs
 
+import dare
+
 SHAPES = [(), (1,), (37, 53), (300, 301)]
 """A scalar, one element, an odd size, and more than one of our blocks of 65536 elements."""
 KEEP_ALL = {"dare": {"drop_rate": 0.0}}
@@ -49,6 +51,39 @@ def test_a_mean_of_weights_is_the_first_and_a_mean_of_changes_to_it(weights, sha
     shares = [weight / sum(weights) for weight in weights[1:]]
     ours = merge_ours(first, others, "linear", weights=shares)
     assert_within(ours, theirs, 2 * (len(weights) + 1), first.abs() + sum(o.abs() for o in others))
+
+
+@compares("linear", "mergekit")
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.2, 0.7, 1.1), (3.0, -1.0, 2.0, 0.5, 0.1)])
+def test_a_sum_of_whole_models_may_have_the_base_among_them(weights, normalize):
+    base, others = make_models(len(weights) - 1)
+    theirs = merge_theirs(base, others, "linear", weight=list(weights), normalize=normalize)
+    stages = {"linear": {"on": "weights", "normalize": normalize}}
+    ours = merge_ours(base, [base, *others], "linear", weights=weights, stages=stages)
+    largest = max(map(abs, weights)) * (base.abs() + sum(other.abs() for other in others))
+    assert_within(ours, theirs, 2 * (len(weights) + 2), largest)
+
+
+@compares("task_arithmetic", "mergekit")
+@pytest.mark.parametrize("weights", [(0.5, 0.25, 0.7), (1.0, -0.3, 2.0), (1.0, -1.0, 0.0)])
+def test_a_sum_can_be_divided_by_that_of_the_weights(weights):
+    base, models = make_models(3)
+    stages = {"sum": {"normalize": True}}
+    ours = merge_ours(base, models, "sum", weights=weights, stages=stages)
+    theirs = merge_theirs(base, models, "task_arithmetic", weight=list(weights), normalize=True)
+    assert_within(ours, theirs, 8, base.abs() + sum((model - base).abs() for model in models))
+
+
+@compares("linear", "mergekit")
+def test_difference_weights_that_cancel_are_refused():
+    """They divide by 0, and all is infinite or NaN."""
+    base, models = make_models(1)
+    stages = {"linear": {"on": "weights", "normalize": True}}
+    with pytest.raises(dare.RecipeError, match="add up to 0"):
+        merge_ours(base, [base, *models], "linear", weights=[1.0, -1.0], stages=stages)
+    theirs = merge_theirs(base, models, "linear", weight=[1.0, -1.0])
+    assert not theirs.isfinite().any()
 
 
 @compares("magnitude_prune", "PEFT")

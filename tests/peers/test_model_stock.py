@@ -1,4 +1,4 @@
-"""Model Stock: mergekit's model_stock, with a base and for whole tensors."""
+"""Model Stock: mergekit's model_stock, for whole tensors and row by row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from side_by_side import assert_within, compares, make_models, merge_ours, merge
 pytestmark = compares("model_stock", "mergekit")
 
 
-def agreeing_models(count):
+def agreeing_models(count, shape=(37, 53)):
     """A base, and fine-tunes whose deltas share a part."""
-    base, models = make_models(count + 1)
+    base, models = make_models(count + 1, shape)
     shared = models.pop() - base
     return base, [model + shared for model in models]
 
@@ -41,6 +41,17 @@ def test_parallel_models_are_averaged_by_both():
     theirs = merge_theirs(base, models, "model_stock", dtype=torch.float64)
     ours = merge_ours(base, models, "model_stock")
     assert_within(ours, theirs, 4, base.abs() + sum(model.abs() for model in models))
+
+
+@pytest.mark.parametrize("shape", [(101,), (37, 53), (3, 5, 70)])
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_row_may_have_an_angle_of_its_own(count, shape):
+    base, models = agreeing_models(count, shape)
+    theirs = merge_theirs(base, models, "model_stock", dtype=torch.float64, filter_wise=True)
+    ours = merge_ours(base, models, "model_stock", stages={"model_stock": {"each": "row"}})
+    whole = merge_ours(base, models, "model_stock")
+    assert len(shape) == 1 or (ours - whole).norm() > 0.02 * (whole - base).norm()
+    assert_within(ours, theirs, 4, base.abs() + sum((model - base).abs() for model in models))
 
 
 def test_difference_opposing_models_leave_the_base():

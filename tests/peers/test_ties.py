@@ -148,9 +148,21 @@ def test_difference_the_sum_is_rounded_in_another_order():
     assert theirs.item() == 0.5
 
 
+@pytest.mark.parametrize("weights", [(0.5, -0.25, 0.7), (-1.0, 1.0, 2.0), (-1.0, -0.5, -0.1)])
+@compares("ties", "mergekit")
+def test_mergekit_divides_by_weights_with_their_signs(weights):
+    base, models = make_models(3)
+    stages = {"ties": {"keep_ratio": 0.5, "divide_by": "signed"}}
+    ours = merge_ours(base, models, "ties", stages=stages, weights=weights)
+    assert_same(ours, merge_theirs(base, models, "ties", density=0.5, weight=list(weights)))
+
+
 @compares("ties", "mergekit")
 def test_difference_a_negative_weight_turns_a_delta_around():
-    """mergekit divides by the sum of the weights, sign and all, so that the minus cancels."""
+    """mergekit divides by the sum of the weights, sign and all, so that the minus cancels.
+
+    So does `divide_by = "signed"`.
+    """
     base, models = torch.tensor([1.0]), [torch.tensor([1.5])]
     assert merge_ours(base, models, "ties", weights=[-1.0]).item() == 0.5
     assert merge_theirs(base, models, "ties", density=1.0, weight=[-1.0]).item() == 1.5

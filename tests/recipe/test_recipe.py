@@ -336,7 +336,7 @@ def test_a_stage_stands_in_a_method_once():
 def test_keep_ratio_puts_trim_before_ties():
     assert chain(recipe(method="dare+ties", stages={"ties": {"keep_ratio": 0.2}})) == [
         ("dare", {"drop_rate": 0.9, "rescale": True}),
-        ("trim", {"keep_ratio": 0.2, "scope": "tensor"}),
+        ("trim", {"keep_ratio": 0.2, "scope": "tensor", "rescale": False}),
         ("ties", {"keep_ratio": 0.2, "divide_by": "weights", "vote": "sum", "weighted": True}),
     ]
 
@@ -345,7 +345,8 @@ def test_keep_ratio_of_one_model_trims_only_that_one():
     models = [ModelEntry(file="a", settings={"keep_ratio": 0.5}), "b"]
     found = recipe(method="ties", models=models)
     assert [name for name, _ in chain(found)] == ["trim", "ties"]
-    assert found.settings_for("w", 0)[0] == {"keep_ratio": 0.5, "scope": "tensor"}
+    expected = {"keep_ratio": 0.5, "scope": "tensor", "rescale": False}
+    assert found.settings_for("w", 0)[0] == expected
     assert found.settings_for("w", 1)[0] == {"keep_ratio": 1.0, "scope": "tensor"}
 
 

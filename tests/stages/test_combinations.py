@@ -168,15 +168,20 @@ CHAINS = [(*pair, combine) for pair in PAIRS for combine in ("linear", "ties")]
 PLAIN = [(stage, combine) for stage in DELTA_STAGES for combine in ("linear", "ties")]
 
 
-@pytest.mark.parametrize("chain", [*PLAIN, *CHAINS], ids="+".join)
+COMBINES = [(stage,) for stage in ("arcee_fusion", "model_stock", "multislerp", "ramplus", "sce")]
+
+
+@pytest.mark.parametrize("chain", [*PLAIN, *CHAINS, *COMBINES], ids="+".join)
 def test_buffers_stay_within_the_plan(chain):
     """More than a chunk, so that every buffer is filled; matrix stages have whole ones besides."""
     shape = (96, 80) if MATRIX_STAGES & set(chain) else (525, 1000)
     generator = np.random.default_rng(0)
     arrays = [{"w": generator.standard_normal(shape, np.float32)} for _ in range(4)]
-    names = ["1", "2", "3"]
-    sources = [array_source(array, "") for array in arrays]
-    recipe, options = dare.Recipe(base="b", models=names, method="+".join(chain)), {"threads": 1}
+    names = ["1", "2", "3"][: STAGES[chain[-1]].models]
+    sources = [array_source(array, "") for array in arrays[: 1 + len(names)]]
+    stages = {name: GIVEN[name] for name in chain if (name,) in COMBINES and name in GIVEN}
+    recipe = dare.Recipe(base="b", models=names, method="+".join(chain), stages=stages)
+    options = {"threads": 1}
     plan = make_plan(recipe, sources[0], sources[1:], names)
     options["max_memory"] = plan.cost.least_memory
     plan = make_plan(recipe, sources[0], sources[1:], names, options=dare.RunOptions(**options))
@@ -203,6 +208,9 @@ GIVEN = {
     "nm": {"n": 1, "m": 3},
     "star": {"singular_share": 0.7},
     "fourier": {"radius": 0.3},
+    "nearswap": {"t": 0.01},
+    "linear": {"on": "weights"},
+    "sum": {"normalize": True},
     "ties": {"divide_by": "nothing"},
     "slerp": {"on": "deltas"},
     "nuslerp": {"each": "row"},
@@ -212,10 +220,17 @@ GIVEN = {
     "iso": {"variant": "cts"},
     "knots": {"keep_ratio": 0.9},
     "pcb": {"score_ratio": 0.3},
+    "model_stock": {"each": "row"},
+    "multislerp": {"on": "deltas"},
+    "ram": {"threshold": 0.5},
+    "ramplus": {"threshold": 0.5, "boost": 0.3},
+    "sce": {"select_ratio": 0.4},
     "wudi": {"steps": 2},
 }
 """For each stage that has parameters, some that are not the defaults."""
 QUICK = {"wudi": {"steps": 1}}
+UNEVEN = {"weights": [1.0, 2.0, -0.5]}
+"""Weights that do not add up to 1, where otherwise nothing would change."""
 
 
 def random_deltas(count=3, shape=(24, 36)):
@@ -253,9 +268,10 @@ def test_settings_of_some_tensors_are_those_tensors_alone(name):
     base = {tensor: np.ones_like(value) for tensor, value in models[0].items()}
     rule = dare.TensorRule(match="b.*", settings=GIVEN[name])
     usual = {key: value for key, value in QUICK.items() if key == name}
-    merged = merge_models(base, models, method, tensors=[rule], stages=usual)
+    weights = UNEVEN if name == "linear" else {}
+    merged = merge_models(base, models, method, tensors=[rule], stages=usual, **weights)
     for tensor, stages in (("a.weight", usual), ("b.weight", {name: GIVEN[name]})):
-        alone = merge_models(base, models, method, stages=stages)
+        alone = merge_models(base, models, method, stages=stages, **weights)
         np.testing.assert_array_equal(merged[tensor], alone[tensor])
     assert not np.array_equal(merged["b.weight"], merged["a.weight"])
 
@@ -280,3 +296,17 @@ def test_settings_of_one_model_do_not_reach_the_combine_stage(chain, given, scop
     }
     merged, _ = merge(deltas, chain, **scopes[scope])
     np.testing.assert_array_equal(merged, expected)
+
+
+@pytest.mark.parametrize(
+    ("chain", "rescale", "owner"), [("dare+trim+sum", False, "dare"), ("trim+cabs", True, "cabs")]
+)
+def test_a_later_parameter_leaves_its_name_to_the_stages_that_had_it(chain, rescale, owner):
+    """`rescale` without a stage is dare's or cabs' own, though `trim` has one now."""
+    deltas = random_deltas()
+    expected, _ = merge(deltas, chain, stages={owner: {"rescale": rescale}})
+    rule = dare.TensorRule(match="*", settings={"rescale": rescale})
+    assert np.array_equal(merge(deltas, chain, tensors=[rule])[0], expected)
+    assert np.array_equal(merge(deltas, chain, rescale=rescale)[0], expected)
+    alone, _ = merge(deltas, "trim+sum", stages={"trim": {"rescale": "l1"}})
+    assert np.array_equal(merge(deltas, "trim+sum", rescale="l1")[0], alone)

@@ -10,7 +10,7 @@ CHAINS = [
     *("linear", "sum", "ties", "dare+linear", "dare+ties", "trim+ties", "dare+trim+ties"),
     *("della+linear", "breadcrumbs+linear", "nm+linear", "dare+darex+linear", "emr", "consensus"),
     *("karcher", "model_stock", "slerp", "nuslerp", "pcb", "cabs", "star+linear", "fourier+linear"),
-    "tsv",
+    *("tsv", "sce", "ram", "ramplus", "multislerp", "nearswap+sum"),
 ]
 
 

@@ -47,6 +47,8 @@ VARIANTS = [
     ("della+linear", {"della": {"rescale": "l1"}}),
     ("breadcrumbs+linear", {"breadcrumbs": {"per": "row"}}),
     ("nuslerp", {"nuslerp": {"each": "row"}}),
+    ("model_stock", {"model_stock": {"each": "row"}}),
+    ("sce", {"sce": {"select_ratio": 0.3}}),
     ("iso", {"iso": {"variant": "cts"}}),
 ]
 """Stages that survey more, or otherwise, than at their defaults."""

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 import dare
 
+ROWS = {"model_stock": {"each": "row"}}
+
 
 @pytest.fixture(params=BACKENDS)
 def merged(request):
@@ -39,6 +41,17 @@ def test_a_delta_of_zeros_agrees_with_nothing(merged):
     # cosines 1, 0, 0: t = 0.6 of the mean (1 + 1 + 0)/3
     assert merged([1], [1], [0]) == pytest.approx([0.4], rel=1e-6)
     assert merged([0], [0]) == [0]
+
+
+def test_every_row_may_have_an_angle_of_its_own(merged):
+    # The first rows are at 60°, the second are parallel, the third at 90°.
+    first, second = [[1, 1, 0], [1, 2, 3], [1, 0, 0]], [[1, 0, 1], [3, 6, 9], [0, 1, 0]]
+    expected = np.array([[2 / 3, 1 / 3, 1 / 3], [2, 4, 6], [0, 0, 0]])
+    for shape in ((3, 3), (3, 1, 3), (1, 3, 3)):
+        deltas = np.reshape(first, shape), np.reshape(second, shape)
+        found = merged(*deltas, stages=ROWS)
+        assert np.array(found) == pytest.approx(expected.reshape(shape), rel=1e-6)
+    assert merged(first[0], second[0], stages=ROWS) == merged(first[0], second[0])
 
 
 def test_an_infinity_stays_where_it_is(merged):
@@ -85,3 +98,11 @@ def test_over_many_chunks():
     cosine = (units @ units.T)[np.triu_indices(3, 1)].mean()
     expected = 3 * cosine / (1 + 2 * cosine) * wide.mean(axis=0)
     assert np.abs(found.reshape(-1) - expected).max() < 1e-6 * np.abs(wide).max()
+
+
+def test_rows_over_many_chunks():
+    deltas = large_deltas(2)
+    found = same_bits_however_cut("model_stock", deltas, stages=ROWS)
+    for row in range(3):
+        alone = combine("model_stock", *(delta[row] for delta in deltas))
+        assert np.abs(found[row] - alone).max() < 1e-5

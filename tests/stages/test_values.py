@@ -50,6 +50,29 @@ def given(stage, **parameters):
         ("ties", [[1], [-2]], {"weights": [3, 1]}, [1]),
         ("ties", [[2], [6]], {"weights": [1, 3]}, [5]),  # (1·2 + 3·6) / (1 + 3)
         ("ties", [[2], [6]], {"weights": [1, 3], **given("ties", divide_by="count")}, [10]),
+        # 2·1 - 1·(-4) = 6 over 2 - 1, not over 2 + 1; of one alone the minus cancels
+        ("ties", [[1], [-4]], {"weights": [2, -1], **given("ties", divide_by="signed")}, [6]),
+        ("ties", [[1], [0]], {"weights": [-2, 1], **given("ties", divide_by="signed")}, [1]),
+        ("ties", [[1], [-4]], {"weights": [1, -1], **given("ties", divide_by="signed")}, [5]),
+        # what is kept has the magnitude of all: 15/9 and 12/6
+        (
+            "trim+sum",
+            [[1, -5, 3, 2, -4]],
+            given("trim", keep_ratio=0.4, rescale="l1"),
+            [0, -5 * np.float32(15 / 9), 0, 0, -4 * np.float32(15 / 9)],
+        ),
+        (
+            "breadcrumbs+sum",
+            [[1, -5, 4, 2]],
+            given("breadcrumbs", keep_middle=0.5, drop_largest=0.25, rescale="l1"),
+            [0, 0, 8, 4],
+        ),
+        (
+            "breadcrumbs+sum",
+            [[[1, -5, 4, 2]]],
+            given("breadcrumbs", keep_middle=0.5, drop_largest=0.25, rescale="l1", per="row"),
+            [[0, 0, 8, 4]],
+        ),
         # trimmed to [3, 0] and [0, -4]
         ("ties", [[3, 1], [-2, -4]], given("ties", keep_ratio=0.5), [3, -4]),
     ],

@@ -37,7 +37,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Layers, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
-from dare.stages.registry import load_installed_stages
+from dare.stages.registry import load_installed_stages, takers
 
 # Keys that may stand in the table [dare] but belong to the whole recipe.
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
@@ -476,9 +476,8 @@ def set_parameter(
 def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     owners = [
         stage
-        for stage in chain
-        if name in stage.parameters
-        and STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
+        for stage in takers(chain, name)
+        if STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
     ]
     method = "+".join(stage.name for stage in chain)
     if not owners:

@@ -53,6 +53,7 @@ from dare.recipe.layers import OUTSIDE, Gradient, value_at
 from dare.recipe.options import USUAL, RunOptions, Size
 from dare.recipe.search import Search, search_table
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
+from dare.stages.registry import takers
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
@@ -232,29 +233,33 @@ class Recipe(Strict, init=False):
     def _wrong_count(self, combine: Stage) -> str:
         """Say how many models a combine stage takes, how many there are, and the remedy."""
         found = times(len(self.models), "is", "are")
-        said = f"{combine.name} merges {combine.models} models, and {found} given"
+        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, and {found} given"
         if combine.interpolates is None:
             return said
         if len(self.models) == 1:
             files = [self.base, self.models[0].file]
             return f"{said}; to go from the base to it, {written_models(files)}"
         kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
-        return f"{said} besides the base; {', '.join(s.name for s in kin)} takes any number"
+        return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
 
     def _override_problems(
         self, settings: Mapping[str, Any], where: str, may_combine: bool
     ) -> Iterator[str]:
-        stages = [stage for stage, _ in (self.chain if may_combine else self.chain[:-1])]
-        known = {name for stage in stages for name in stage.parameters}
+        stages = [stage for stage, _ in self.chain]
+        known = {
+            name
+            for stage in (stages if may_combine else stages[:-1])
+            for name in stage.parameters
+            if stage in takers(stages, name)
+        }
         for name, value in settings.items():
             if name not in known:
                 yield (
                     f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
                     f"known: {', '.join(sorted(known)) or 'none'}"
                 )
-            for stage, _ in self.chain:
-                if name in stage.parameters:
-                    stage.parameters[name].check(value, where)
+            for stage in takers(stages, name):
+                stage.parameters[name].check(value, where)
 
     @cached_property
     def chain(self) -> Chain:
@@ -311,7 +316,12 @@ class Recipe(Strict, init=False):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self._rules_for(tensor, model):
             overrides.update(rule.settings)
-        return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
+        stages = [stage for stage, _ in self.chain]
+        meant = {name: takers(stages, name) for name in overrides}
+        return tuple(
+            _at(depth, settings, {n: v for n, v in overrides.items() if stage in meant[n]})
+            for stage, settings in self.chain[:-1]
+        )
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
         """Return whether a parameter of a delta stage is given for a tensor of a model."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,15 @@ class Block:
     def values(self) -> Floats:
         """The delta, to be changed in place, but for `factor`."""
         return self._carry_out() if self._values is None else self._values
+
+    @property
+    def delta(self) -> Floats:
+        """The delta itself: `values`, with the factor multiplied in."""
+        if self.factor != 1:
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.multiply(self.values, np.float32(self.factor), out=self.values)
+            self.factor = 1.0
+        return self.values
 
     def _carry_out(self) -> Floats:
         """Compute the delta and carry out the notes."""
@@ -419,14 +429,17 @@ class DeltaView(View):
         ]
         return np.array(counts, np.int64)
 
-    def l1_norms(self, change: Callable[[Block], None]) -> tuple[float, float]:
-        """Return the sum of all magnitudes before and after a change to every block."""
+    def l1_ratio(self, change: Callable[[Block], None]) -> float:
+        """Return the sum of all magnitudes before a change to every block over that after it.
+
+        It is 1 where nothing is left.
+        """
         before = after = 0.0
         for block in self():
             before += self.kernels.sum_products(block.values, np.sign(block.values))
             change(block)
             after += self.kernels.sum_products(block.values, np.sign(block.values))
-        return before, after
+        return before / after if after else 1.0
 
     def _magnitudes(
         self, counts: NDArray[np.int64] | None = None
@@ -458,6 +471,24 @@ class DeltaView(View):
             self._remembered = remembered[:end], np.array(ends)
 
 
+class Scores:
+    """A number of 0 or more for each element of a chunk, seen by a `DeltaView` like a block."""
+
+    def __init__(self, kernels: Any, values: Floats) -> None:
+        self.kernels = kernels
+        self.values = values
+        self.size = values.size
+
+    def magnitudes(
+        self, out: NDArray[np.uint32], counts: NDArray[np.int64] | None = None
+    ) -> tuple[int, int]:
+        """Gather the bits of all but zeros, and count them, as `Block.magnitudes` does."""
+        count = int(self.kernels.magnitudes(self.values, out))
+        if counts is not None:
+            self.kernels.count_high(out[:count], counts)
+        return count, self.size
+
+
 @dataclass(eq=False)
 class JointView(View):
     """A tensor of all models, and products between them, in float64 in a fixed order."""
@@ -481,26 +512,33 @@ class JointView(View):
         return products
 
     def line_dots(self, columns: int, *, by_column: bool, with_base: bool) -> NDArray[np.float64]:
-        """Return ab, aa and bb of two models a and b for each row of so many elements, or column.
+        """Return the same products for each row of so many elements, or for each column.
 
-        The result is 3 × rows, or 3 × columns. They are summed element after element.
+        A row of the result is for a pair of models: aa, ab, … bb, …. They are summed element after
+        element.
         """
-        sums = np.zeros((3, columns if by_column else math.prod(self.shape) // columns))
+        pairs = list(combinations_with_replacement(range(len(self.weights)), 2))
+        lines = columns if by_column else math.prod(self.shape) // columns
+        sums = np.zeros((len(pairs), lines))
         for deltas in self():
-            first, second = self._tensors(deltas, with_base)
-            pairs = ((first, second), (first, first), (second, second))
-            for total, pair in zip(sums, pairs, strict=True):
-                start = deltas.blocks[0].start
-                self.kernels.add_products(*pair, start, columns, by_column, total)
+            tensors, start = self._tensors(deltas, with_base), deltas.blocks[0].start
+            for total, (i, j) in zip(sums, pairs, strict=True):
+                self.kernels.add_products(tensors[i], tensors[j], start, columns, by_column, total)
         return sums
+
+    def scores(self, score: Callable[[Deltas], Floats]) -> DeltaView:
+        """Return a view of a score for each element, which is counted like a magnitude."""
+
+        def walk() -> Iterator[Scores]:
+            return (Scores(self.kernels, score(deltas)) for deltas in self())
+
+        return DeltaView(self.kernels, self.shape, self.spare_bytes, walk)
 
     def _tensors(self, deltas: Deltas, with_base: bool) -> list[Floats]:
         """Turn deltas, which are used once, into the models' chunks: base + delta, or the delta."""
-        found = [block.values for block in deltas.blocks]
-        with np.errstate(invalid="ignore", over="ignore"):
-            for values, block in zip(found, deltas.blocks, strict=True):
-                if block.factor != 1:
-                    np.multiply(values, np.float32(block.factor), out=values)
-                if with_base:
+        found = [block.delta for block in deltas.blocks]
+        if with_base:
+            with np.errstate(invalid="ignore", over="ignore"):
+                for values in found:
                     np.add(values, deltas.base, out=values)
         return found

@@ -20,7 +20,7 @@ from dare.stages.ranks import (
     work_on_rows,
 )
 from dare.stages.registry import delta_stage, meaning
-from dare.stages.trim import Cut, find_cut
+from dare.stages.trim import Cut, Rescaled, find_cut
 from dare.tensors.chunks import CHUNK
 
 KeepMiddle = Annotated[
@@ -34,17 +34,27 @@ Scope = Annotated[
 ]
 
 
+Middle = tuple[Cut, Cut | None] | CutRows
+
+
 def survey_middle(
-    view: DeltaView, *, keep_middle: float, drop_largest: float, per: Scope
-) -> tuple[Cut, Cut | None] | CutRows:
-    """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut."""
+    view: DeltaView, *, keep_middle: float, drop_largest: float, per: Scope, rescale: Rescaled
+) -> tuple[Middle, float]:
+    """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut.
+
+    The factor is that which keeps the L1 norm, if it is asked for.
+    """
+    share = keep_middle, drop_largest
+    found: Middle
     if per == "row":
-        work = partial(_mark_middle, (keep_middle, drop_largest))
-        return survey_rows(view, row_length(view.shape), magnitudes_left, work)
-    counts = view.histogram()
-    kept, top = _shares(view.survivors, keep_middle, drop_largest)
-    lowest = find_cut(view, counts, kept + top)
-    return lowest, find_cut(view, counts, top) if top else None
+        work = partial(_mark_middle, share)
+        found = survey_rows(view, row_length(view.shape), magnitudes_left, work)
+    else:
+        counts = view.histogram()
+        kept, top = _shares(view.survivors, *share)
+        lowest = find_cut(view, counts, kept + top)
+        found = lowest, find_cut(view, counts, top) if top else None
+    return found, view.l1_ratio(partial(_keep_middle, share, found)) if rescale else 1.0
 
 
 @delta_stage(
@@ -58,30 +68,36 @@ def breadcrumbs(
     *,
     keep_middle: KeepMiddle = 0.9,
     drop_largest: DropLargest = 0.01,
-    per: Scope = "tensor",
+    per: Scope = "tensor",  # noqa: ARG001 (read by the survey)
+    rescale: Rescaled = False,  # noqa: ARG001 (likewise)
 ) -> None:
     """Drop the smallest and the very largest elements, keep the middle.
 
     Of n elements the t = min(⌊γ·n⌋, n - k) largest are dropped, the next k = max(1, ⌊β·n⌋) are
     kept as they are, and the n - k - t smallest are dropped. n counts the elements of the tensor,
     or with `per = "row"` of the row, that no earlier stage has dropped. Of elements with equal
-    magnitude those with the lowest index count as larger.
+    magnitude those with the lowest index count as larger. `rescale = "l1"` scales what is kept to
+    the L1 norm of the whole delta, as mergekit can.
     """
-    if keep_middle == 1:
-        return
-    if per == "row":
-        work = partial(_mark_middle, (keep_middle, drop_largest))
-        keep = work_on_rows(block, block.summary, magnitudes_left(block), work)
+    if keep_middle < 1:
+        found, factor = block.summary
+        _keep_middle((keep_middle, drop_largest), found, block)
+        block.factor *= factor
+
+
+def _keep_middle(share: tuple[float, float], found: Middle, block: Block) -> None:
+    if isinstance(found, CutRows):
+        keep = work_on_rows(block, found, magnitudes_left(block), partial(_mark_middle, share))
         block.kernels.keep_lanes(block.values, keep)
         block.leave(keep != 0)
         return
-    lowest, highest = block.summary
-    chunk = block.start // CHUNK
-    block.keep_largest(lowest.bits, int(lowest.ties_kept[chunk]), int(lowest.ties[chunk]))
+    lowest, highest = found
+    lowest.keep_largest(block)
     if highest is not None:
-        found, values = magnitude_bits(block), block.values
-        values[np.flatnonzero(found == highest.bits)[: highest.ties_kept[chunk]]] = 0
-        np.copyto(values, 0, where=found > highest.bits)
+        bits, values = magnitude_bits(block), block.values
+        top = highest.ties_kept[block.start // CHUNK]
+        values[np.flatnonzero(bits == highest.bits)[:top]] = 0
+        np.copyto(values, 0, where=bits > highest.bits)
         block.leave_nonzero()
 
 

@@ -32,8 +32,7 @@ def drops(settings: Settings) -> bool:
 
 def survey_l1(view: DeltaView, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
     """Find the factor that gives the kept elements the L1 norm of the whole delta."""
-    before, after = view.l1_norms(lambda block: _drop(block, drop_rate))
-    return before / after if after else 1.0
+    return view.l1_ratio(lambda block: _drop(block, drop_rate))
 
 
 @delta_stage(

@@ -46,8 +46,7 @@ def survey_ranks(
     rows = survey_rows(view, row_length(view.shape), magnitudes_left, _ranks_of_left)
     if rescale != "l1":
         return rows, 1.0
-    before, after = view.l1_norms(lambda b: _drop(b, rows, drop_rate, window, even=True))
-    return rows, before / after if after else 1.0
+    return rows, view.l1_ratio(lambda b: _drop(b, rows, drop_rate, window, even=True))
 
 
 def _survey_bytes(shape: tuple[int, ...], models: int) -> int:

@@ -9,33 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
-from dare.stages.angles import PARALLEL, Space, sum_in
+from dare.stages.angles import PARALLEL, Space, length_of, on_sphere, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import always, combine_stage
 
 MAX_STEPS = 1000
 SHORTEST_STEP = 1e-12  # the length of a step that ends the iteration; the sphere's radius is 1
-CANCELLED = 1e-5  # directions whose mean is shorter than this have none
 
 
 def survey_mean(view: JointView, *, on: Space) -> list[float]:
     """Find the coefficient of each model from the angles between them."""
     products = view.dots(with_base=on == "weights")
-    shares = _shares(view.weights)
-    lengths = [math.sqrt(row[i]) for i, row in enumerate(products)]
-    taken = [i for i, length in enumerate(lengths) if length > 0 and shares[i] > 0]
-    if not all(map(math.isfinite, lengths)) or len(taken) < 2:
-        return shares
-    cosines = np.array([[products[i][j] / (lengths[i] * lengths[j]) for j in taken] for i in taken])
-    whole = math.fsum(shares[i] for i in taken)
-    direction = _mean_direction(cosines, [shares[i] / whole for i in taken])
-    if direction is None:
-        return shares
-    length = math.fsum(s * n for s, n in zip(shares, lengths, strict=True))
-    found = [0.0] * len(shares)
-    for i, along in zip(taken, direction, strict=True):
-        found[i] = length * along / lengths[i]
-    return found
+    return on_sphere(products, _shares(view.weights), _mean_direction)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -49,14 +34,15 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 
 def _mean_direction(
-    cosines: NDArray[np.float64], shares: Sequence[float]
+    cosines: NDArray[np.float64], weights: Sequence[float]
 ) -> NDArray[np.float64] | None:
     """Find the Karcher mean as a sum of the unit vectors; None where it is not defined.
 
     Newton's usual step: the mean of the others seen from here (their logarithms) is walked along.
     Sums are exact, so that they do not depend on the order of the models.
     """
-    mean = _unit(np.array(shares), cosines)
+    shares = [weight / math.fsum(weights) for weight in weights]
+    mean = unit(np.array(shares), cosines)
     for _ in range(MAX_STEPS):
         if mean is None:
             return None
@@ -66,10 +52,10 @@ def _mean_direction(
         pulls = [s * _stretch(cosine) for s, cosine in zip(shares, seen, strict=True)]
         back = math.fsum(pull * cosine for pull, cosine in zip(pulls, seen, strict=True))
         step = np.array(pulls) - back * mean
-        length = _length(step, cosines)
+        length = length_of(step, cosines)
         if length < SHORTEST_STEP:
             break
-        mean = _unit(math.cos(length) * mean + math.sin(length) / length * step, cosines)
+        mean = unit(math.cos(length) * mean + math.sin(length) / length * step, cosines)
     return mean
 
 
@@ -77,16 +63,6 @@ def _stretch(cosine: float) -> float:
     """Return θ/sin θ, which turns a chord's shadow into the way along the arc."""
     angle = math.acos(max(-1.0, min(1.0, cosine)))
     return angle / math.sin(angle) if angle > 1e-7 else 1.0
-
-
-def _length(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> float:
-    squared = math.fsum((np.outer(vector, vector) * cosines).reshape(-1))
-    return math.sqrt(max(0.0, squared))
-
-
-def _unit(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    length = _length(vector, cosines)
-    return vector / length if length >= CANCELLED else None
 
 
 @combine_stage(

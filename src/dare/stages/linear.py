@@ -1,18 +1,55 @@
-"""Weighted sums of deltas."""
+"""Weighted sums of deltas, or of whole models."""
 
 from __future__ import annotations
 
+import math
+from typing import Annotated, Literal
+
+from dare.errors import RecipeError
+from dare.stages.angles import sum_in
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import always, combine_stage
+from dare.stages.registry import always, combine_stage, meaning
+
+NO_SUM = 1e-8  # weights whose sum is less than this cancel each other
+
+Normalize = Annotated[bool, meaning("Divide by the sum of the weights, in each tensor.")]
+Terms = Annotated[
+    Literal["deltas", "weights"], meaning("Add up the models' deltas, or their tensors.")
+]
 
 
 @combine_stage(default_weight=lambda models: 1 / models, is_identity=always, is_lazy=always)
-def linear(deltas: Deltas) -> Floats:
-    """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given."""
-    return deltas.sum(deltas.weights)
+def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas") -> Floats:
+    """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given.
+
+    `normalize` divides the weights by their sum, which must not be 0. `on = "weights"` averages the
+    models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ), and the base counts only as far as it is
+    one of the models, with a weight.
+    """
+    if normalize and _cancel(deltas):
+        raise RecipeError(
+            f"{deltas.blocks[0].tensor}: weights {', '.join(map(str, deltas.weights))} add up to "
+            "0, and linear would divide by that; give others, or set normalize = false"
+        )
+    return _add_up(deltas, normalize, on)
 
 
 @combine_stage(paper="arXiv:2212.04089", adds_up=True, is_identity=always, is_lazy=always)
-def sum(deltas: Deltas) -> Floats:  # noqa: A001
-    """Add the deltas up (task arithmetic): Σ wᵢ·δ̂ᵢ, where each weight is 1 unless given."""
-    return deltas.sum(deltas.weights)
+def sum(  # noqa: A001
+    deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
+) -> Floats:
+    """Add the deltas up (task arithmetic): Σ wᵢ·δ̂ᵢ, where each weight is 1 unless given.
+
+    `normalize` divides the weights by their sum, unless that is 0. `on = "weights"` adds up the
+    models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ).
+    """
+    return _add_up(deltas, normalize and not _cancel(deltas), on)
+
+
+def _cancel(deltas: Deltas) -> bool:
+    return abs(math.fsum(deltas.weights)) < NO_SUM
+
+
+def _add_up(deltas: Deltas, normalize: bool, on: Terms) -> Floats:
+    divisor = math.fsum(deltas.weights) if normalize else 1.0
+    return sum_in(deltas, [weight / divisor for weight in deltas.weights], on)

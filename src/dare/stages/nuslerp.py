@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dare.stages.angles import Space, arc_between, sum_in
+from dare.stages.angles import Lines, Space, arc_between, sum_in, sum_lines
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.matrices import as_matrix
 from dare.stages.registry import combine_stage, meaning
@@ -21,14 +19,6 @@ Each = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Lines:
-    """The two coefficients of each row or column of a matrix."""
-
-    columns: int
-    coefficients: NDArray[np.float64]  # 2 × rows, or 2 × columns
-
-
 def survey_lines(view: JointView, *, each: Each, on: Space) -> tuple[float, float] | Lines:
     """Find the coefficients of both models, for the tensor or for each of its rows or columns."""
     t, with_base = _fraction(view.weights), on == "weights"
@@ -37,7 +27,7 @@ def survey_lines(view: JointView, *, each: Each, on: Space) -> tuple[float, floa
         return arc_between(products[0][1], products[0][0], products[1][1], t)
     _, columns = as_matrix(view.shape)
     sums = view.line_dots(columns, by_column=each == "column", with_base=with_base)
-    found = [arc_between(both, one, two, t) for both, one, two in sums.T.tolist()]
+    found = [arc_between(both, one, two, t) for one, both, two in sums.T.tolist()]
     return Lines(columns, np.array(found).reshape(-1, 2).T)
 
 
@@ -67,20 +57,4 @@ def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> F
     found: tuple[float, float] | Lines = deltas.summary
     if not isinstance(found, Lines):
         return sum_in(deltas, found, on)
-    start = deltas.blocks[0].start
-    place = np.arange(start, start + deltas.size)
-    lines = place % found.columns if each == "column" else place // found.columns
-    return _sum_lines(deltas, found.coefficients, lines, on)
-
-
-def _sum_lines(
-    deltas: Deltas, coefficients: NDArray[np.float64], places: NDArray[np.int64], on: Space
-) -> Floats:
-    total = np.zeros(deltas.size, np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for block, own in zip(deltas.blocks, coefficients, strict=True):
-            total += (own * block.factor).astype(np.float32)[places] * block.values
-        if on == "weights":
-            excess = coefficients[0] + coefficients[1] - 1
-            total += excess.astype(np.float32)[places] * deltas.base
-    return total
+    return sum_lines(deltas, found, on, by_column=each == "column")

@@ -289,8 +289,15 @@ class Stage:
 
 # Later parameters and their defaults, which a header leaves out so that old bytes stay.
 LATER_PARAMETERS = (
+    ("breadcrumbs", "rescale", False),
+    ("linear", "normalize", False),
+    ("linear", "on", "deltas"),
+    ("model_stock", "each", "tensor"),
+    ("sum", "normalize", False),
+    ("sum", "on", "deltas"),
     ("ties", "vote", "sum"),
     ("ties", "weighted", True),
+    ("trim", "rescale", False),
     ("trim", "scope", "tensor"),
 )
 STAGES: dict[str, Stage] = {}
@@ -357,6 +364,8 @@ ALIASES: dict[str, str] = {
     "della": "della+ties",
     "della_linear": "della+linear",
     "nm": "nm+linear",
+    "nearswap": "nearswap+sum",
+    "ramplus_tl": "ramplus",
 }
 # Parameters of combine stages that, when given, put a delta stage before them.
 IMPLIED = {("ties", "keep_ratio"): "trim"}
@@ -404,6 +413,19 @@ def parse_method(method: str) -> tuple[Stage, ...]:
             f"({combiners}), as in 'dare+linear'"
         )
     return tuple(stages)
+
+
+def takers(chain: Sequence[Stage], name: str) -> list[Stage]:
+    """Return the stages of a chain that a parameter is for, if no stage is named.
+
+    A later parameter is meant only where no other stage has one of that name.
+
+    >>> [stage.name for stage in takers(parse_method("dare+trim+ties"), "rescale")]
+    ['dare']
+    """
+    having = [stage for stage in chain if name in stage.parameters]
+    later = {(stage, parameter) for stage, parameter, _ in LATER_PARAMETERS}
+    return [stage for stage in having if (stage.name, name) not in later] or having
 
 
 # A stage travels by its name and file: where it arrives, it is registered too.

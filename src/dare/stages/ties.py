@@ -16,8 +16,11 @@ TrimFirst = Annotated[
     meaning("Trim to this share of each delta's elements before the vote; else not."),
 ]
 Divisor = Annotated[
-    Literal["weights", "count", "nothing"],
-    meaning("Divide by the weights of the models that agree, their number, or nothing."),
+    Literal["weights", "signed", "count", "nothing"],
+    meaning(
+        "Divide by the weights of the models that agree, these with their signs, their number, or "
+        "nothing."
+    ),
 ]
 Vote = Annotated[
     Literal["sum", "count"],
@@ -45,7 +48,9 @@ def ties(
     P = Σ wᵢ·δ̂ᵢ over the positive terms, N over the negative ones. Where P + N > 0 the result is
     P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
     they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does,
-    and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does.
+    and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does. Where
+    weights are negative, Σ |wᵢ| is meant; `divide_by = "signed"` divides by Σ wᵢ, unless that is 0,
+    as mergekit's `ties` does.
     `keep_ratio` trims each delta first, as the stage `trim` does; without it nothing is trimmed.
     (The published function `dare_ties_merge` trims unless told otherwise: to 0.2 of what DARE has
     kept on dicts, to 0.5 on files.)
@@ -56,7 +61,8 @@ def ties(
     """
     weights = deltas.weights
     sizes, ones = [abs(w) for w in weights], [1.0] * len(weights)
-    shares = {"weights": sizes, "count": ones}.get(divide_by, [0.0] * len(weights))
+    divisors = {"weights": sizes, "signed": weights, "count": ones}
+    shares = divisors.get(divide_by, [0.0] * len(weights))
     if vote == "sum" and weighted:
         return deltas.elect(weights, shares)
     sums = deltas.sides(weights, shares)

@@ -26,6 +26,9 @@ Scope = Annotated[
     Literal["tensor", "model"],
     meaning("Keep that share of each tensor, or of all tensors of a model together."),
 ]
+Rescaled = Annotated[
+    Literal[False, "l1"], meaning("l1: scale what is kept to the delta's L1 norm; else not.")
+]
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,25 @@ class Cut:
     ties: NDArray[np.int64]  # the number of elements at the cut, for each chunk
     ties_kept: NDArray[np.int64]  # the number of those that are kept, for each chunk
 
+    def keep_largest(self, block: Block) -> None:
+        """Drop what is below the cut."""
+        chunk = block.start // CHUNK
+        block.keep_largest(self.bits, int(self.ties_kept[chunk]), int(self.ties[chunk]))
 
-def survey_cut(view: DeltaView, *, keep_ratio: float, scope: Scope) -> Cut:
-    """Find the k-th largest magnitude, k being the share to keep of what has survived."""
+
+def survey_cut(
+    view: DeltaView, *, keep_ratio: float, scope: Scope, rescale: Rescaled
+) -> tuple[Cut, float]:
+    """Find the k-th largest magnitude, k being the share to keep of what has survived.
+
+    The factor is that which keeps the L1 norm, if it is asked for.
+    """
     if scope == "model":
-        return _cut_of_model(view)
-    counts = view.histogram()
-    return find_cut(view, counts, _wanted(keep_ratio, view.survivors))
+        cut = _cut_of_model(view)
+    else:
+        counts = view.histogram()
+        cut = find_cut(view, counts, _wanted(keep_ratio, view.survivors))
+    return cut, view.l1_ratio(cut.keep_largest) if rescale else 1.0
 
 
 def _wanted(keep_ratio: float, survivors: int) -> int:
@@ -50,12 +65,20 @@ def _wanted(keep_ratio: float, survivors: int) -> int:
 
 
 def find_cut(view: DeltaView, counts: NDArray[np.int64], wanted: int) -> Cut:
-    """Find the magnitude of that rank: the lower 15 bits are counted where the upper 16 agree."""
+    """Find the magnitude of that rank, and its equals."""
     if counts.sum() <= wanted:  # no more than that are not zero: keep them all
         return _no_cut(view)
+    return _cut_at(view, *find_bits(view, counts, wanted))
+
+
+def find_bits(view: DeltaView, counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
+    """Return the bits of the wanted-th largest that is not zero, and its rank among its equals.
+
+    The lower 15 bits are counted where the upper 16 agree.
+    """
     high, wanted = count_down(counts, wanted)
     low, wanted = count_down(view.histogram(high), wanted)
-    return _cut_at(view, high << 15 | low, wanted)
+    return high << 15 | low, wanted
 
 
 def _no_cut(view: DeltaView) -> Cut:
@@ -182,6 +205,7 @@ def trim(
     *,
     keep_ratio: KeepRatio = 0.2,
     scope: Scope = "tensor",  # noqa: ARG001 (read by the census and the survey)
+    rescale: Rescaled = False,  # noqa: ARG001 (read by the survey)
 ) -> None:
     """Keep the elements of largest magnitude in each tensor, set the others to zero.
 
@@ -193,9 +217,11 @@ def trim(
     does, so that tensors that change more keep more; of equals, those in the tensors whose names
     come first are kept. Tensors for which rules set another `keep_ratio` are ranked among
     themselves. It reads the models twice more.
+
+    `rescale = "l1"` scales what is kept to the L1 norm of the whole delta, as mergekit can.
     """
     if keep_ratio == 1:
         return
-    cut: Cut = block.summary
-    chunk = block.start // CHUNK
-    block.keep_largest(cut.bits, int(cut.ties_kept[chunk]), int(cut.ties[chunk]))
+    cut, factor = block.summary
+    cut.keep_largest(block)
+    block.factor *= factor

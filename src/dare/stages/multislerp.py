@@ -1,0 +1,56 @@
+"""The mean direction of many models."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+
+from dare.errors import RecipeError
+from dare.stages.angles import Space, on_sphere, sum_in, unit
+from dare.stages.blocks import Deltas, Floats, JointView
+from dare.stages.linear import NO_SUM
+from dare.stages.registry import always, combine_stage, meaning
+
+Normalized = Annotated[bool, meaning("Divide the weights by their sum, in each tensor.")]
+
+
+def survey_direction(view: JointView, *, on: Space, normalize: bool) -> list[float]:
+    """Find the coefficient of each model from the angles between them."""
+    weights, whole = view.weights, math.fsum(view.weights)
+    if normalize and abs(whole) < NO_SUM:
+        raise RecipeError(
+            f"weights {', '.join(map(str, weights))}: add up to 0, and multislerp would divide by "
+            "that; give others, or set normalize = false"
+        )
+    if len(weights) == 1:
+        return [1.0]
+    shares = [weight / whole for weight in weights] if normalize else weights
+    products = view.dots(with_base=on == "weights")
+    return on_sphere(products, shares, lambda cosines, own: unit(np.array(own), cosines))
+
+
+@combine_stage(
+    sees="tensor",
+    survey=survey_direction,
+    default_weight=lambda models: 1 / models,
+    interpolates={"on": "weights"},
+    is_lazy=always,
+)
+def multislerp(
+    deltas: Deltas,
+    *,
+    on: Space = "weights",
+    normalize: Normalized = True,  # noqa: ARG001 (read by the survey)
+) -> Floats:
+    """Go to the weighted mean of the models' directions, and of their lengths.
+
+    The result has the direction of m = Σ wᵢ·aᵢ/‖aᵢ‖ and the length Σ wᵢ·‖aᵢ‖, where the weights
+    are divided by their sum unless `normalize = false`. The aᵢ are the whole tensors after the
+    delta stages (`on = "weights"`) or their deltas (`on = "deltas"`); one alone is taken as it is.
+    Σ wᵢ·aᵢ, straight, where the directions cancel (‖m‖ < 10⁻⁵). It is mergekit's `multislerp`,
+    which takes a step from m in its tangent space: but seen from their mean, the directions cancel,
+    and the step is 0. `karcher` goes on to the mean on the sphere.
+    """
+    return sum_in(deltas, deltas.summary, on)
