@@ -362,13 +362,12 @@ def _remove_unused(document: dict[str, Any]) -> None:
         document.pop("embedding_drop_rate", None)
     rules = document.get("tensors", [])
     entries = [*_entries(document), *(rules if isinstance(rules, list | tuple) else [])]
-    for entry in (entry for entry in entries if isinstance(entry, dict)):
+    for entry in (e for e in entries if isinstance(e, dict) and "method" not in e):
         is_rule = "file" not in entry
         for key in list(entry):
             of_stage = any(key in stage.parameters for stage in STAGES.values())
             asked = key if is_rule or not of_stage else f"{key}.model"
-            takers = [entry["method"]] if is_rule and "method" in entry else methods
-            if (of_stage or key == "weight") and not any(applies(asked, m) for m in takers):
+            if (of_stage or key == "weight") and not any(applies(asked, m) for m in methods):
                 del entry[key]
 
 
