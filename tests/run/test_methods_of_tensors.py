@@ -168,3 +168,13 @@ def test_reports_count_what_reached_a_dropping_stage_of_any_method():
     assert model.drop_rate_asked == pytest.approx(1 - (1 / 2 + 1 / 16) / 2, abs=0.01)
     assert model.drop_rate_realised == pytest.approx(1 - (kept[0][0] + kept[1][1]) / 20_000)
     assert kept[2] == (4000,)
+
+
+def test_what_a_model_lacks_counts_as_a_tensors_method_wants_it():
+    base, models = arrays(shapes={"a": (4,), "b": (4,), "c": (4,)})
+    del models[1]["a"], models[1]["b"]
+    rules = [TensorRule(match="b", method="slerp")]
+    _, report = dare.merge_arrays(
+        base, models, method="linear", tensors=rules, on_missing="base", verbose=False
+    )
+    assert [len(tensor.models) for tensor in report.tensors] == [1, 2, 2]  # slerp takes two

@@ -140,7 +140,7 @@ FIELDS: dict[str, Flag] = {
         METHOD,
         (),
         "RULE...",
-        "Settings by name: '*.mlp.*: drop_rate=0.5', '*norm*: method=sum'.",
+        "Settings by name, as in '*.mlp.*: drop_rate=0.5' or '*: method=sum'.",
     ),
     "vocabulary": Flag(str, MISFITS, metavar="error|base|union"),
     "pad_to_multiple_of": Flag(int, MISFITS),
