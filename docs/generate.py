@@ -239,7 +239,7 @@ def recipe() -> str:
             "the method's delta stages.",
             _fields(ModelEntry, {"settings": "drop_rate, …"}),
             "## Keys of a rule for tensors",
-            "A table `[[tensors]]` has these keys and any parameter of the method's stages.",
+            "A table `[[tensors]]` has these keys and any parameter of the methods' stages.",
             _fields(TensorRule, {"settings": "drop_rate, …"}),
             "## Keys of a search",
             "The table `[search]` says what a [search](guides/search.md) around the recipe tries. "

@@ -170,7 +170,7 @@ def score_of_merges(recipe: AnyRecipe, judge: Callable[[Path], float]) -> Callab
     """
     request = make_request(recipe)
     given = request.recipe
-    if "darex" not in [stage.name for stage, _ in given.chain]:
+    if "darex" not in [stage.name for stage, _ in given.all_stages]:
         raise RecipeError(f"method {given.method!r} has no q; use darex, as in darex+ties")
     name = "merged" if given.output is None else given.output.name
 

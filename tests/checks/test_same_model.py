@@ -55,6 +55,15 @@ def test_a_base_has_no_delta_to_interpolate(folder):
         merge(folder, "base", "math", method="slerp", stages={"slerp": {"on": "deltas"}})
 
 
+def test_every_method_must_interpolate_where_the_base_is_a_model(folder):
+    rules = [dare.TensorRule(match="*", method="nuslerp")]  # which is of deltas unless told
+    mixed = merge(folder, "base", "math", method="slerp", tensors=rules)
+    alone = {"method": "nuslerp", "output": folder / "alone.safetensors"}
+    assert mixed.digests.output == merge(folder, "base", "math", **alone).digests.output
+    with pytest.raises(dare.RecipeError, match=r"is the base.*take it out of models"):
+        merge(folder, "base", "math", method="linear", tensors=rules)
+
+
 def test_one_goes_on_from_the_base_to_an_earlier_interpolation(folder):
     merge(folder, "base", "math", method="slerp", output=folder / "half.safetensors")
     assert merge(folder, "base", "half", method="slerp").warnings == ()

@@ -126,6 +126,13 @@ def test_a_flag_sets_the_parameter_of_its_stage(parameter):
     assert recipe.recipe.stages == {stage: {parameter: value}}
 
 
+def test_a_flag_sets_the_parameter_of_a_stage_that_only_a_rule_has():
+    rules = ["--tensors", "*.mlp.*: method=slerp", "*.up.*: method=darex+ties, q=0.5"]
+    recipe = asked_recipe(*TWO, *rules, "--t", "0.25", "--drop-rate", "0.5").recipe
+    assert recipe.stages == {"slerp": {"t": 0.25}, "dare": {"drop_rate": 0.5}}
+    assert [rule.method for rule in recipe.tensors] == ["slerp", "darex+ties"]
+
+
 def test_where_trim_stands_in_the_method_keep_ratio_is_its():
     recipe = asked_recipe(*TWO, "--method", "dare+trim+ties", "--keep-ratio", "0.5")
     assert recipe.recipe.stages == {"trim": {"keep_ratio": 0.5}}

@@ -317,6 +317,28 @@ def test_a_chain_that_does_not_drop_takes_what_is_left_divided_by_what_was_kept(
     assert data_of(tmp_path / "a.safetensors") == data_of(tmp_path / "b.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("method", "of_models", "tables"),
+    [
+        ("slerp", "dare+slerp", {}),
+        ("della+linear", "dare+della+linear", {}),  # whose own rate stays
+        ("darex+sum", "darex+sum", {"darex": {"drop_rate": 0.7}}),
+    ],
+)
+def test_a_rules_method_makes_up_for_a_drop_as_it_would_alone(
+    three, tmp_path, method, of_models, tables
+):
+    base, models = three[0], three[1][:2]
+    deltas = compressed(base, models, drop_rate=0.7)
+    given = {"match": "embed.*"}
+    rules = [dare.TensorRule(**given, method=method)]
+    merge(base, deltas, tmp_path / "a.safetensors", "dare+linear", tensors=rules)
+    rules = [dare.TensorRule(**given, method=of_models)]
+    tables = {"dare": {"drop_rate": 0.7}, **tables}
+    merge(base, models, tmp_path / "b.safetensors", "dare+linear", tensors=rules, stages=tables)
+    assert data_of(tmp_path / "a.safetensors") == data_of(tmp_path / "b.safetensors")
+
+
 def test_rates_and_seeds_are_the_files_unless_the_recipe_says_others(three, tmp_path):
     base, models = three
     deltas = [

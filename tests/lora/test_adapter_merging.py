@@ -406,6 +406,9 @@ RULES = [
         ("nm+linear", {"nm": {"n": 1, "m": 4}}, {"n": 2}, []),
         ("star+sum", {}, {}, []),
         ("dare+linear", {"dare": {"drop_rate": [0.2, 0.8]}}, {}, []),
+        ("linear", {}, {}, [TensorRule(match="*.up.*", method="sum")]),
+        ("dare+sum", {"trim": {"scope": "model"}}, {"keep_ratio": 0.6},
+         [TensorRule(match="*.up.*", method="trim+ties"), TensorRule(match="*.q.*", method="sum")]),
     ],
 )  # fmt: skip
 def test_adapters_alone_give_what_they_give_with_their_base(tmp_path, method, stages, own, rules):

@@ -402,6 +402,7 @@ def test_the_plan_is_json(tmp_path):
     made = plan(write_recipe(tmp_path, base, [model], method="trim+sum", on_extra="drop"))
     assert json.loads(made.to_json()) == {
         "method": "trim+sum",
+        "methods": {"trim+sum": 1},
         "stages": [{"stage": "trim", "keep_ratio": 0.2, "scope": "tensor"}, {"stage": "sum"}],
         "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
         "passes": 2,
@@ -430,6 +431,7 @@ def test_the_plan_is_json(tmp_path):
                 "shape": [2],
                 "dtype": "I64",
                 "models": ["model0"],
+                "method": None,
                 "place": {"file": "out.safetensors", "data_offsets": [0, 16]},
             },
             {
@@ -438,6 +440,7 @@ def test_the_plan_is_json(tmp_path):
                 "shape": [4],
                 "dtype": "F32",
                 "models": ["model0"],
+                "method": "trim+sum",
                 "place": {"file": "out.safetensors", "data_offsets": [16, 32]},
             },
         ],

@@ -347,7 +347,7 @@ def test_keep_ratio_of_one_model_trims_only_that_one():
     assert [name for name, _ in chain(found)] == ["trim", "ties"]
     expected = {"keep_ratio": 0.5, "scope": "tensor", "rescale": False}
     assert found.settings_for("w", 0)[0] == expected
-    assert found.settings_for("w", 1)[0] == {"keep_ratio": 1.0, "scope": "tensor"}
+    assert found.settings_for("w", 1)[0] == {**expected, "keep_ratio": 1.0}
 
 
 def test_keep_ratio_of_ties_may_not_contradict_trim():
@@ -421,6 +421,71 @@ def test_a_rule_may_set_parameters_of_the_combine_stage_and_a_model_may_not():
     entry = ModelEntry(file="a", settings={"divide_by": "count"})
     with pytest.raises(RecipeError, match=r"model a: divide_by is not a parameter here.*drop_rate"):
         recipe(method="dare+ties", models=[entry, "b"])
+
+
+def test_a_rule_may_name_a_method_and_the_last_one_that_matches_counts():
+    found = recipe(
+        method="linear",
+        stages={"slerp": {"t": 0.25}, "dare": {"drop_rate": 0.5}},
+        tensors=[
+            TensorRule(match="*", settings={"t": 0.75}),
+            TensorRule(contains="mlp", method="slerp", settings={"on": "deltas"}),
+            TensorRule(contains="up", method="DARE_TIES", weight=3.0, settings={"drop_rate": 0.1}),
+            TensorRule(contains="up.bias", method="dare+sum"),
+        ],
+    )
+    assert list(found.chains) == ["linear", "slerp", "dare+ties", "dare+sum"]
+    names = ("norm", "mlp", "mlp.up", "mlp.up.bias")
+    assert [found.method_for(name) for name in names] == list(found.chains)
+    assert found.combine_settings_for("mlp") == {"t": 0.75, "on": "deltas"}
+    assert [found.settings_for(name, 0) for name in names[:2]] == [(), ()]
+    assert [found.settings_for(name, 0)[0]["drop_rate"] for name in names[2:]] == [0.1, 0.5]
+    # linear has 1/n, slerp no weights, ties the rule's, and sum 1: that rule's method is replaced.
+    assert [found.weight_for(name, 1) for name in names] == [0.5, 1.0, 3.0, 1.0]
+    assert from_document(tomllib.loads(found.to_toml()), "recipe").recipe == found
+
+
+def test_a_weight_is_for_the_methods_that_take_one():
+    rules = [TensorRule(match="mlp", method="slerp"), TensorRule(match="m*", weight=0.75)]
+    found = recipe(models=[ModelEntry(file="a", weight=0.25), "b"], method="sum", tensors=rules)
+    assert [found.weight_for(name, 0) for name in ("norm", "m", "mlp")] == [0.25, 0.75, 1.0]
+
+
+def test_keep_ratio_in_a_rule_with_a_method_trims_by_that_method_alone():
+    rule = TensorRule(match="mlp", method="ties", settings={"keep_ratio": 0.5})
+    found = recipe(method="dare+ties", tensors=[rule])
+    assert [stage.name for stage, _ in found.chain] == ["dare", "ties"]
+    assert [stage.name for stage, _ in found.chain_for("mlp")] == ["trim", "ties"]
+    assert found.settings_for("mlp", 0)[0]["keep_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"method": "slurp"}, r"\[\[tensors\]\], number 1: method 'slurp': .*did you mean 'slerp'"),
+        ({"method": "slerp", "model": "m"}, "number 1: .* leave model or method out"),
+        ({"method": "slerp", "drop_rate": 0.5}, "containing 'mlp': drop_rate .* known: on, t"),
+        ({"method": "slerp", "t": 2}, "containing 'mlp': t = 2"),
+        ({"method": "slerp", "weight": 0.5}, "containing 'mlp': slerp takes no weights"),
+        ({"t": 0.5}, "containing 'mlp': t is not a parameter here"),
+        ({"method": "sum", "t": 0.5}, "containing 'mlp': t is not a parameter here"),
+    ],
+)
+def test_a_rule_whose_method_and_parameters_do_not_go_together_is_refused(rule, words):
+    document = {"base": "b", "models": ["m", "n"], "tensors": [{"contains": "mlp", **rule}]}
+    with pytest.raises(RecipeError, match=words):
+        from_document(document, "recipe")
+
+
+def test_every_method_of_a_recipe_is_checked():
+    rules = [TensorRule(match="mlp", method="slerp")]
+    with pytest.raises(RecipeError, match="slerp merges 2 models, and 3 are given"):
+        recipe(models=["a", "b", "c"], tensors=rules)
+    with pytest.raises(RecipeError, match="'linear' is linear; method 'slerp' is slerp"):
+        recipe(method="linear", tensors=rules, stages={"trim": {"scope": "model"}})
+    found = recipe(method="karcher", tensors=rules)
+    assert found.interpolates
+    assert not found.model_copy(update={"method": "linear"}).interpolates
 
 
 def test_patterns_match_whole_names_and_case():

@@ -326,8 +326,8 @@ def test_vectors_and_stages_that_do_nothing_take_no_matrices(method, shapes, sta
 def test_the_plan_knows_the_memory_and_refuses_too_little(method):
     planned = plan(method, [(1000, 2000), (64,)], models=3)
     matrix = 4 * 1000 * 2000
-    delta_stages = sum(stage.sees == "matrix" for stage in planned.stages[:-1])
-    combines = planned.stages[-1].sees == "matrix"
+    delta_stages = sum(stage.sees == "matrix" for stage in planned.tensors[0].stages[:-1])
+    combines = planned.tensors[0].stages[-1].sees == "matrix"
     assert planned.cost.matrix_bytes == (3 * delta_stages + combines) * matrix
     assert planned.cost.matrix_work >= (4 if combines else 2) * matrix
     threads = planned.cost.threads

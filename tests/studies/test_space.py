@@ -223,6 +223,28 @@ def test_another_method_leaves_out_what_it_has_no_use_for():
     assert (kept.stages, kept.models) == (given.stages, given.models)
 
 
+def test_another_method_leaves_rules_their_own_methods_with_their_tables():
+    document = {
+        "base": "b",
+        "models": ["math", {"file": "code", "keep_ratio": 0.5}],
+        "method": "dare+linear",
+        "dare": {"drop_rate": 0.9},
+        "trim": {"scope": "model"},
+        "tensors": [
+            {"match": "*.mlp.*", "method": "trim+ties", "weight": 0.3, "keep_ratio": 0.1},
+            {"match": "*.up.*", "drop_rate": 0.1, "weight": 0.5},
+        ],
+    }
+    given = request_from_document(document, "").recipe
+    assert is_random(given)
+    changed = with_settings(given, {"method": "slerp"})
+    assert (changed.method, changed.stages) == ("slerp", {"trim": {"scope": "model"}})
+    assert (changed.models, changed.tensors[0]) == (given.models, given.tensors[0])
+    assert (changed.tensors[1].settings, changed.tensors[1].weight) == ({}, 0.5)
+    assert not is_random(changed)
+    assert is_random(with_settings(changed, {"method": "dare+sum"}))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_setting_by_chance_depends_on_its_seed_and_keeps_to_the_space(seed):
     optuna = pytest.importorskip("optuna")

@@ -165,11 +165,14 @@ def with_base_among_models(recipe: Recipe) -> Recipe:
 
     The delta of the base is zero, and has no direction. Settings that the recipe has stay.
     """
-    stage, _ = recipe.chain[-1]
-    if stage.interpolates is None or recipe.interpolates:
+    if recipe.interpolates:
         return recipe
-    table = {**stage.interpolates, **recipe.stages.get(stage.name, {})}
-    return recipe.model_copy(update={"stages": {**recipe.stages, stage.name: table}})
+    tables = {
+        stage.name: {**stage.interpolates, **recipe.stages.get(stage.name, {})}
+        for stage, _ in recipe.all_stages
+        if stage.interpolates is not None
+    }
+    return recipe.model_copy(update={"stages": {**recipe.stages, **tables}}) if tables else recipe
 
 
 def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
@@ -188,13 +191,17 @@ def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
 
 
 def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
-    stage, _ = recipe.chain[-1]
+    combines = [stage for stage, _ in recipe.all_stages if stage.kind == "combine"]
     others = [entry.file for entry in recipe.models if entry not in bases]
     is_short = 0 < len(others) <= SHORT_LIST
     remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
-    if stage.interpolates is not None:
-        settings = [f"{name} = {write_value(value)}" for name, value in stage.interpolates.items()]
-        remedy = f"to interpolate whole models set {', '.join(settings)} in [{stage.name}]"
+    if all(stage.interpolates is not None for stage in combines):
+        settings = [
+            f"{name} = {write_value(value)} in [{stage.name}]"
+            for stage in combines
+            for name, value in (stage.interpolates or {}).items()
+        ]
+        remedy = f"to interpolate whole models set {', '.join(dict.fromkeys(settings))}"
     return RecipeError(
         f"{bases[0].file}: is the base and one of the models; {remedy}; to stay nearer "
         "to the base, lower scale"

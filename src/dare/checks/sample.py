@@ -366,7 +366,6 @@ def combined_error(tensors: Iterable[tuple[Exposure, float]]) -> float:
 class MergedTensor:
     """One tensor of a model, as it came out of a merge."""
 
-    plan: Plan
     model: int
     tensor: TensorPlan
     largest_delta: float
@@ -383,7 +382,7 @@ class MergedTensor:
         kept = asked = 1.0 if drop is None else 1.0 - drop.rate
         counts = (self.tensor.elements, *self.survivors)
         settings = self.tensor.settings_of(self.model)
-        for position, draw in enumerate(self.tensor.draws_of(self.plan.stages, self.model)):
+        for position, draw in enumerate(self.tensor.draws_of(self.model)):
             if draw is not None and counts[position]:
                 left = counts[position + 1] / counts[position]
                 kept *= left
@@ -460,9 +459,12 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
             "of them at random: the predicted error of its layers' outputs is above the bound of "
             f"{LIMIT.output_error:.0%}"
         )
-    first, stages = gambled[0], gambled[0].plan.stages
-    draws = zip(stages, first.tensor.draws_of(stages, first.model), strict=False)
-    names = [stage.name for stage, draw in draws if draw is not None]
+    names = dict.fromkeys(
+        stage.name
+        for each in gambled
+        for stage, draw in zip(each.tensor.stages, each.tensor.draws_of(each.model), strict=False)
+        if draw is not None
+    )
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
     return f". {reason}", f"Lower drop_rate{leave}"
 

@@ -136,7 +136,11 @@ FIELDS: dict[str, Flag] = {
     "dtype": Flag(str, METHOD),
     "embedding_drop_rate": Flag(float, METHOD),
     "tensors": Flag(
-        list[str], METHOD, (), "RULE...", "Parameters by name, as in '*.mlp.*: drop_rate=0.5, q=1'."
+        list[str],
+        METHOD,
+        (),
+        "RULE...",
+        "Settings by name, as in '*.mlp.*: drop_rate=0.5' or '*: method=sum'.",
     ),
     "vocabulary": Flag(str, MISFITS, metavar="error|base|union"),
     "pad_to_multiple_of": Flag(int, MISFITS),

@@ -129,7 +129,8 @@ def _described(plan: Plan) -> str:
 
 
 def _stages(recipe: Recipe, document: Mapping[str, Any]) -> Iterator[str]:
-    for stage in parse_method(recipe.method):
+    stages = {stage.name: stage for method in recipe.chains for stage in parse_method(method)}
+    for stage in stages.values():
         given = document.get(stage.name, {})
         if not stage.parameters:
             continue

@@ -40,7 +40,7 @@ from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule, names_of
 from dare.run.engine import Run, draw_conclusions, execute, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
@@ -98,13 +98,13 @@ class AdapterPlan(Shown):
 
     @property
     def method(self) -> str:
-        """The stages, joined by +."""
-        return "+".join(stage.name for stage, _ in self.recipe.chain)
+        """The stages, joined by +, of all methods."""
+        return self.recipe.methods
 
     @property
     def is_additive(self) -> bool:
         """True if the result is a weighted sum of the deltas as they are."""
-        return self.method in ADDITIVE
+        return all(names_of(chain) in ADDITIVE for chain in self.recipe.chains.values())
 
     @property
     def route(self) -> str:
@@ -189,10 +189,10 @@ def plan_adapters(
         scale=scale,
     )
     options = RunOptions(threads=threads, max_memory=max_memory, verbose=False)
-    combine = recipe.chain[-1][0].name
-    if combine not in COMBINES:
-        usable = ", ".join(COMBINES)
-        raise RecipeError(f"method {method!r}: {combine} needs the base; use {usable}, {HOW_ELSE}")
+    for chosen, (*_, (combine, _)) in recipe.chains.items():
+        if combine.name not in COMBINES:
+            fault = f"method {chosen!r}: {combine.name} needs the base"
+            raise RecipeError(f"{fault}; use {', '.join(COMBINES)}, {HOW_ELSE}")
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
     check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
@@ -321,7 +321,7 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
         return
     yield from plan.elementwise.warnings
     recipe = plan.recipe
-    tables = [settings for _, settings in recipe.chain]
+    tables = [settings for _, settings in recipe.all_stages]
     tables += [entry.settings for entry in recipe.models]
     tables += [rule.settings for rule in recipe.tensors]
     if any(isinstance(value, list) for table in tables for value in table.values()):
@@ -431,7 +431,7 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
     return {
         "method": plan.method,
-        "stages": [settings for _, settings in recipe.chain],
+        "stages": [settings for _, settings in recipe.all_stages],
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
         "mask": None if plan.is_additive else MASK_VERSION,

@@ -218,7 +218,7 @@ def make_report(
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
     figures = np.array([chunk.models for chunk in chunks], np.int64)  # chunk, model, figure
-    figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(plan.stages))
+    figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(tensor.stages))
     peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
     return TensorReport(
         tensor.name,
@@ -236,13 +236,13 @@ def _merged_tensors(plan: Plan, model: int, reports: Sequence[TensorReport]) -> 
         if model in tensor.models:
             place = tensor.models.index(model)
             peak, over = report.largest_delta[place], report.over_threshold[place]
-            found.append(MergedTensor(plan, model, tensor, peak, over, report.survivors[place]))
+            found.append(MergedTensor(model, tensor, peak, over, report.survivors[place]))
     return found
 
 
 def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> ModelReport:
     largest, largest_in = find_largest(merged)
-    asked, realised = _drop_rates(plan, merged)
+    asked, realised = _drop_rates(merged)
     return ModelReport(
         name=plan.model_names[index],
         seed=plan.recipe.seeds()[index],
@@ -256,26 +256,32 @@ def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> Mod
     )
 
 
-def _drop_rates(plan: Plan, merged: Sequence[MergedTensor]) -> tuple[float | None, float | None]:
-    """Return what all dropping stages were asked to drop of one model, and what they dropped."""
+def _drop_rates(merged: Sequence[MergedTensor]) -> tuple[float | None, float | None]:
+    """Return what all dropping stages were asked to drop of one model, and what they dropped.
+
+    The first ones of all methods count together, then the second ones; a tensor whose method has
+    fewer loses nothing in the others.
+    """
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
-    for position, stage in enumerate(plan.stages):
-        if "drop_rate" not in stage.parameters:
-            continue
-        reached = kept = 0
-        expected = Fraction(0)
-        for each in merged:
-            survivors = (each.tensor.elements, *each.survivors)
-            rate = Fraction(each.tensor.settings_of(each.model)[position]["drop_rate"])
-            reached += survivors[position]
-            kept += survivors[position + 1]
-            expected += survivors[position] * (1 - rate)
+    losses = [own for each in merged if (own := list(_losses(each)))]
+    for turn in range(max(map(len, losses), default=0)):
+        found = [own[turn] if turn < len(own) else (own[-1][1], own[-1][1], 0.0) for own in losses]
+        reached = sum(before for before, _, _ in found)
         if reached:
             dropped = True
-            asked_kept *= expected / reached
-            realised_kept *= kept / reached
+            asked_kept *= Fraction(sum(n * (1 - Fraction(rate)) for n, _, rate in found), reached)
+            realised_kept *= sum(kept for _, kept, _ in found) / reached
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
+
+
+def _losses(merged: MergedTensor) -> Iterator[tuple[int, int, float]]:
+    """Yield for each dropping stage the elements that reach it, those it keeps, and its rate."""
+    tensor, counts = merged.tensor, (merged.tensor.elements, *merged.survivors)
+    stages = zip(tensor.stages, tensor.settings_of(merged.model), strict=False)
+    for position, (stage, settings) in enumerate(stages):
+        if "drop_rate" in stage.parameters:
+            yield counts[position], counts[position + 1], settings["drop_rate"]
 
 
 def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:

@@ -9,7 +9,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -22,9 +23,9 @@ from dare.errors import OutputError, RecipeError
 from dare.inputs.directory import Sidecars
 from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Chain, Recipe, names_of
 from dare.stages import Settings, Stage
-from dare.stages.registry import LATER_PARAMETERS
+from dare.stages.registry import LATER_PARAMETERS, Round
 from dare.stores.locations import is_stored
 from dare.tensors.chunks import SEAL, UNKNOWN, bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
@@ -156,6 +157,12 @@ class TensorPlan:
     combine: Settings
     tied_to: str | None = None  # the tensor that this one is under a second name
     drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
+    stages: tuple[Stage, ...] = ()  # of its method
+
+    @property
+    def method(self) -> str:
+        """The names of its stages."""
+        return "+".join(stage.name for stage in self.stages)
 
     @property
     def key(self) -> str:
@@ -174,13 +181,19 @@ class TensorPlan:
     def is_merged(self) -> bool:
         return self.fate is Fate.MERGED
 
-    def is_lazy(self, chain: Sequence[Stage]) -> bool:
+    @property
+    def is_lazy(self) -> bool:
         """Tell whether every stage leaves the models' values to the backend."""
-        return chain[-1].is_lazy(self.combine) and all(
+        return self.stages[-1].is_lazy(self.combine) and all(
             stage.is_lazy(settings)
             for settings_of_stages in self.settings
-            for stage, settings in zip(chain, settings_of_stages, strict=False)
+            for stage, settings in zip(self.stages, settings_of_stages, strict=False)
         )
+
+    @property
+    def combine_surveys(self) -> bool:
+        """Tell whether the combine stage must survey this tensor first."""
+        return self.stages[-1].surveys(self.combine)
 
     def settings_of(self, model: int) -> tuple[Settings, ...]:
         """The settings of each delta stage for one model."""
@@ -190,39 +203,48 @@ class TensorPlan:
         """Return a model's earlier drop, which must be made up for."""
         return self.drops[self.models.index(model)] if self.drops else None
 
-    def draws_of(self, chain: Sequence[Stage], model: int) -> list[int | None]:
+    def draws_of(self, model: int) -> list[int | None]:
         """Return the number of each delta stage's draw for one model; None if it is not random."""
         draws = itertools.count(0 if self.drop_of(model) is None else 1)
         return [
             next(draws) if stage.is_random(settings) else None
-            for stage, settings in zip(chain, self.settings_of(model), strict=False)
+            for stage, settings in zip(self.stages, self.settings_of(model), strict=False)
         ]
 
-    def surveyed_stages(self, chain: Sequence[Stage], model: int) -> list[int]:
+    def surveyed_stages(self, model: int) -> list[int]:
         """Positions of the delta stages that must survey this tensor of this model first."""
         return [
             position
             for position, settings in enumerate(self.settings_of(model))
-            if chain[position].surveys(settings)
+            if self.stages[position].surveys(settings)
         ]
 
-    def survey_reads(self, chain: Sequence[Stage], model: int) -> int:
+    def survey_reads(self, model: int) -> int:
         """Return how often those stages read this tensor of this model, if surveys can remember."""
         settings = self.settings_of(model)
         return sum(
-            max(1, len(chain[position].rounds(settings[position])))
-            for position in self.surveyed_stages(chain, model)
+            max(1, len(self.stages[position].rounds(settings[position])))
+            for position in self.surveyed_stages(model)
         )
 
 
 @dataclass(frozen=True)
 class CensusPlan:
-    """The tensors of one model that a delta stage surveys together."""
+    """The tensors of one model and one method that a delta stage surveys together."""
 
     model: int
     position: int  # the stage's position in the chain
     settings: Settings
     tensors: tuple[TensorPlan, ...]  # ordered by name, not as in the files
+
+    @property
+    def stage(self) -> Stage:
+        return self.tensors[0].stages[self.position]
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds that the stage takes."""
+        return self.stage.rounds(self.settings)
 
 
 @dataclass(frozen=True)
@@ -247,20 +269,15 @@ class PlanData:
         """The kernels that compute."""
         return self.options.backend
 
-    @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """The chain of stages."""
-        return tuple(stage for stage, _ in self.recipe.chain)
-
-    @property
-    def combine(self) -> Stage:
-        """The combine stage."""
-        return self.stages[-1]
-
     @property
     def method(self) -> str:
-        """The names of the stages."""
-        return "+".join(stage.name for stage in self.stages)
+        """The names of the stages, of all methods."""
+        return self.recipe.methods
+
+    @cached_property
+    def methods(self) -> Counter[str]:
+        """The number of tensors that are merged by each method."""
+        return Counter(tensor.method for tensor in self.merged())
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -274,7 +291,7 @@ class PlanData:
 
     @cached_property
     def has_later_draws(self) -> bool:
-        return any(1 in t.draws_of(self.stages, m) for t in self.merged() for m in t.models)
+        return any(1 in t.draws_of(m) for t in self.merged() for m in t.models)
 
     @property
     def stamps(self) -> str:
@@ -286,21 +303,20 @@ class PlanData:
         """The manifest in the output's header, with zeros in place of all digests."""
         recipe = self.recipe
         given = zip(recipe.weights(), recipe.seeds(), recipe.models, strict=True)
+        (method, stages), *others = map(_described, recipe.chains.values())
         later = {  # what came after the first manifests, and stands there only if it is used
             "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
             "pad_to_multiple_of": recipe.pad_to_multiple_of,
             "later_draws": LATER_DRAWS_VERSION if self.has_later_draws else None,
             "dropped_before": self.dropped_before if any(self.dropped_before) else None,
-            "stages_from": {s.name: s.origin for s in self.stages if s.origin} or None,
+            "stages_from": {s.name: s.origin for s, _ in recipe.all_stages if s.origin} or None,
+            "methods": dict(others) or None,
         }
         return {
             "format": FORMAT,
             "mask": MASK_VERSION,
-            "method": self.method,
-            "stages": [
-                {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
-                for stage, values in recipe.chain
-            ],
+            "method": method,
+            "stages": stages,
             "embedding_drop_rate": recipe.embedding_drop_rate,
             "tensors": recipe.described_rules(),
             "scale": recipe.scale,
@@ -342,7 +358,7 @@ class PlanData:
             return False
         (model,), (settings,) = tensor.models, tensor.settings
         source = self.source_of(tensor, model)
-        chain = zip(self.stages, (*settings, tensor.combine), strict=True)
+        chain = zip(tensor.stages, (*settings, tensor.combine), strict=True)
         return (
             not tensor.drops
             and all(stage.is_identity(own) for stage, own in chain)
@@ -376,8 +392,7 @@ class PlanData:
     def is_surveyed(self, tensor: TensorPlan) -> bool:
         """Tell whether a chunk of a tensor depends on more than its own elements."""
         return tensor.is_merged and (
-            self.combine.surveys(tensor.combine)
-            or any(tensor.surveyed_stages(self.stages, model) for model in tensor.models)
+            tensor.combine_surveys or any(map(tensor.surveyed_stages, tensor.models))
         )
 
     @cached_property
@@ -393,11 +408,19 @@ class PlanData:
         for tensor in sorted(counted, key=lambda tensor: tensor.name):
             for model in tensor.models:
                 for position, settings in enumerate(tensor.settings_of(model)):
-                    if self.stages[position].rounds(settings):
-                        key = position, model, *sorted(settings.items())
+                    if tensor.stages[position].rounds(settings):
+                        key = position, model, tensor.method, *sorted(settings.items())
                         groups.setdefault(key, []).append(tensor)
         ordered = sorted(groups.items(), key=lambda group: group[0][:2])
         return tuple(
             CensusPlan(model, position, dict(settings), tuple(tensors))
-            for (position, model, *settings), tensors in ordered
+            for (position, model, _, *settings), tensors in ordered
         )
+
+
+def _described(chain: Chain) -> tuple[str, list[dict[str, Any]]]:
+    """Return the names of a method's stages, and their settings but later ones at their default."""
+    return names_of(chain), [
+        {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
+        for stage, values in chain
+    ]

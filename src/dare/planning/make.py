@@ -23,7 +23,7 @@ from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
-from dare.recipe.recipe import Recipe, TensorRule
+from dare.recipe.recipe import Recipe, TensorRule, names_of
 from dare.stages import Settings, Stage
 from dare.stages.darex import suggest_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
@@ -231,15 +231,16 @@ def _plan_tensor(
         return kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
 
     base, name = fit.base, tied_to or fit.base.name
-    fate, takes_part = _fate(recipe, fit)
+    chain = recipe.chain_for(name)
+    fate, takes_part = _fate(recipe, fit, chain[-1][0])
     dtype = _output_type(recipe, base, name)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
     combine_settings = recipe.combine_settings_for(name, depth)
-    _check(recipe.chain[-1][0], combine_settings, f"{name}: ")
+    _check(chain[-1][0], combine_settings, f"{name}: ")
     for index, own in zip(takes_part, settings, strict=True):
         model, source = models[index]
-        for (stage, _), values in zip(recipe.chain, own, strict=False):
+        for (stage, _), values in zip(chain, own, strict=False):
             _check(stage, values, f"{name} of {model}: ")
         drop = source.delta_of(base.name).drop if base.name in source.tensors else None
         left = drop and _left_to_make_up(recipe, drop, name, index, own)
@@ -260,6 +261,7 @@ def _plan_tensor(
         shared(combine_settings),
         tied_to,
         shared(tuple(drops)) if any(drops) else (),
+        kept.setdefault(names_of(chain), tuple(stage for stage, _ in chain)),
     )
 
 
@@ -271,7 +273,8 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
     usual_seed = Recipe.model_fields["seed"].default
-    drops_itself = recipe.chain[0][0].may_redrop
+    droppers = [stage for stage, _ in recipe.all_stages if "drop_rate" in stage.parameters]
+    has_one_rate = len(recipe.chains) == 1 or all(stage.may_redrop for stage in droppers)
     for index, (entry, seed, model) in enumerate(
         zip(recipe.models, recipe.seeds(), models, strict=True)
     ):
@@ -279,13 +282,15 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         seeds = {drop.seed for drop in drops.values()}
         if seeds - {seed} and entry.seed is None and recipe.seed == usual_seed:
             entries[index] = entries[index].model_copy(update={"seed": seeds.pop()})
-        if not drops_itself or any(recipe.sets("drop_rate", name, index) for name in drops):
+        redropped = [name for name in drops if recipe.chain_for(name)[0][0].may_redrop]
+        if any(recipe.sets("drop_rate", name, index) for name in redropped):
             continue
         by_rate = defaultdict(list)
-        for name, drop in drops.items():
-            by_rate[drop.rate].append(glob.escape(name))
-        usual = max(by_rate, key=lambda rate: len(by_rate[rate]), default=None)
-        if usual not in (None, recipe.chain[0][1]["drop_rate"]):
+        for name in redropped:
+            by_rate[drops[name].rate].append(glob.escape(name))
+        rates = by_rate if has_one_rate else ()
+        usual = max(rates, key=lambda rate: len(by_rate[rate]), default=None)
+        if usual not in (None, recipe.chain[0][1].get("drop_rate")):
             own = {**entry.settings, "drop_rate": usual}
             entries[index] = entries[index].model_copy(update={"settings": own})
         rules += [
@@ -303,13 +308,14 @@ def _left_to_make_up(
     recipe: Recipe, drop: Drop, tensor: str, model: int, settings: Sequence[Settings]
 ) -> Drop | str | None:
     """Return the drop to make up for before the first stage; a text if two masks would drop."""
-    stages = [stage for stage, _ in recipe.chain[:-1]]
+    stages = [stage for stage, _ in recipe.chain_for(tensor)[:-1]]
     droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
     if not droppers:
         return drop
     was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
     if droppers != [0] or not stages[0].redrops(settings[0]):
-        return f"{was}, and {recipe.method} would drop by another mask; take a method without dare"
+        method = recipe.method_for(tensor)
+        return f"{was}, and {method} would drop by another mask; take a method without dare"
     rate, seed = settings[0]["drop_rate"], recipe.seeds()[model]
     if (rate, seed, tensor) != drop:
         return (
@@ -329,9 +335,9 @@ def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
     return base.dtype
 
 
-def _fate(recipe: Recipe, fit: Fit) -> tuple[Fate, list[int]]:
+def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
     """Return what becomes of a tensor, and the models that take part in it."""
-    takes_all = recipe.chain[-1][0].models is not None  # then a missing delta is read as zero
+    takes_all = combine.models is not None  # then a missing delta is read as zero
     takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
     if fit.is_mismatched:
         return Fate.MISMATCHED, []
@@ -381,14 +387,14 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> Iterator[str
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     """Warn of settings that are allowed but usually a mistake."""
     seeds = recipe.seeds()
-    drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
+    drops = any("drop_rate" in stage.parameters for stage, _ in recipe.all_stages)
     if drops and len(set(seeds)) < len(seeds):
         yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     rates = _values(recipe, "drop_rate") | {recipe.embedding_drop_rate or 0.0}
     for rate in sorted(rates):
         if rate > LIMIT.highest_rate and not balanced:
-            is_default = any(settings.get("drop_rate") == rate for _, settings in recipe.chain)
+            is_default = any(own.get("drop_rate") == rate for _, own in recipe.chain)
             stages = [stage.name for stage, _ in recipe.chain]
             q = suggest_q(rate, stages, len(recipe.models), is_default=is_default)
             yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=q)
@@ -419,7 +425,7 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
 def _values(recipe: Recipe, parameter: str) -> set[Any]:
     """Return every value that the recipe has for a parameter."""
     tables: Iterable[Mapping[str, Any]] = (
-        *(settings for _, settings in recipe.chain),
+        *(settings for _, settings in recipe.all_stages),
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )

@@ -30,6 +30,7 @@ from dare.inputs.sources import bytes_for
 from dare.kernels import DEVICES, Device
 from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
+from dare.recipe.recipe import names_of
 from dare.stages import IMPLIED, Settings, Stage
 from dare.stages.matrices import is_matrix, sides
 from dare.stores.uploading import sending_bytes
@@ -49,11 +50,10 @@ class Cost:
     @cached_property
     def passes(self) -> int:
         """The most times that a tensor is read, if surveys can remember what they see."""
-        stages = self.plan.stages
         most = 0
         for tensor in self.plan.merged():
-            of_models = [tensor.survey_reads(stages, model) for model in tensor.models]
-            most = max(most, max(of_models, default=0) + stages[-1].surveys(tensor.combine))
+            of_models = map(tensor.survey_reads, tensor.models)
+            most = max(most, max(of_models, default=0) + tensor.combine_surveys)
         return 1 + most
 
     # ------------------------------------------------------------ bytes
@@ -73,9 +73,8 @@ class Cost:
         once = base + sum(size for _, size in models)
         if not tensor.is_merged:
             return once
-        stages = self.plan.stages
-        surveys = sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
-        return once + surveys + once * stages[-1].surveys(tensor.combine)
+        surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
+        return once + surveys + once * tensor.combine_surveys
 
     @cached_property
     def bytes_written(self) -> int:
@@ -135,7 +134,7 @@ class Cost:
             return False
         return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
             0 not in tensor.weights
-            and tensor.is_lazy(self.plan.stages)
+            and tensor.is_lazy
             and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
             for tensor in self.plan.merged()
         )
@@ -151,7 +150,7 @@ class Cost:
 
     def _uses(self, tensor: TensorPlan) -> Iterator[tuple[Stage, Settings, int]]:
         """Yield each stage for each model of a tensor, its settings, and how many models it has."""
-        *stages, combine = self.plan.stages
+        *stages, combine = tensor.stages
         yield combine, tensor.combine, len(tensor.models)
         for of_model in tensor.settings:
             for stage, settings in zip(stages, of_model, strict=True):
@@ -190,8 +189,8 @@ class Cost:
     @cached_property
     def shared_bytes(self) -> int:
         """Memory that the threads share: one census at a time, reading ahead and uploading."""
-        stages, layout, censuses = self.plan.stages, self.plan.layout, self.plan.censuses
-        observed = [len(c.tensors) * stages[c.position].observation_bytes for c in censuses]
+        layout, censuses = self.plan.layout, self.plan.censuses
+        observed = [len(census.tensors) * census.stage.observation_bytes for census in censuses]
         is_sent = layout is not None and layout.is_sent
         sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
         ahead = sum(source.cost.ahead_bytes for source in self.plan.sources)
@@ -335,6 +334,7 @@ class Plan(PlanData, Shown):
         return {
             "method": self.method,
             "stages": [{"stage": stage.name, **values} for stage, values in self.recipe.chain],
+            "methods": dict(self.methods),
             "models": [
                 dict(zip(("name", "weight", "seed"), model, strict=True)) for model in models
             ],
@@ -356,6 +356,7 @@ class Plan(PlanData, Shown):
                     "shape": list(tensor.shape),
                     "dtype": tensor.dtype.name,
                     "models": [self.model_names[m] for m in tensor.models],
+                    "method": tensor.method if tensor.is_merged else None,
                     "place": self._places.get(tensor.name),
                 }
                 for tensor in self.tensors
@@ -391,8 +392,10 @@ class Plan(PlanData, Shown):
         after = ", ".join(sorted({tensor.dtype.name for tensor in self.tensors}))
         stored = f" stored as {after}" if after != before else ""
         shared, different = self._model_settings(brief=brief)
+        methods = ", ".join(f"{m} for {times(n, 'tensor')}" for m, n in self.methods.items())
         facts = [
             ("method", self._chain(shared, brief=brief)),
+            *([("methods", methods)] if len(recipe.chains) > 1 else ()),
             ("base", str(recipe.base)),
             ("tensors", f"{tensors}; {elements}, {before}{stored}"),
             ("writes", self._written),
@@ -459,7 +462,7 @@ class Plan(PlanData, Shown):
         }
         scale = {} if brief and self.recipe.scale == 1 else {"scale": self.recipe.scale}
         rates = {"embedding_drop_rate": self.recipe.embedding_drop_rate}
-        return _listed({self.method: "", **shared, **rates, **combining, **scale})
+        return _listed({names_of(self.recipe.chain): "", **shared, **rates, **combining, **scale})
 
     @property
     def _written(self) -> str:
@@ -609,7 +612,7 @@ def _kind(plan: Plan) -> str:
         return "reference"
     if plan.cost.passes == 1:
         return "element"
-    return max((stage.sees for stage in plan.stages), key=list(USUAL_RATES).index)
+    return max((stage.sees for stage, _ in plan.recipe.all_stages), key=list(USUAL_RATES).index)
 
 
 def _work(plan: Plan) -> float:
@@ -617,10 +620,10 @@ def _work(plan: Plan) -> float:
 
     Taking a matrix apart takes its shorter side times as long as reading it.
     """
-    takes_whole = any(stage.sees == "matrix" for stage in plan.stages)
     work = 0.0
     for tensor in plan.tensors:
         nbytes = plan.cost.bytes_read_of(tensor) + tensor.elements * tensor.dtype.itemsize
+        takes_whole = any(stage.sees == "matrix" for stage in tensor.stages)
         is_taken_apart = takes_whole and tensor.is_merged and is_matrix(tensor.shape)
         work += nbytes * sides(tensor.shape)[0] / PLAIN_SIDE if is_taken_apart else nbytes
     return work

@@ -307,10 +307,19 @@ def _lay_over(
     method = document.get("method", DEFAULT_METHOD)
     if not asked or not isinstance(method, str):
         return  # the check of the recipe says what is wrong with a method that is not text
-    chain = parse_method(method)
+    chains = list(map(parse_method, _methods(document)))
     for name in asked:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
-        set_parameter(document, chain, name, list(values), spelled(name))
+        takers = (c for c in chains if any(name in stage.parameters for stage in c))
+        set_parameter(document, next(takers, chains[0]), name, list(values), spelled(name))
+
+
+def _methods(document: Mapping[str, Any]) -> list[str]:
+    """Return the method of a document, then those of its rules."""
+    rules = document.get("tensors", ())
+    tables = filter(_as_dict, rules if isinstance(rules, list | tuple) else ())
+    named = (table["method"] for table in tables if isinstance(table.get("method"), str))
+    return [document.get("method", DEFAULT_METHOD), *named]
 
 
 def _as_dict(value: object) -> dict[str, Any]:
@@ -433,21 +442,21 @@ def applies(name: str, method: str) -> bool:
 
 
 def _remove_unused(document: dict[str, Any]) -> None:
-    method = document["method"]
-    chain = {stage.name for stage in parse_method(method)}
-    for name in [name for name in document if name in STAGES and name not in chain]:
+    methods = _methods(document)
+    used = {stage.name for method in methods for stage in parse_method(method)}
+    for name in [name for name in document if name in STAGES and name not in used]:
         table = _as_dict(document.pop(name))
         document.update({key: table[key] for key in LIFTED if key in table})
-    if not applies("embedding_drop_rate", method):
+    if not any(applies("embedding_drop_rate", method) for method in methods):
         document.pop("embedding_drop_rate", None)
     rules = document.get("tensors", [])
     entries = [*_entries(document), *(rules if isinstance(rules, list | tuple) else [])]
-    for entry in (entry for entry in entries if isinstance(entry, dict)):
+    for entry in (e for e in entries if isinstance(e, dict) and "method" not in e):
         is_rule = "file" not in entry
         for key in list(entry):
             of_stage = any(key in stage.parameters for stage in STAGES.values())
             asked = key if is_rule or not of_stage else f"{key}.model"
-            if (of_stage or key == "weight") and not applies(asked, method):
+            if (of_stage or key == "weight") and not any(applies(asked, m) for m in methods):
                 del entry[key]
 
 

@@ -40,7 +40,7 @@ from pydantic import (
 
 from dare.errors import ACTS, InputError, RecipeError, did_you_mean
 from dare.recipe.layers import Gradient
-from dare.stages import STAGES
+from dare.stages import STAGES, parse_method
 from dare.stages.registry import Parameter
 from dare.stores.locations import (
     home_folder,
@@ -272,6 +272,10 @@ Weight = Annotated[
 ]
 Span = Annotated[tuple[int, int], BeforeValidator(as_tuple), AfterValidator(_check_span)]
 Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
+# A method that has a name of its own is written as its stages.
+Method = Annotated[
+    str, AfterValidator(lambda value: "+".join(stage.name for stage in parse_method(value)))
+]
 OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
 
 
@@ -374,7 +378,7 @@ class ModelEntry(Strict, init=False):
 
 
 class TensorRule(Strict, init=False):
-    """Parameters for the tensors whose names match a pattern, or contain a text.
+    """A method or parameters for the tensors whose names match a pattern, or contain a text.
 
     >>> rule = TensorRule(contains="mlp", match="*.weight", settings={"drop_rate": 0.5})
     >>> rule.matches("layers.0.mlp.up.weight"), rule.matches("layers.0.mlp.up.bias")
@@ -388,6 +392,7 @@ class TensorRule(Strict, init=False):
     model: Words = Field(
         None, description="The model or models that it is for, by name or file; else all."
     )
+    method: Method | None = Field(None, description="The method for these tensors, if another.")
     weight: Weight = Field(None, description="The models' weight for these tensors.")
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of stages for these tensors."
@@ -397,6 +402,8 @@ class TensorRule(Strict, init=False):
     def _names_tensors(self) -> Self:
         if self.match is None and self.contains is None:
             raise RecipeError('match is missing: write match = "*.mlp.*" or contains = "mlp"')
+        if self.model is not None and self.method is not None:
+            raise RecipeError(f"{self}: a method is for all models; leave model or method out")
         return self
 
     def matches(self, tensor: str) -> bool:

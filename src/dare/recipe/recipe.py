@@ -17,10 +17,13 @@ in place of a number is its values from the first layer to the last.
 A rule for tensors wins over the rate of embeddings, that over a model's own value, and that over
 the stage's table; a later rule wins over an earlier one. Values that change over the layers are
 taken at the tensor's depth.
+
+A rule may name a method for its tensors. Where a later rule names another, it does not count.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -38,6 +41,7 @@ from dare.recipe.entries import (
     OTHER_NAMES,
     SAME_WEIGHTS,
     AnyPath,
+    Method,
     ModelEntry,
     Span,
     Strict,
@@ -73,6 +77,11 @@ Policy = Literal["error", "base"]
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
 
 
+def names_of(chain: Chain) -> str:
+    """Return the names of stages as a method is written."""
+    return "+".join(stage.name for stage, _ in chain)
+
+
 class Recipe(Strict, init=False):
     """A merge, completely described.
 
@@ -93,14 +102,14 @@ class Recipe(Strict, init=False):
         (), description="Ranges of layers that the output is a stack of; then there are no models."
     )
 
-    method: str = Field(
+    method: Method = Field(
         "dare+linear", description="Delta stages and one combine stage, joined by +."
     )
     stages: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Parameters by stage name."
     )
     tensors: Annotated[tuple[TensorRule, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="Parameters for the tensors whose names match a pattern."
+        (), description="A method or parameters for the tensors whose names match a pattern."
     )
     embedding_drop_rate: EmbeddingDropRate | None = Field(
         None, description="Drop rate of embeddings and head, if it differs."
@@ -177,12 +186,6 @@ class Recipe(Strict, init=False):
             return value
         return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
 
-    @field_validator("method")
-    @classmethod
-    def _stages_by_name(cls, value: str) -> str:
-        """Write a method that has a name of its own as its stages."""
-        return "+".join(stage.name for stage in parse_method(value))
-
     @field_validator("stages")
     @classmethod
     def _without_gaps(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -201,32 +204,28 @@ class Recipe(Strict, init=False):
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not go together, where each value alone may be right."""
-        names = [stage.name for stage, _ in self.chain]
+        names = {method: [stage.name for stage, _ in c] for method, c in self.chains.items()}
         for name in self.stages:
             if name not in STAGES:
                 yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
-            elif name not in names:
-                yield f"[{name}] would have no effect: method {self.method!r} is {', '.join(names)}"
+            elif not any(name in stages for stages in names.values()):
+                methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
+                yield f"[{name}] would have no effect: {'; '.join(methods)}"
         for entry in self.models:
-            yield from self._override_problems(entry.settings, f"model {entry.name}: ", False)
+            yield from self._override_problems(entry, f"model {entry.name}: ", False)
         for rule, indices in self.rules:
-            yield from self._override_problems(rule.settings, f"{rule}: ", indices is None)
-        combine = self.chain[-1][0]
-        if self.layers and (self.models or combine.models != 0):
+            yield from self._override_problems(rule, f"{rule}: ", indices is None)
+        takes_models = self.chain[-1][0].models != 0
+        if self.layers and (self.models or takes_models):
             yield "[[layers]]: models and method belong into its entries, or into [merges.NAME]"
-        elif not self.models and combine.models != 0:
+        elif takes_models and not self.models:
             yield "no models: name at least one"
-        if combine.models not in (None, len(self.models)):
-            yield self._wrong_count(combine)
-        weighed = {f"model {entry.name}": entry.weight for entry in self.models}
-        weighed |= {str(rule): rule.weight for rule in self.tensors}
-        for where, weight in weighed.items():
-            if weight is not None and combine.default_weight is None:
-                known = ", ".join(combine.parameters)
-                yield f"{where}: {combine.name} takes no weights; it takes {known}"
+        for *_, (combine, _) in self.chains.values():
+            if combine.models not in (None, len(self.models)):
+                yield self._wrong_count(combine)
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
             yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
-        drops = any("drop_rate" in stage.parameters for stage, _ in self.chain[:-1])
+        drops = any("drop_rate" in s.parameters for s, _ in self.all_stages if s.kind == "delta")
         if self.embedding_drop_rate is not None and not drops:
             yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
 
@@ -243,29 +242,67 @@ class Recipe(Strict, init=False):
         return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
 
     def _override_problems(
-        self, settings: Mapping[str, Any], where: str, may_combine: bool
+        self, entry: ModelEntry | TensorRule, where: str, may_combine: bool
     ) -> Iterator[str]:
-        stages = [stage for stage, _ in self.chain]
+        method = entry.method if isinstance(entry, TensorRule) else None
+        chains = [[s for s, _ in self.chains[m]] for m in ([method] if method else self.chains)]
         known = {
             name
+            for stages in chains
             for stage in (stages if may_combine else stages[:-1])
             for name in stage.parameters
             if stage in takers(stages, name)
         }
-        for name, value in settings.items():
+        for name, value in entry.settings.items():
             if name not in known:
                 yield (
                     f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
                     f"known: {', '.join(sorted(known)) or 'none'}"
                 )
-            for stage in takers(stages, name):
+            for stage in (taker for stages in chains for taker in takers(stages, name)):
                 stage.parameters[name].check(value, where)
+        combines = [stages[-1] for stages in chains]
+        if entry.weight is not None and all(c.default_weight is None for c in combines):
+            takes = ", ".join(combines[0].parameters)
+            yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
+
+    @property
+    def chain(self) -> Chain:
+        """The stages of its own method with their settings."""
+        return self.chains[self.method]
 
     @cached_property
-    def chain(self) -> Chain:
-        """The stages with their settings, before any model's or tensor's own values."""
-        stages = parse_method(self.method)
-        entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
+    def chains(self) -> dict[str, Chain]:
+        """By method, first its own: the stages with their settings, before any model's or rule's.
+
+        The others are those that rules name.
+        """
+        named = (rule.method for rule in self.tensors if rule.method is not None)
+        return {method: self._make_chain(method) for method in dict.fromkeys((self.method, *named))}
+
+    @property
+    def all_stages(self) -> Chain:
+        """The stages of all methods with their settings."""
+        return tuple(itertools.chain(*self.chains.values()))
+
+    @property
+    def methods(self) -> str:
+        """All methods by the names of their stages, as reports show them."""
+        return ", ".join(map(names_of, self.chains.values()))
+
+    def method_for(self, tensor: str) -> str:
+        """Return the method of a tensor: that of the last rule which names one, else its own."""
+        named = (r.method for r in reversed(self.tensors) if r.method and r.matches(tensor))
+        return next(named, self.method)
+
+    def chain_for(self, tensor: str) -> Chain:
+        """Return the stages for a tensor with their settings."""
+        return self.chains[self.method_for(tensor)]
+
+    def _make_chain(self, method: str) -> Chain:
+        stages = parse_method(method)
+        rules = [rule for rule in self.tensors if rule.method in (None, method)]
+        entries: list[ModelEntry | TensorRule] = [*self.models, *rules]
         overridden = {name for entry in entries for name in entry.settings}
         chain = []
         for stage in stages:
@@ -279,7 +316,7 @@ class Recipe(Strict, init=False):
                         default = {parameter: 1.0 if value is None else value}
                         chain.append((STAGES[implied], STAGES[implied].settings(default, "")))
                 elif value is not None:
-                    fault = f"method {self.method!r} has the stage {implied!r} already"
+                    fault = f"method {method!r} has the stage {implied!r} already"
                     where = f"[{stage.name}] {parameter}"
                     raise RecipeError(f"{where}: {fault}; set it in [{implied}]")
             chain.append((stage, settings))
@@ -288,23 +325,28 @@ class Recipe(Strict, init=False):
     @property
     def interpolates(self) -> bool:
         """True if whole models are interpolated, so that the base may be one of them."""
-        stage, settings = self.chain[-1]
-        return stage.interpolates is not None and stage.interpolates.items() <= settings.items()
+        return all(
+            combine.interpolates is not None and combine.interpolates.items() <= settings.items()
+            for *_, (combine, settings) in self.chains.values()
+        )
 
     def seeds(self) -> tuple[int, ...]:
         """Return the seed of each model."""
         return tuple(self.seed + n if e.seed is None else e.seed for n, e in enumerate(self.models))
 
-    def weights(self) -> tuple[float | Gradient, ...]:
-        """Return the weight of each model, before any tensor's own."""
-        default = self.chain[-1][0].default_weight
+    def weights(self, method: str | None = None) -> tuple[float | Gradient, ...]:
+        """Return the weight of each model before any tensor's own, by its method or another."""
+        default = self.chains[method or self.method][-1][0].default_weight
         usual = default(len(self.models)) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
 
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
         """Return the weight of one model for one tensor at its depth."""
+        method = self.method_for(tensor)
+        if self.chains[method][-1][0].default_weight is None:
+            return 1.0
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
-        weight = [self.weights()[model], *rules][-1]
+        weight = [self.weights(method)[model], *rules][-1]
         return value_at(weight, depth) if isinstance(weight, list) else float(weight)
 
     def settings_for(
@@ -316,17 +358,18 @@ class Recipe(Strict, init=False):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self._rules_for(tensor, model):
             overrides.update(rule.settings)
-        stages = [stage for stage, _ in self.chain]
-        meant = {name: takers(stages, name) for name in overrides}
+        chain = self.chain_for(tensor)
+        meant = {name: takers([stage for stage, _ in chain], name) for name in overrides}
         return tuple(
-            _at(depth, settings, {n: v for n, v in overrides.items() if stage in meant[n]})
-            for stage, settings in self.chain[:-1]
+            _at(depth, own, {n: v for n, v in overrides.items() if stage in meant[n]})
+            for stage, own in chain[:-1]
         )
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
         """Return whether a parameter of a delta stage is given for a tensor of a model."""
+        stages = (stage.name for stage, _ in self.chain_for(tensor)[:-1])
         return (
-            any(parameter in self.stages.get(stage.name, {}) for stage, _ in self.chain[:-1])
+            any(parameter in self.stages.get(stage, {}) for stage in stages)
             or parameter in self.models[model].settings
             or any(parameter in rule.settings for rule in self._rules_for(tensor, model))
             or (parameter == "drop_rate" and self._has_embedding_rate(tensor))
@@ -339,12 +382,14 @@ class Recipe(Strict, init=False):
         """Return the combine stage's settings for one tensor: no model's own values count."""
         rules = self._rules_for(tensor, None)
         given = {name: value for rule in rules for name, value in rule.settings.items()}
-        return _at(depth, self.chain[-1][1], given)
+        return _at(depth, self.chain_for(tensor)[-1][1], given)
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
         """Yield the rules for a tensor of one model, or those that are for all models."""
+        methods = None, self.method_for(tensor)
         for rule, indices in self.rules:
-            if (indices is None or model in indices) and rule.matches(tensor):
+            is_for_it = rule.method in methods and (indices is None or model in indices)
+            if is_for_it and rule.matches(tensor):
                 yield rule
 
     @cached_property
@@ -375,7 +420,8 @@ class Recipe(Strict, init=False):
         described: list[list[Any]] = []
         for rule, indices in self.rules:
             match = None if rule.match is None else list(rule.match)
-            more = {"contains": rule.contains, "models": indices, "weight": rule.weight}
+            more: dict[str, Any] = {"contains": rule.contains, "models": indices}
+            more |= {"weight": rule.weight, "method": rule.method}
             given = {name: value for name, value in more.items() if value is not None}
             described.append([match, rule.settings, *([given] if given else [])])
         return described
@@ -411,7 +457,7 @@ class Recipe(Strict, init=False):
     def has_gradients(self) -> bool:
         """True if a value changes over the layers, so that the depth of a tensor matters."""
         entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
-        tables = [settings for _, settings in self.chain] + [entry.settings for entry in entries]
+        tables = [own for _, own in self.all_stages] + [entry.settings for entry in entries]
         values = [value for table in tables for value in table.values()]
         return any(isinstance(v, list) for v in (*values, *(entry.weight for entry in entries)))
 

@@ -176,7 +176,7 @@ class ArrayBackend(Backend):
     def _merge(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Take chunks through all stages, add the result to the base, and store it there."""
         deltas = self._deltas(chunk)
-        merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
+        merged = chunk.tensor.stages[-1].apply(deltas, **chunk.tensor.combine)
         base = chunk.base
         if self._plan.is_model(chunk.tensor):  # the stages were run for their figures
             merged.fill(0)
@@ -251,10 +251,9 @@ class ArrayBackend(Backend):
             self._chains = tensor, {}
         chains = self._chains[1]
         if model not in chains:
-            stages = self._plan.stages
-            settings, draws = tensor.settings_of(model), tensor.draws_of(stages, model)
+            settings, draws = tensor.settings_of(model), tensor.draws_of(model)
             is_delta = self._plan.source_of(tensor, model).delta_of(tensor.name).is_change
-            applied = (stage.apply for stage in stages)
+            applied = (stage.apply for stage in tensor.stages)
             chains[model] = is_delta, list(zip(applied, settings, draws, strict=False))
         return chains[model]
 

@@ -331,7 +331,7 @@ class MergeWork:
         files = (file for source in (plan.base, *plan.models) for file in source.files)
         return cls(
             task_request(plan.recipe, plan.options, memory),
-            tuple(dict.fromkeys(stage.file for stage in plan.stages if stage.file)),
+            tuple(dict.fromkeys(stage.file for stage, _ in plan.recipe.all_stages if stage.file)),
             plan.fingerprint,
             sample_inputs((plan.base, *plan.models)),
             folder.absolute(),

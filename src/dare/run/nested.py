@@ -147,7 +147,7 @@ class MergedSource(Source):
                 self._concluded = draw_conclusions(self._plan) if self._plan.censuses else {}
             if tensor.name not in self._surveyed:
                 results = self._surveyed[tensor.name] = dict(self._concluded)
-                for step in list_surveys(self._plan, tensor, conclusions_of(self._plan), 0):
+                for step in list_surveys(tensor, conclusions_of(self._plan), 0):
                     results[step.id] = maker.do(step, results)
                 if len(self._surveyed) > self._most_surveyed:
                     self._surveyed.popitem(last=False)

@@ -152,9 +152,8 @@ class SharedObservations:
     def _file(self, key: RoundKey, number: int) -> tuple[Path, str, Observer]:
         """Return a file of observations, its identity, and the stage's function that observes."""
         census = self.plan.censuses[key[0]]
-        rounds = self.plan.stages[census.position].rounds(census.settings)
         path = self._journal(number).with_suffix(".looks-{}-{}".format(*key))
-        return path, f"{self.identity} {key}", rounds[key[1]].observe
+        return path, f"{self.identity} {key}", census.rounds[key[1]].observe
 
 
 # ---------------------------------------------------------------- files of observations

@@ -87,7 +87,7 @@ def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
 def conclusion_id(census: CensusPlan, number: int) -> Id:
     """Return the id of a round's conclusion, the same in any plan that has this census."""
     settings = tuple(sorted(census.settings.items()))
-    return "conclude", census.model, census.position, settings, number
+    return "conclude", census.model, census.tensors[0].method, census.position, settings, number
 
 
 def list_steps(
@@ -113,7 +113,7 @@ def list_steps(
             (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
         elif chunks:
             merges = True
-            surveys = list(list_surveys(plan, tensor, conclusions, group))
+            surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
             steps += [*surveys, *_making(tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
@@ -123,7 +123,7 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
     """List the steps of all censuses, one after the other, and of each round by round."""
     before = conclusions_of(plan)
     for place, census in enumerate(plan.censuses):
-        rounds = plan.stages[census.position].rounds(census.settings)
+        rounds = census.rounds
         if conclusion_id(census, len(rounds) - 1) in known:
             continue
         last: tuple[Id, ...] = ()
@@ -144,26 +144,23 @@ def conclusions_of(plan: Plan) -> Conclusions:
     """Return the last conclusion for each stage that has a census."""
     conclusions: Conclusions = defaultdict(list)
     for census in plan.censuses:
-        last = len(plan.stages[census.position].rounds(census.settings)) - 1
         for tensor in census.tensors:
-            place = census.position, conclusion_id(census, last)
+            place = census.position, conclusion_id(census, len(census.rounds) - 1)
             conclusions[tensor.name, census.model].append(place)
     return conclusions
 
 
-def list_surveys(
-    plan: Plan, tensor: TensorPlan, conclusions: Conclusions, group: int
-) -> Iterator[Survey]:
+def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> Iterator[Survey]:
     """List the surveys of one tensor: of each model, then of all."""
     name, elements = tensor.name, tensor.elements
     surveys: list[Id] = []
     for model in tensor.models:
-        if tensor.surveyed_stages(plan.stages, model):
+        if tensor.surveyed_stages(model):
             concluded = tuple(conclusions[tensor.key, model])
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
             yield Survey(surveys[-1], needs, group, elements, name, model, concluded)
-    if plan.combine.surveys(tensor.combine):
+    if tensor.combine_surveys:
         yield Survey(survey_id(tensor), tuple(surveys), group, elements, name, None)
 
 
@@ -237,7 +234,7 @@ class Worker:
     def _observe(self, step: Observe, results: Results) -> Any:
         census = self._plan.censuses[step.census]
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
-        observe = self._plan.stages[position].rounds(census.settings)[step.round].observe
+        observe = census.rounds[step.round].observe
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
         read = partial(self._read, tensor, [model], {})
         view = self._backend.view(read, tensor, model, Place(position, summaries))
@@ -245,7 +242,7 @@ class Worker:
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
         census = self._plan.censuses[step.census]
-        conclude = self._plan.stages[census.position].rounds(census.settings)[step.round].conclude
+        conclude = census.rounds[step.round].conclude
         names = [tensor.name for tensor in census.tensors]
         observed = {name: results["observe", step.census, step.round, name] for name in names}
         known = _conclusion_before(census, step.round, results)
@@ -263,10 +260,10 @@ class Worker:
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
         read = partial(self._read, tensor, [model], {})
-        for position in tensor.surveyed_stages(self._plan.stages, model):
+        for position in tensor.surveyed_stages(model):
             if before is not None and position >= before:
                 break
-            survey = self._plan.stages[position].survey
+            survey = tensor.stages[position].survey
             assert survey is not None  # surveyed_stages has seen to it
             place = Place(position, summaries, concluded.get(position))
             view = self._backend.view(read, tensor, model, place)
@@ -274,7 +271,7 @@ class Worker:
         return summaries
 
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
-        survey = self._plan.combine.survey
+        survey = tensor.stages[-1].survey
         assert survey is not None  # the step exists because there is one
         read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
         return survey(self._backend.joint_view(read, tensor), **tensor.combine)

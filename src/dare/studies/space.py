@@ -188,7 +188,7 @@ def is_random(recipe: Recipe) -> bool:
         overrides.append({"drop_rate": recipe.embedding_drop_rate})
     return any(
         stage.is_random({name: most(own.get(name, value)) for name, value in settings.items()})
-        for stage, settings in recipe.chain
+        for stage, settings in recipe.all_stages
         for own in overrides
     )
 
