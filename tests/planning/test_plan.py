@@ -403,7 +403,10 @@ def test_the_plan_is_json(tmp_path):
     assert json.loads(made.to_json()) == {
         "method": "trim+sum",
         "methods": {"trim+sum": 1},
-        "stages": [{"stage": "trim", "keep_ratio": 0.2, "scope": "tensor"}, {"stage": "sum"}],
+        "stages": [
+            {"stage": "trim", "keep_ratio": 0.2, "scope": "tensor", "rescale": False},
+            {"stage": "sum", "normalize": False, "on": "deltas"},
+        ],
         "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
         "passes": 2,
         "threads": 1,
