@@ -1,5 +1,10 @@
 """SmolLM2 and real fine-tunes of it, merged: loads, generates, and equals a merge in torch."""
 
+import os
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +25,7 @@ from dare.tensors.mask import keep_mask
 DROP_RATE = 0.5
 SEED = 42
 PROMPT = "def wrap(text, width):"
+PEERS = Path(__file__).parents[2] / ".venv-peers" / "bin"
 
 
 @pytest.fixture(scope="session")
@@ -122,3 +128,54 @@ def test_a_gguf_file_is_a_base_like_any_other(models, tmp_path):
         )
         outputs.append(dare.merge(recipe).digests.output_tensors)
     assert outputs[0] == outputs[1]
+
+
+STACK = """
+merge_method: passthrough
+dtype: float32
+slices:
+  - sources: [{model: code, layer_range: [0, 20]}]
+  - sources: [{model: prose, layer_range: [10, 30]}]
+"""
+TWO_STAGES = """
+name: both
+merge_method: linear
+dtype: float32
+models:
+  - {model: code, parameters: {weight: 0.4}}
+  - {model: prose, parameters: {weight: 0.6}}
+---
+merge_method: slerp
+base_model: base
+dtype: float32
+models:
+  - model: base
+  - model: both
+parameters: {t: [0.3, 0.9]}
+"""
+
+
+@pytest.mark.parametrize("text", [STACK, TWO_STAGES], ids=["stack", "two stages"])
+def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(models["base"].parent)
+    file, theirs = tmp_path / "their.yml", tmp_path / "theirs"
+    file.write_text(text)
+    with pytest.warns(dare.DareWarning) if text is TWO_STAGES else nullcontext():
+        dare.merge(file, output=tmp_path / "ours")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    tokens = tokenizer(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        written = ours.generate(**tokens, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(written[0]).startswith(PROMPT)
+    assert ours.config.num_hidden_layers == (40 if text is STACK else 30)
+
+    program = PEERS / ("mergekit-multi" if text is TWO_STAGES else "mergekit-yaml")
+    if not program.exists():
+        pytest.skip("mergekit is not installed; make test-peers installs it")
+    more = ["--out-path", theirs, "-I", tmp_path] if text is TWO_STAGES else [theirs]
+    command = [PEERS / "python", program, file, *more, "--quiet", "--no-copy-tokenizer"]
+    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    found = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
+    assert ours.state_dict().keys() == found.keys()
+    assert differing(ours.state_dict(), found) == 0
