@@ -363,6 +363,12 @@ SHARED = {"models": [ModelEntry(file="math", seed=1), ModelEntry(file="code", se
             "rescale = false",
             {"stages": {"dare": {"rescale": "l1"}}},
         ),
+        (
+            {"method": "dare+trim+sum", "stages": {"dare": {"rescale": False}}},
+            "no_rescale",
+            "rescale = false",
+            {"method": "dare+trim+sum"},
+        ),
     ],
 )
 def test_what_is_usually_a_mistake_is_warned_of(settings, code, text, silent):
@@ -402,7 +408,10 @@ def test_the_plan_is_json(tmp_path):
     made = plan(write_recipe(tmp_path, base, [model], method="trim+sum", on_extra="drop"))
     assert json.loads(made.to_json()) == {
         "method": "trim+sum",
-        "stages": [{"stage": "trim", "keep_ratio": 0.2, "scope": "tensor"}, {"stage": "sum"}],
+        "stages": [
+            {"stage": "trim", "keep_ratio": 0.2, "scope": "tensor", "rescale": False},
+            {"stage": "sum", "normalize": False, "on": "deltas"},
+        ],
         "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
         "passes": 2,
         "threads": 1,
