@@ -163,7 +163,7 @@ def test_stages_declare_what_matters_for_them():
     }
     assert declared == {
         "drops_at_random": {"dare", "darex", "della"},
-        "votes": {"ties", "emr", "knots"},
+        "votes": {"ties", "emr", "knots", "sce"},
         "adds_up": {"sum"},
     }
 

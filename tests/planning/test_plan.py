@@ -363,6 +363,12 @@ SHARED = {"models": [ModelEntry(file="math", seed=1), ModelEntry(file="code", se
             "rescale = false",
             {"stages": {"dare": {"rescale": "l1"}}},
         ),
+        (
+            {"method": "dare+trim+sum", "stages": {"dare": {"rescale": False}}},
+            "no_rescale",
+            "rescale = false",
+            {"method": "dare+trim+sum"},
+        ),
     ],
 )
 def test_what_is_usually_a_mistake_is_warned_of(settings, code, text, silent):

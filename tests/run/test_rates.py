@@ -68,7 +68,7 @@ def test_what_a_merge_took_is_expected_of_the_next(file):
 def test_the_ends_are_at_most_four_times_apart(method):
     chain = f"{method}+linear" if STAGES[method].kind == "delta" else method
     for shape in ((), (0, 4), (8,), (64, 32), LARGE):
-        made = plan_of(shape, method=chain, max_memory="64GB")
+        made = plan_of(shape, STAGES[method].models or 2, method=chain, max_memory="64GB")
         keep_rate(made, 3.0)
         found = estimate(made)
         assert 0 < found.low < found.high <= 4 * found.low

@@ -26,6 +26,7 @@ from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule, names_of
 from dare.stages import Settings, Stage
 from dare.stages.darex import suggest_q
+from dare.stages.registry import LATER_PARAMETERS
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_layer_matrix, some_of
@@ -423,9 +424,13 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:
-    """Return every value that the recipe has for a parameter."""
+    """Return every value that the recipe has for a parameter, but defaults of later ones."""
     tables: Iterable[Mapping[str, Any]] = (
-        *(settings for _, settings in recipe.all_stages),
+        *(
+            settings
+            for stage, settings in recipe.all_stages
+            if (stage.name, parameter, settings.get(parameter)) not in LATER_PARAMETERS
+        ),
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )

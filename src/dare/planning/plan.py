@@ -33,6 +33,7 @@ from dare.recipe.options import DEFAULT_MEMORY
 from dare.recipe.recipe import names_of
 from dare.stages import IMPLIED, Settings, Stage
 from dare.stages.matrices import is_matrix, sides
+from dare.stages.registry import LATER_PARAMETERS
 from dare.stores.uploading import sending_bytes
 from dare.tensors.files import cache_folder, read_private, write_private
 
@@ -458,6 +459,7 @@ class Plan(PlanData, Shown):
             f"{combine.name} {name}": value
             for name, value in settings.items()
             if (combine.name, name) not in IMPLIED  # the stage that it makes has its own
+            and (combine.name, name, value) not in LATER_PARAMETERS
             and not (brief and value == defaults[name])
         }
         scale = {} if brief and self.recipe.scale == 1 else {"scale": self.recipe.scale}
@@ -488,6 +490,7 @@ class Plan(PlanData, Shown):
                 for stage, values in self.recipe.chain[:-1]
                 for parameter, default in values.items()
                 if (value := entry.settings.get(parameter, default)) is not None
+                and (stage.name, parameter, value) not in LATER_PARAMETERS
                 and not (brief and _is_usual(stage, parameter, value))
             }
             for entry in self.recipe.models
