@@ -138,10 +138,10 @@ FIELDS: dict[str, Flag] = {
     "tensors": Flag(
         list[str], METHOD, (), "RULE...", "Parameters by name, as in '*.mlp.*: drop_rate=0.5, q=1'."
     ),
-    "vocabulary": Flag(str, MISFITS, metavar="error|base|union"),
+    "vocabulary": Flag(str, MISFITS, metavar="error|base|union|MODEL"),
     "pad_to_multiple_of": Flag(int, MISFITS),
     "on_missing": Flag(str, MISFITS, metavar="error|base"),
-    "on_extra": Flag(str, MISFITS, metavar="error|drop"),
+    "on_extra": Flag(str, MISFITS, metavar="error|drop|average|first"),
     "on_mismatch": Flag(str, MISFITS, metavar="error|base"),
     "on_integer_mismatch": Flag(str, MISFITS, metavar="error|base"),
     "threads": Flag(int, RESOURCES),
