@@ -19,7 +19,7 @@ from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
-from dare.inputs.opening import convert_yaml
+from dare.inputs.opening import convert_yaml, take_extras
 from dare.output.receipt import (
     Report,
     find_manifest,
@@ -263,6 +263,7 @@ def merge_arrays(
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
+    tied = take_extras(recipe, tied, tuned, names)
     planned = make_plan(recipe, tied, tuned, names, notes, options=request.options)
     sample = take_sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
@@ -272,11 +273,9 @@ def merge_arrays(
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
     warn(planned, [notice for notice in report.warnings if notice not in shown])
-    merged = {
-        info.name: like_original(originals[info.name], info, sink.arrays[info.name])
-        for info in written
-    }
-    return {name: merged[name] for name in originals}, report
+    kinds = {info.name: info for info in written}
+    kin = {**originals, **dict.fromkeys(tied.extras, next(iter(originals.values()), None))}
+    return {n: like_original(like, kinds[n], sink.arrays[n]) for n, like in kin.items()}, report
 
 
 def _array_request(

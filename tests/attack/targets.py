@@ -611,7 +611,7 @@ class Tokenizers(Target):
                 policy, base, [tuned], directories=folders, names=["tuned"], weights=[1.0]
             )
             changes = directory.Changes(
-                directory.main_type([]), aligned.resized(), (aligned.token_ids or (None,))[0]
+                directory.main_type([]), aligned.resized(), (aligned.token_ids or (None,))[-1]
             )
             directory.collect(folders[1], changes, replaced=aligned.tokenizer_files)
             directory.choose_chat_template("auto", folders[0], {"tuned": folders[1]})

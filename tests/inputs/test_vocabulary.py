@@ -76,15 +76,19 @@ def aligned(
     *models: tuple[Source, Path | None],
     weights: Sequence[float] | None = None,
     pad: int | None = None,
+    tokens: Mapping[str, Any] | None = None,
 ) -> Aligned:
+    names = ["math", "code", "chat"][: len(models)]
+    recipe = Recipe(base="base", models=names, tokens=tokens or {})
     return align(
         policy,
         base[0],
         [model for model, _ in models],
         directories=[base[1], *(folder for _, folder in models)],
-        names=["math", "code", "chat"][: len(models)],
+        names=names,
         weights=weights or [1.0] * len(models),
         pad_to_multiple_of=pad,
+        chosen=recipe.token_rows,
     )
 
 
@@ -118,8 +122,8 @@ def test_new_tokens_take_the_next_ids_and_the_mean_of_their_owners_rows(
     np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 10, 0.75 * 20 + 0.25 * 40))
     np.testing.assert_array_equal(read(found.models[0]), rows(1.5, 2.5, 3.5, 10, 25))
     np.testing.assert_array_equal(read(found.models[1]), rows(1.25, 2.25, 3.25, 10, 25))
-    assert found.token_ids == ({0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {0: 0, 1: 1, 2: 2, 3: 4})
-    assert found.keeps_base_tokenizer
+    assert found.token_ids[1:] == ({0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {0: 0, 1: 1, 2: 2, 3: 4})
+    assert found.tokenizer == 0
     (new,) = [note.text for note in found.notes if note.code == "new_tokens"]
     assert new.endswith("'<x>' 3, '<y>' 4")
 
@@ -160,7 +164,7 @@ def test_all_files_that_name_added_tokens_are_extended(abc: Path, with_y: Path) 
     assert tokens == [added(3, "<old>", special=True), added(4, "<y>", rstrip=True)]
     np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 4, 9))
     np.testing.assert_array_equal(read(found.models[0]), rows(1, 2, 3, 4, 9))
-    assert found.token_ids[0] == {0: 0, 1: 1, 2: 2, 3: 4}
+    assert found.token_ids[1] == {0: 0, 1: 1, 2: 2, 3: 4}
 
 
 def test_a_token_of_the_bases_tokenizer_without_a_row_gets_one(
@@ -275,13 +279,13 @@ def test_base_keeps_the_bases_rows(abc: Path, with_xy: Path, tmp_path: Path) -> 
     )
     assert found.resized() is None
     assert found.tokenizer_files == {}
-    assert found.keeps_base_tokenizer
+    assert found.tokenizer == 0
     np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 0.5))
     np.testing.assert_array_equal(read(found.models[0]), rows(10, 20, 30, 0.5))  # 3 is <x> there
     np.testing.assert_array_equal(read(found.models[1]), rows(20, 10, 3, 0.5))
     np.testing.assert_array_equal(read(found.models[2]), rows(10, 20, 30, 40))
     assert [found.resized(chosen) for chosen in range(4)] == [None, (5, 4), (3, 4), (5, 4)]
-    assert found.token_ids == (
+    assert found.token_ids[1:] == (
         {0: 0, 1: 1, 2: 2, 3: None, 4: None},
         {0: 1, 1: 0, 2: None},
         None,
@@ -292,7 +296,7 @@ def test_base_keeps_the_bases_rows(abc: Path, with_xy: Path, tmp_path: Path) -> 
 def test_rows_are_padded_with_zeros(policy: Any, abc: Path) -> None:
     found = aligned(policy, (source(rows(1, 2, 3)), abc), (source(rows(4, 5, 6)), abc), pad=8)
     assert found.resized() == (3, 8)
-    assert not found.keeps_base_tokenizer
+    assert found.tokenizer is None
     np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 0, 0, 0, 0, 0))
     np.testing.assert_array_equal(read(found.models[0]), rows(4, 5, 6, 0, 0, 0, 0, 0))
 
@@ -308,6 +312,109 @@ def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None
     longer = DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})
     with pytest.raises(MismatchError, match="none of the models with the token '<y>' has a row"):
         aligned("union", (source(rows(1, 2, 3)), abc), (longer, with_y))
+
+
+# ---------------------------------------------------------------- a model's tokens, chosen rows
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Path:
+    """Tokens in another order, without a, and two more."""
+    return write_tokenizer(tmp_path / "moved", "cb", added(2, "<x>"), added(3, "<y>", rstrip=True))
+
+
+def test_the_tokens_of_a_model_are_in_its_order(abc: Path, moved: Path, with_y: Path) -> None:
+    base = source(rows(1, 2, 3))
+    math, code = source(rows(30, 20, 7, 8, 0.5)), source(rows(100, 200, 300, 4))
+    found = aligned(1, (base, abc), (math, moved), (code, with_y), weights=[3, 1], pad=8)
+    new = 0.75 * 8 + 0.25 * 4
+    assert found.rows == (8, 3, 5, 4)
+    assert (found.tokenizer, found.tokenizer_files) == (1, {})
+    np.testing.assert_array_equal(read(found.base), rows(3, 2, 7, new, 0, 0, 0, 0))
+    np.testing.assert_array_equal(read(found.models[0]), rows(30, 20, 7, new, 0.5, 0, 0, 0))
+    np.testing.assert_array_equal(read(found.models[1]), rows(300, 200, 7, new, 0, 0, 0, 0))
+    assert found.token_ids == ({0: None, 1: 1, 2: 0}, None, {0: None, 1: 1, 2: 0, 3: 3})
+    assert found.tokens[0] == {"c": 0, "b": 1, "<x>": 2, "<y>": 3}
+    check_ranges(found, 3)
+
+
+def test_a_models_tokens_that_are_the_bases_leave_rows_alone(abc: Path, tmp_path: Path) -> None:
+    base, model = source(rows(1, 2, 3)), source(rows(1, 2, 4))
+    found = aligned(1, (base, abc), (model, write_tokenizer(tmp_path / "again", "abc")))
+    assert (found.base, found.models, found.tokenizer) == (base, (model,), 1)
+
+
+def test_a_models_tokens_need_names_for_the_rows(abc: Path, with_y: Path) -> None:
+    base, model = source(rows(1, 2, 3)), source(rows(1, 2, 3, 4))
+    with pytest.raises(MismatchError, match="vocabulary: math has no tokenizer; choose"):
+        aligned(1, (base, abc), (model, None))
+    with pytest.raises(MismatchError, match=r'the base has no tokenizer.*vocabulary = "base"'):
+        aligned(1, (base, None), (model, with_y))
+    shorter = aligned(1, (source(rows(1, 2, 3, 4, 5)), None), (model, with_y))
+    np.testing.assert_array_equal(read(shorter.base), rows(1, 2, 3, 4))  # by number
+
+
+@pytest.mark.parametrize("policy", ["base", "union", 2])
+def test_a_chosen_row_is_for_those_that_have_none(
+    policy: Any, abc: Path, with_y: Path, moved: Path
+) -> None:
+    """Each of the others keeps its own; a token that nobody has is added."""
+    inputs = (source(rows(1, 2, 3)), abc), (source(rows(4, 5, 6, 7)), with_y)
+    more = source(rows(30, 20, 70, 80)), moved
+    tokens = {
+        "a": {"model": "math", "token": "c"},
+        "<y>": {"model": "base", "id": 1},
+        "<z>": "zero",
+    }
+    found = aligned(policy, *inputs, more, tokens=tokens)
+    ids = found.tokens[0]
+    assert ids is not None
+    base, math, code = map(read, (found.base, *found.models))
+    expected = {"a": (1, 4, 6), "<y>": (2, 7, 80), "<z>": (0, 0, 0), "b": (2, 5, 20)}
+    for token, values in expected.items():
+        assert (base[ids[token], 0], math[ids[token], 0], code[ids[token], 0]) == values, token
+    assert found.tokenizer == (2 if policy == 2 else 0)
+    (document,) = map(json.loads, found.tokenizer_files.values())
+    assert document["added_tokens"][-1] == added(ids["<z>"], "<z>")
+    check_ranges(found, 3)
+
+
+def test_a_forced_row_is_that_of_all(abc: Path, with_y: Path) -> None:
+    base, model = source(rows(1, 2, 3, dtype=ml_dtypes.bfloat16)), source(rows(4, 5, 6, 7))
+    tokens = {"a": {"model": "math", "token": "<y>", "force": True}}
+    tokens |= {"c": {"zero": True, "force": True}}
+    found = aligned("base", (base, abc), (model, with_y), tokens=tokens)
+    np.testing.assert_array_equal(read(found.base), rows(7, 2, 0))
+    np.testing.assert_array_equal(read(found.models[0]), rows(7, 5, 0))
+    same = aligned("error", (base, abc), (source(rows(4, 5, 6)), abc), tokens={"b": tokens["c"]})
+    np.testing.assert_array_equal(read(same.models[0]), rows(4, 0, 6))
+    assert (same.tokenizer, same.tokenizer_files) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"model": "math", "token": "q"}, "of math is of the token 'q'"),
+        ({"model": "math"}, "of math is of the token '<z>'"),
+        ({"model": "base", "id": 3}, "the 3 rows of base is of the id 3"),
+    ],
+)
+def test_a_row_that_is_not_there_cannot_be_chosen(
+    row: dict[str, Any], what: str, abc: Path, with_y: Path
+) -> None:
+    base, model = source(rows(1, 2, 3)), source(rows(1, 2, 3, 4))
+    with pytest.raises(MismatchError, match=rf"tokens\.<z>: .*{what}; give"):
+        aligned("base", (base, abc), (model, with_y), tokens={"<z>": row})
+
+
+def test_chosen_rows_are_needed_in_every_tensor_and_of_weights(abc: Path, with_y: Path) -> None:
+    base = source(rows(1, 2, 3), **{"lm_head.weight": rows(1, 2, 3)})
+    tokens = {"a": {"model": "math", "token": "<y>", "force": True}}
+    for model in (source(rows(1, 2, 3, 4)), DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})):
+        with pytest.raises(MismatchError, match="weight: a model whose rows are chosen has none"):
+            aligned("base", (base, abc), (model, with_y), tokens=tokens)
+    with pytest.raises(MismatchError, match="base: has no tokenizer that tokens can be added to"):
+        aligned("base", (base, None), (base, None), tokens={"<z>": "zero"})
 
 
 # ---------------------------------------------------------------- what cannot be united

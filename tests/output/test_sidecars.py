@@ -192,6 +192,54 @@ def test_padding_that_the_output_lacks_is_left_out(tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
 
 
+# ---------------------------------------------------------------- whose tokens, and which names
+
+
+def test_an_output_with_a_models_tokens_has_its_tokenizer_and_ids(tmp_path):
+    base = write_model(tmp_path / "base", WORDS, eos="</s>", generation=["</s>"], pad="<unk>")
+    tokens = ["</s>", *CHAT, "<unk>", "hello"]  # has no <s>
+    chat = chat_model(tmp_path / "chat", tokens, change=0.01, pad=None)
+    merged(tmp_path, base, [chat], vocabulary="chat")
+    out = tmp_path / "out"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (chat / name).read_bytes()
+    assert stops(out) == ("<|im_end|>", "<|im_end|>", 2, [0, 2])
+    config = read(out, "config.json")
+    assert (config["vocab_size"], config["pad_token_id"]) == (6, 4)  # the base's <unk>
+
+
+def test_a_repeated_merge_finds_the_models_that_were_named(tmp_path):
+    base = write_model(tmp_path / "base", WORDS, eos="</s>", generation=["</s>"])
+    models = [
+        chat_model(tmp_path / place / "chat", change=change)
+        for place, change in {"a": 0.01, "b": 0.02}.items()
+    ]
+    with pytest.raises(dare.RecipeError, match="2 models have that name; write a/chat, b/chat"):
+        merged(tmp_path, base, models, vocabulary="chat")
+    named = {"copy_from": "b/chat", "chat_template": "b/chat", "vocabulary": "b/chat"}
+    tokens = {"<z>": {"model": "a/chat", "id": 7}}
+    report = merged(tmp_path, base, models, tokens=tokens, **named)
+    assert [model.name for model in report.models] == ["a/chat", "b/chat"]
+    (tmp_path / "b" / "chat").rename(tmp_path / "moved")
+    given = {"base": base, "models": [models[0], tmp_path / "moved"], "verbose": False}
+    again = dare.merge(tmp_path / "out", **given, output=tmp_path / "again")
+    assert again.digests == report.digests
+    recipe = dare.load_recipe(tmp_path / "again").recipe
+    assert (recipe.vocabulary, recipe.copy_from, recipe.chat_template) == ("moved",) * 3
+    assert recipe.tokens["<z>"].model == "chat"
+
+
+def test_usual_templates_have_names(tmp_path, base):
+    model = write_model(tmp_path / "math", [*WORDS, *CHAT], eos="</s>", change=0.01)
+    merged(tmp_path, base, [model], chat_template="chatml")
+    assert "<|im_start|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
+    again = dare.load_recipe(tmp_path / "out").recipe
+    assert again.chat_template == (tmp_path / "out" / "chat_template.jinja").read_text()
+    (tmp_path / "math").rename(tmp_path / "chatml")
+    with pytest.raises(dare.RecipeError, match="that model has no chat template"):
+        merged(tmp_path, base, [tmp_path / "chatml"], chat_template="chatml")
+
+
 # ---------------------------------------------------------------- configuration
 
 

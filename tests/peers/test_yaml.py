@@ -88,14 +88,14 @@ ITERATED = ("karcher",)
 """Methods that mergekit approaches step by step, in float32, from angles that it rounds."""
 
 
-def run_mergekit(file: Path, output: Path) -> None:
+def run_mergekit(file: Path, output: Path, *more: str) -> None:
     """Run the program mergekit-yaml, in this process: to start one takes longer than to merge."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it has many, and they are its own
         from mergekit.scripts.run_yaml import main
 
         flags = ["--no-copy-tokenizer", "--no-write-model-card", "--quiet", "--random-seed", "1"]
-        main([str(file), str(output), *flags], standalone_mode=False)
+        main([str(file), str(output), *flags, *more], standalone_mode=False)
 
 
 def merge_both(folder, tmp_path, monkeypatch, text):

@@ -77,6 +77,55 @@ def test_every_fate_is_told():
     assert (extra.code, extra.subjects) == ("extra_dropped", ("left out",))
 
 
+@pytest.mark.parametrize(("policy", "score"), [("average", [[2, 4]]), ("first", [[1, 2]])])
+def test_a_head_that_only_models_have(policy, score):
+    """Nothing is dropped from it, and a model without it says nothing."""
+    base = {"w": np.zeros(4, np.float32)}
+    models = [
+        base | {"score": np.array([[1, 2]], np.float16)},
+        base,
+        base | {"score": np.array([[3, 6]], np.float32)},
+    ]
+    settings = {"on_extra": policy, "drop_rate": 0.5, "verbose": False}
+    merged, report = merge_arrays(base, models, **settings)
+    assert list(merged) == ["w", "score"]
+    assert merged["score"].dtype == np.float16
+    np.testing.assert_array_equal(merged["score"], score)
+    (note,) = [n for n in report.warnings if n.code == "extra_taken"]
+    owners = {"average": "model 0, model 2", "first": "model 0"}[policy]
+    assert (note.subjects, owners in note.text, "copy_from" in note.remedy) == (
+        ("score",),
+        True,
+        True,
+    )
+
+
+def test_heads_of_files_are_a_fate_of_their_own_and_decide_the_output(tmp_path):
+    heads = {"math": [1, 2], "code": [2, 3]}
+    base = save(tmp_path / "base.safetensors", {"w": np.ones(4, np.float32)})
+    models = [
+        save(tmp_path / f"{n}.safetensors", {"w": np.full(4, v), "score": np.array(v)})
+        for n, v in ((n, np.float32(v[0])) for n, v in heads.items())
+    ]
+    given = {"base": base, "models": models, "method": "linear"}
+    made = plan(**given, on_extra="average")
+    assert fates(made) == {"w": Fate.MERGED, "score": Fate.EXTRA}
+    assert made.left_out == ()
+    assert "1 taken from models" in str(made)
+    found = [plan(**given, on_extra=p) for p in ("average", "first", "drop")]
+    assert [each.identity.get("on_extra") for each in found] == ["average", "first", None]
+    assert len({each.fingerprint for each in found}) == 3
+
+
+@pytest.mark.parametrize("other", [np.zeros(3, np.float32), np.zeros(2, np.int64)])
+def test_heads_without_a_mean_are_refused(other):
+    models = [BASE | {"score": np.zeros_like(other)[:2]}, BASE | {"score": other}]
+    with pytest.raises(MismatchError, match=r'score: has no mean in .* on_extra = "first"'):
+        merge_arrays(BASE, models, on_extra="average", verbose=False)
+    merged, _ = merge_arrays(BASE, models, on_extra="first", verbose=False)
+    assert merged["score"].tolist() == [0, 0]
+
+
 def test_integers_need_not_agree_if_the_recipe_says_so():
     assert {t.name: t.models for t in plan_of(BASE, BASE).tensors}["n"] == (0,)
     free = plan_of(BASE, BASE, on_integer_mismatch="base")
@@ -138,7 +187,8 @@ def test_everything_that_does_not_fit_is_found_at_once():
         f"  c.kind: base is 2 I64, math is 2 F32; {keep}",
         f"  d.integers: base is 2 I64, math is 2 I32; {keep}",
         f"  e.scalar: base is a scalar F32, code is 1 F32; {keep}",
-        '  g.extra: in math, code, not in the base; set on_extra = "drop" to leave it out',
+        '  g.extra: in math, code, not in the base; set on_extra = "drop" to leave it out, '
+        '"average" to keep it',
     ]
 
 
@@ -481,7 +531,7 @@ def test_models_of_one_name_are_told_apart(tmp_path):
     models = [tmp_path / folder / "same.safetensors" for folder in ("a", "b")]
     base = save(tmp_path / "base.safetensors", BASE)
     made = plan(base=base, models=models)
-    assert made.model_names == ("same (1)", "same (2)")
+    assert made.model_names == ("a/same", "b/same")
 
 
 def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path, monkeypatch):

@@ -58,6 +58,27 @@ def test_a_union_loads_and_has_the_right_rows(tuned, tmp_path):
     np.testing.assert_array_equal(model.get_input_embeddings().weight.detach().numpy(), rows)
 
 
+def test_a_models_vocabulary_and_chosen_rows_load(tuned, tmp_path):
+    tokens = {
+        "plusplus": {"model": "base", "token": "plus", "force": True},
+        "<|new|>": {"model": tuned.name, "token": "<math>"},
+    }
+    settings = {"vocabulary": tuned.name, "tokens": tokens, "pad_to_multiple_of": 64}
+    rows, before, after = merged(tuned, tmp_path / "out", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+        model = AutoModel.from_pretrained(tmp_path / "out")
+    ids = tokenizer("a <math> plusplus <|new|> b")["input_ids"]
+    assert ids == [101, 1037, 30522, 30523, 30525, 1038, 102]
+    plus = tokenizer.convert_tokens_to_ids("plus")
+    np.testing.assert_array_equal(rows[:30522], before + (after[:30522] - before))
+    expected = [after[30522], before[plus], after[30524], after[30522]]
+    np.testing.assert_array_equal(rows[30522:30526], expected)
+    assert rows.shape[0] == model.config.vocab_size == 30528
+    assert not rows[30526:].any()
+
+
 def test_the_base_keeps_its_vocabulary(tuned, tmp_path):
     settings = {"vocabulary": "base", "copy_from": tuned.name}
     rows, before, after = merged(tuned, tmp_path / "out", **settings)

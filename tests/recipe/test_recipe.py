@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dare.api import load_recipe
 from dare.errors import RecipeError
 from dare.recipe.document import request_from_document as from_document
+from dare.recipe.document import with_settings
 from dare.recipe.entries import OTHER_NAMES, OUR_NAMES, in_our_form
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
@@ -167,13 +168,17 @@ def recipes(draw):
         match=words | st.lists(words, max_size=2),
         settings=overrides,
     )
+    token = st.just("zero") | st.builds(
+        dict, model=st.just("base"), id=st.integers(0, 9), force=st.booleans()
+    )
     given = {
         "output": paths,
         "seed": st.integers(0, 2**70),
         "scale": finite,
         "dtype": st.sampled_from([None, "F16", "BF16"]),
         "on_missing": st.sampled_from(["error", "base"]),
-        "on_extra": st.sampled_from(["error", "drop"]),
+        "on_extra": st.sampled_from(["error", "drop", "average", "first"]),
+        "tokens": st.dictionaries(words, token),
         "on_mismatch": st.sampled_from(["error", "base"]),
         "on_integer_mismatch": st.sampled_from(["error", "base"]),
         "delta_threshold": st.floats(0, 1e30),
@@ -387,6 +392,58 @@ def test_a_weight_that_is_not_given_is_the_methods_own(method, weights):
 )
 def test_a_model_is_called_by_its_file_or_directory(file, name):
     assert ModelEntry(file=file).name == name
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["a/math", "b/math", "code"], ["a/math", "b/math", "code"]),
+        (["x/a/math", "y/a/math.safetensors"], ["x/a/math", "y/a/math"]),
+        (["a/math/model.safetensors", "math"], ["a/math", "math"]),
+        (["org/math@v1", "other/math"], ["org/math", "other/math"]),
+        (["s3://one/math", "s3://two/math"], ["one/math", "two/math"]),
+        (["a/math", "b/math", "a/math"], ["math (1)", "b/math", "math (3)"]),
+    ],
+)
+def test_models_of_one_name_have_their_folders_before_it(files, names):
+    found = recipe(models=files)
+    assert list(found.names) == names
+    numbers = [found.number_of(name, "") for name in names if name != "math"]
+    assert numbers == [1 + n for n, name in enumerate(names) if name != "math"]
+
+
+def test_a_name_of_two_models_is_refused_with_those_to_write():
+    found = recipe(models=["x/a/math", "x/b/math"])
+    with pytest.raises(RecipeError, match=r"copy_from: 2 models .* write a/math, b/math"):
+        found.number_of("math", "copy_from")
+    assert [found.number_of(word, "") for word in ("b/math", "x/b/math", "base")] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocabulary": "maths"}, r"vocabulary: there is no model 'maths' \(did you mean 'math'"),
+        ({"vocabulary": "unoin"}, r"did you mean 'union'\?\); there are math, code, error, base"),
+        ({"tokens": {"<x>": {"model": "co"}}}, r"tokens\.<x>: there is no model 'co'.*math, code"),
+        ({"tokens": {"<x>": {}}}, 'needs a model or "zero"'),
+        ({"tokens": {"<x>": {"model": "math", "zero": True}}}, 'needs a model or "zero"'),
+        ({"tokens": {"<x>": {"model": "math", "token": "a", "id": 1}}}, "by token or by id"),
+        ({"tokens": {"<x>": {"zero": True, "id": 1}}}, "by token or by id"),
+        ({"tokens": {"<x>": {"modl": "math"}}}, r"tokens\.<x>: modl: not known \(did you"),
+    ],
+)
+def test_tokens_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(models=["math", "code"], **settings)
+
+
+def test_without_a_model_its_tokens_are_not_asked_for():
+    rows = {"<x>": {"model": "math"}, "<y>": "zero"}
+    found = recipe(models=["math", "code"], vocabulary="math", tokens=rows)
+    left = with_settings(found, {"include.math": False})
+    assert (left.vocabulary, list(left.tokens)) == ("union", ["<y>"])
+    kept = with_settings(found, {"include.code": False})
+    assert (kept.vocabulary, list(kept.tokens)) == ("math", ["<x>", "<y>"])
 
 
 def drop_rates(found: Recipe, tensor: str) -> list[float]:

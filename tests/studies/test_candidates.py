@@ -133,15 +133,18 @@ def test_another_type_of_output(held, dtype):
     assert candidate.arrays["steps"].dtype == np.int64
 
 
-def test_rules_for_tensors_and_policies(tmp_path):
+@pytest.mark.parametrize("policy", ["drop", "average"])
+def test_rules_for_tensors_and_policies(tmp_path, policy):
     base, tuned = small_models()
     del tuned[0]["scale"]
     tuned[1]["model.norm.weight"] = numbers(5, 7)
     tuned[2]["more"] = numbers(4, 7)
+    tuned[0]["more"] = numbers(4, 8)
     rule = dare.TensorRule(match="*.mlp.*", model="model1", weight=2.0, settings={"drop_rate": 0.2})
-    policies = {"on_missing": "base", "on_mismatch": "base", "on_extra": "drop"}
+    policies = {"on_missing": "base", "on_mismatch": "base", "on_extra": policy}
     recipe = write_recipe(tmp_path, base, tuned, tensors=(rule,), **policies)
-    check_like_merge(dare.Candidates(recipe), {"scale": 0.5})
+    found = check_like_merge(dare.Candidates(recipe), {"scale": 0.5})
+    assert ("more" in found.arrays) == (policy == "average")
 
 
 def tied_files(folder, **settings):
@@ -271,7 +274,7 @@ def vocabulary_recipe(folder, policy):
     )
 
 
-@pytest.mark.parametrize("policy", ["union", "base"])
+@pytest.mark.parametrize("policy", ["union", "base", "code"])
 def test_rows_of_other_vocabularies(tmp_path, policy):
     recipe = vocabulary_recipe(tmp_path, policy)
     candidates = dare.Candidates(recipe)

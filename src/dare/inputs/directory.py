@@ -13,9 +13,12 @@ import math
 import os
 import re
 import stat
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -480,6 +483,13 @@ def chat_template_of(directory: Path) -> str | None:
     return None
 
 
+@cache
+def usual_templates() -> dict[str, str]:
+    """Return the templates that have a name of their own."""
+    text = files("dare.inputs").joinpath("chat_templates.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
 def _decoded(text: bytes, where: Path) -> str:
     try:
         return text.decode()
@@ -492,8 +502,9 @@ def choose_chat_template(
 ) -> tuple[str | None, tuple[Notice, ...]]:
     """Return the template to replace the one in `own`, or None to leave that; and notes.
 
-    The setting is "auto", the name of a model, a template, or a file that holds one. With "auto"
-    the directory's own stays; if it has none, the one that all models agree on is taken.
+    The setting is "auto", the name of a model, the name of a usual template, a template, or a file
+    that holds one. With "auto" the directory's own stays; if it has none, the one that all models
+    agree on is taken.
     """
     if setting == "auto":
         return _agreed_template(own, models)
@@ -505,9 +516,11 @@ def choose_chat_template(
         return template, ()
     if "{" in setting:
         return setting, ()
+    if setting in (usual := usual_templates()):
+        return usual[setting], ()
     if is_there(path := to_path(setting)):
         return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
-    known = ["auto", *models]
+    known = ["auto", *models, *usual]
     raise RecipeError(
         f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
         f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"

@@ -16,15 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
-from dare.errors import InputError, RecipeError
+from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.names import match_names, tie
-from dare.inputs.sources import Aligned, Opening, Source, read_config
-from dare.recipe.entries import distinct
+from dare.inputs.sources import (
+    Aligned,
+    ExtendedSource,
+    Opening,
+    Source,
+    extras_of,
+    read_config,
+)
 from dare.recipe.layers import mean_value
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import is_here, is_stored, parse_name, to_path
-from dare.tensors.dtypes import CODE_TYPES
+from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.files import begins_with
 from dare.tensors.names import quantised_kind, row_rank
 
@@ -125,7 +131,7 @@ def open_inputs(
     """
     if merges is None and (recipe.layers or recipe.merges):
         raise RecipeError("[[layers]] and [merges] are for merges; write their result first")
-    names = distinct([entry.name for entry in recipe.models])
+    names = recipe.names
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     made = [(merges or {}).get(str(path)) for path in given]
     for path in given if recipe.output_digest is not None and not any(made) else ():
@@ -188,15 +194,42 @@ def open_inputs(
         from dare.inputs.vocabulary import align
 
         aligned = align(
-            recipe.vocabulary,
+            recipe.vocabulary_of,
             base,
             models,
             directories=folders,
             names=names,
             weights=[mean_value(w) if isinstance(w, list) else w for w in recipe.weights()],
             pad_to_multiple_of=recipe.pad_to_multiple_of,
+            chosen=recipe.token_rows,
         )
+    aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
+    if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
+        what = "has a row for each token, and vocabularies differ"
+        raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
+
+
+def take_extras(
+    recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
+) -> Source:
+    """Give the base the tensors that only models have, if the recipe takes their mean or one."""
+    extras = extras_of(base, models) if recipe.on_extra in ("average", "first") else {}
+    for tensor, owners in extras.items():
+        first, *others = (models[number].tensors[tensor] for number in owners)
+        if any(models[number].delta_of(tensor).is_change for number in owners):
+            whose = ", ".join(names[number] for number in owners)
+            what = f"in {whose}, a change of what the base lacks"
+            raise MismatchError(f'{tensor}: {what}; set on_extra = "drop"')
+        unlike = not first.dtype.is_weight or any(o.shape != first.shape for o in others)
+        if recipe.on_extra == "average" and others and unlike:
+            forms = ", ".join(f"{names[n]} {models[n].tensors[tensor].shape}" for n in owners)
+            what = f"has no mean in {forms}"
+            raise MismatchError(f'{tensor}: {what}; set on_extra = "first"')
+    if recipe.on_extra == "first":
+        extras = {tensor: owners[:1] for tensor, owners in extras.items()}
+    kind = None if recipe.dtype is None else STORAGE_TYPES["F32"]  # rounded once, at the end
+    return ExtendedSource(base, models, extras, kind) if extras else base
 
 
 def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
@@ -218,11 +251,13 @@ def _find(path: Path, *, verbose: bool, fetches: bool) -> tuple[Path, Path]:
 
 def _may_differ_in_rows(recipe: Recipe, opened: Aligned, folders: Sequence[Path | None]) -> bool:
     """Return whether rows of embeddings may have to move; without them no tokenizer is read."""
-    if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
+    may_choose = bool(recipe.tokens) or isinstance(recipe.vocabulary_of, int)
+    if recipe.vocabulary == "error" and recipe.on_mismatch == "base" and not may_choose:
         return False  # rows that do not fit stay the base's
     base, *models = (
         {name: info.shape for name, info in source.tensors.items() if row_rank(name) is not None}
         for source in (opened.base, *opened.models)
     )
     is_plain = recipe.pad_to_multiple_of is None and all(folder is None for folder in folders)
-    return bool(base) and not (is_plain and all(model == base for model in models))
+    is_same = is_plain and all(model == base for model in models)
+    return bool(base) and (may_choose or not is_same)

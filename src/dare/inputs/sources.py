@@ -49,6 +49,7 @@ from dare.tensors.names import some_of
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
+MEAN_PIECE = 1 << 16  # elements of a mean that are computed at once
 
 Raw = NDArray[Any]  # elements as they are stored, flat
 
@@ -109,6 +110,7 @@ class Source:
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
     # Of a stack of layers: the folder that each is from, and its number there.
     layers: Sequence[tuple[Path | None, int]] = ()
+    extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
 
     @property
     def folder(self) -> Path | None:
@@ -318,7 +320,8 @@ class SourceView(Source):
         self.computed = computed  # the names of tensors that are not read as they are
         self._opened = (inner,) if opened is None else opened  # together with this one
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
-        self.is_partial, self.cost, self.layers = inner.is_partial, inner.cost, inner.layers
+        self.is_partial, self.cost = inner.is_partial, inner.cost
+        self.layers, self.extras = inner.layers, inner.extras
 
     @property
     def folder(self) -> Path | None:
@@ -440,6 +443,46 @@ def enter_all(sources: Iterable[Source]) -> None:
         stack.pop_all()
 
 
+def extras_of(base: Source, models: Sequence[Source]) -> dict[str, list[int]]:
+    """Return the tensors that only models have, in the order of their names, and who has them."""
+    names = sorted({name for model in models for name in model.tensors} - base.tensors.keys())
+    return {name: [n for n, m in enumerate(models) if name in m.tensors] for name in names}
+
+
+class ExtendedSource(SourceView):
+    """A base with the tensors that only models have: the first one's, or the mean of theirs."""
+
+    def __init__(
+        self,
+        inner: Source,
+        models: Sequence[Source],
+        extras: Mapping[str, Sequence[int]],
+        kind: StorageType | None,
+    ) -> None:
+        taken = {}
+        for name, owners in extras.items():
+            info = replace(models[owners[0]].tensors[name], start=0)
+            taken[name] = replace(info, dtype=kind) if kind and len(owners) > 1 else info
+        opened = (inner, *models)
+        super().__init__(inner, {**inner.tensors, **taken}, computed=taken, opened=opened)
+        self.extras = extras
+
+    def fingerprint(self) -> list[Any]:
+        return [*super().fingerprint(), self.extras]
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        owners = [self._opened[1 + number] for number in self.extras[name]]
+        if len(owners) == 1:
+            owners[0].read(name, start, into)
+            return
+        for done in range(0, into.size, MEAN_PIECE):
+            part = into[done : done + MEAN_PIECE]
+            floats = [read_floats(owner, name, start + done, part.size) for owner in owners]
+            with np.errstate(invalid="ignore", over="ignore"):
+                mean = np.sum(floats, axis=0, dtype=np.float32) / np.float32(len(owners))
+            kernels.load("reference").encode(mean, part)
+
+
 @dataclass(frozen=True)
 class Aligned:
     """Sources with rows in one order, and what else an output with that order needs."""
@@ -447,11 +490,11 @@ class Aligned:
     base: Source
     models: tuple[Source, ...]
     rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
-    keeps_base_tokenizer: bool = False  # True if no other tokenizer fits the output
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # the base's that change
-    # The output's id of each id of each model; none at all where nothing differs.
+    tokenizer: int | None = None  # the input whose tokenizer alone fits the output; 0: the base
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # of that one, as changed
+    # The output's id of each id of the base and each model; none at all where nothing differs.
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    # The ids of tokens in the output with the base's tokenizer, in the base's and each model's.
+    # The ids of tokens in the output with that tokenizer, in the base's and each model's.
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[Notice, ...] = ()

@@ -8,6 +8,7 @@ embedding and head are put in one order, that of the output, before anything is 
 is presented with its own row for every token that it shares with the base, and with the base's row
 for all others, where its change is therefore zero. The base is presented with a row for each new
 token, the mean of the rows of the models that have it. Readers of the sources notice nothing.
+The order may be a model's instead of the base's, and rows of single tokens may be chosen.
 
 Nothing is copied beforehand: elements are read from the sources that their rows come from, or
 computed, at the moment they are asked for.
@@ -19,11 +20,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,7 @@ from dare.errors import InputError, MismatchError
 from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json, read_text
 from dare.inputs.sources import Aligned, Raw, Source, SourceView, read_floats
 from dare.kernels import reference
+from dare.recipe.entries import TokenEntry
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo, dump_json, parse_json, shorten
@@ -198,11 +201,12 @@ def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
 
 # ---------------------------------------------------------------- aligning
 
-Policy = Literal["error", "base", "union"]
+Vocabularies = tuple[Vocabulary, *tuple[Vocabulary | None, ...]]  # the base's, the models'
+Chosen = Mapping[str, tuple[int | None, TokenEntry]]  # tokens, and the inputs their rows are of
 
 
 def align(
-    policy: Policy,
+    policy: str | int,
     base: Source,
     models: Sequence[Source],
     *,
@@ -210,11 +214,14 @@ def align(
     names: Sequence[str],
     weights: Sequence[float],
     pad_to_multiple_of: int | None = None,
+    chosen: Chosen = MappingProxyType({}),
 ) -> Aligned:
     """Bring the rows of all models into the output's order, as the policy says.
 
+    The policy is error, base or union, or the number of the model whose tokens the output has.
     `directories` are where the tokenizers lie, the base's first; `names` and `weights` are the
-    models'. Raises MismatchError, with a line for each model, where the policy does not allow it.
+    models'; `chosen` has rows of single tokens. Raises MismatchError, with a line for each model,
+    where the policy does not allow it.
     """
     tokenizers = Tokenizers()
     vocabulary = tokenizers.vocabulary(base, "base", directories[0])
@@ -229,8 +236,16 @@ def align(
     if policy == "error" and differing:
         raise MismatchError(*(_refusal(vocabulary, other) for other in differing))
 
-    new = _new_tokens(vocabulary, known) if policy == "union" else {}
-    rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
+    every: Vocabularies = (vocabulary, *others)
+    number = policy if isinstance(policy, int) else 0
+    order = _order(every, number, ("base", *names)[number])
+    united = _new_tokens(vocabulary, known) if policy == "union" else {}
+    added = _numbered(order, [t for t in (united | dict(chosen)) if t not in order.ids])
+    ids = {**order.ids, **added}
+    new = {
+        token: n for token, n in ids.items() if vocabulary.tokens and token not in vocabulary.ids
+    }
+    rows = max([order.rows, *(n + 1 for n in added.values())])
     if pad_to_multiple_of is not None:
         rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
     differences = {other.name: _difference(vocabulary, other) for other in differing}
@@ -241,19 +256,27 @@ def align(
     if rows > vocabulary.rows:
         notes.append(notice("more_rows", rows=rows, before=vocabulary.rows))
     own = [None if v is None or v.tokens is None else v.tokens.ids for v in (vocabulary, *others)]
-    tokens = (None if own[0] is None else {**own[0], **new}, *own)
+    tokens = (None if order.tokens is None else {**order.tokens.ids, **added}, *own)
     counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
-    if rows == vocabulary.rows and not differing:
-        return Aligned(base, tuple(models), counts, tokens=tokens, notes=tuple(notes))
+    if rows == vocabulary.rows and not differing and not chosen:
+        same = Aligned(base, tuple(models), counts, tokens=tokens, notes=tuple(notes))
+        return replace(same, tokenizer=number or None)
 
-    aligned, *presented = present(RowOrigins(vocabulary, others, base, models, weights, new, rows))
+    files = _tokenizer_files(directories[number], order, every, added)
+    picked = {ids[token]: _picked(token, *given, every) for token, given in chosen.items()}
+    forced = frozenset(ids[token] for token, (_, row) in chosen.items() if row.force)
+    loose = {token: ids[token] for token in chosen if ids[token] not in forced}
+    sources = (base, *models)
+    aligned, *presented = present(
+        RowOrigins(order, every, sources, weights, new, picked, forced, loose, rows)
+    )
     return Aligned(
         aligned,
         tuple(presented),
         counts,
-        keeps_base_tokenizer=bool(differing),
-        tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
-        token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
+        tokenizer=number if differing or number or files else None,
+        tokenizer_files=files,
+        token_ids=tuple(None if v is order else _token_ids(order, v, added) for v in every),
         tokens=tokens,
         differences=differences,
         notes=tuple(notes),
@@ -299,30 +322,57 @@ def _listed(tokens: Mapping[str, int]) -> str:
     return shown + (", …" if len(ordered) > EXAMPLES else "")
 
 
-# ---------------------------------------------------------------- a union
+# ---------------------------------------------------------------- the output's tokens
 
 
-def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]:
-    """Return the tokens that only models have rows for, with their ids in the output."""
+def _order(every: Vocabularies, number: int, name: str) -> Vocabulary:
+    """Return the vocabulary whose order the output's rows have; refuse one that names no rows."""
+    base, order = every[0], every[number]
+    if order is None or (number and order.tokens is None):
+        raise MismatchError(f"vocabulary: {name} has no tokenizer; choose a model that has one")
+    if base.tokens is None and base.rows < order.rows:
+        why = f"the base has no tokenizer, and fewer rows than {name}"
+        raise MismatchError(f'vocabulary: {why}; set vocabulary = "base"')
+    return order
+
+
+def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, None]:
+    """Return the tokens that only models have rows for, in the order they get in the output."""
     problems = [line for other in models for line in _obstacles(base, other)]
     if problems:
         raise MismatchError(*problems)
     if base.tokens is None:
         return {}
-    new: dict[str, int] = {}
-    following = len(base.tokens.ids)
-    for other in models:
-        for token in sorted(set(other.ids) - set(base.ids) - set(new), key=other.ids.__getitem__):
-            if token in base.tokens.ids:  # the base's tokenizer has it, and its embedding has not
-                new[token] = base.tokens.ids[token]
-            else:
-                new[token] = following
-                following += 1
-    taken = sorted(base.tokens.ids.values())
-    if following > len(taken) and taken != list(range(len(taken))):
+    ordered = (sorted(other.ids, key=other.ids.__getitem__) for other in models)
+    return dict.fromkeys(token for own in ordered for token in own if token not in base.ids)
+
+
+def _numbered(order: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
+    """Give tokens that have no row the ids that their tokenizer has for them, or the next ones."""
+    taken = order.tokens.ids if order.tokens else {}
+    following = count(len(taken))
+    added = {token: taken[token] if token in taken else next(following) for token in tokens}
+    if not added.keys() <= taken.keys() and sorted(taken.values()) != list(range(len(taken))):
         why = "the ids of its tokenizer have gaps or occur twice, so none can be added"
-        raise MismatchError(f'base: {why}; set vocabulary = "base"')
-    return new
+        raise MismatchError(f'{order.name}: {why}; set vocabulary = "base"')
+    return added
+
+
+def _picked(
+    token: str, number: int | None, row: TokenEntry, every: Vocabularies
+) -> list[tuple[int, int, float]]:
+    """Return the owner of a chosen row, and its number there; nobody has a row of zeros."""
+    if number is None:
+        return []
+    owner = every[number]
+    word = token if row.token is None else row.token
+    rows = owner.rows if owner else 0
+    there = row.id if row.id is not None else owner.ids.get(word, rows) if owner else 0
+    if there >= rows:
+        what = f"the token {word!r}" if row.id is None else f"the id {row.id}"
+        why = f"none of the {rows:,} rows of {row.model} is of {what}"
+        raise MismatchError(f"tokens.{token}: {why}; give a token or an id that it has")
+    return [(number, there, 1.0)]
 
 
 def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
@@ -336,33 +386,38 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
 
 
 def _token_ids(
-    base: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
+    order: Vocabulary, other: Vocabulary | None, added: Mapping[str, int]
 ) -> dict[int, int | None] | None:
     if other is None or other.tokens is None:
         return None
-    if base.tokens is None:
-        return {number: number if number < base.rows else None for number in other.ids.values()}
-    output = {**base.tokens.ids, **new}
+    if order.tokens is None:
+        return {number: number if number < order.rows else None for number in other.ids.values()}
+    output = {**order.tokens.ids, **added}
     return {number: output.get(token) for token, number in other.tokens.ids.items()}
 
 
 def _tokenizer_files(
-    directory: Path | None, base: Vocabulary, models: Sequence[Vocabulary], new: Mapping[str, int]
+    directory: Path | None,
+    order: Vocabulary,
+    every: Vocabularies,
+    added: Mapping[str, int],
 ) -> dict[str, bytes]:
-    """Return the base's tokenizer files with the new tokens in them."""
-    if directory is None or base.tokens is None or set(new) <= set(base.tokens.ids):
+    """Return the tokenizer files whose order the rows have, with further tokens in them."""
+    if not added or (order.tokens and set(added) <= set(order.tokens.ids)):
         return {}
+    if directory is None or order.tokens is None:
+        raise MismatchError(f"{order.name}: has no tokenizer that tokens can be added to")
     tokenizer = read_json(directory, TOKENIZER_FILE)
     if tokenizer is None:
         raise MismatchError(f'{directory}: has no {TOKENIZER_FILE}; set vocabulary = "base"')
-    flags = dict(base.tokens.added)
-    for model in models:
-        for token, known in (model.tokens.added if model.tokens else {}).items():
-            flags.setdefault(token, known)
-    appended = {token: number for token, number in new.items() if token not in base.tokens.ids}
+    flags: dict[str, Mapping[str, bool]] = dict.fromkeys(added, _FLAGS)
+    for vocabulary in (*reversed(every), order):  # the first that has it says how it is
+        flags |= vocabulary.tokens.added if vocabulary and vocabulary.tokens else {}
+    appended = {token: number for token, number in added.items() if token not in order.tokens.ids}
     listed = tokenizer.setdefault("added_tokens", [])
     present = {entry["content"] for entry in listed}
-    further = {token: base.tokens.ids[token] for token in base.tokens.added if token not in present}
+    ids = order.tokens.ids
+    further = {token: ids[token] for token in order.tokens.added if token not in present}
     more = {**further, **appended}.items()
     listed += [{"id": number, "content": token, **flags[token]} for token, number in more]
     listed.sort(key=lambda entry: int(entry["id"]))  # ids are given out in this order
@@ -373,8 +428,8 @@ def _tokenizer_files(
             str(number): {"content": token, **flags[token]} for token, number in appended.items()
         }
         files[TOKENIZER_CONFIG] = dump_json(config, directory / TOKENIZER_CONFIG)
-    if (added := read_json(directory, ADDED_TOKENS_FILE)) is not None:
-        files[ADDED_TOKENS_FILE] = dump_json({**added, **appended}, directory / ADDED_TOKENS_FILE)
+    if (own := read_json(directory, ADDED_TOKENS_FILE)) is not None:
+        files[ADDED_TOKENS_FILE] = dump_json({**own, **appended}, directory / ADDED_TOKENS_FILE)
     return files
 
 
@@ -382,7 +437,7 @@ PIECE = 1 << 16
 SMALLEST_PREFETCH_BYTES = 4096
 
 Rows = NDArray[np.int64]  # the input's row for each row of the output; -1: it has none
-Owners = Mapping[int, Sequence[tuple[int, int, float]]]  # models with a new row: number, row, share
+Owners = Mapping[int, Sequence[tuple[int, int, float]]]  # inputs with a row: number, row, share
 Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements from a position on
 
 
@@ -391,48 +446,57 @@ Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements fro
 
 @dataclass(frozen=True)
 class RowOrigins:
-    """All that decides the origin of each row; `vocabulary` is the base's."""
+    """All that decides the origin of each row; the base is the first of the inputs."""
 
-    vocabulary: Vocabulary
-    others: Sequence[Vocabulary | None]
-    base: Source
-    models: Sequence[Source]
+    order: Vocabulary  # that of the rows
+    vocabularies: Vocabularies
+    inputs: Sequence[Source]
     weights: Sequence[float]
-    new: Mapping[str, int]
+    new: Mapping[str, int]  # tokens that the base has no row for
+    picked: Owners  # of the rows that are chosen
+    forced: frozenset[int]  # those of them that no input has another row for
+    loose: Mapping[str, int]  # tokens of the others
     rows: int
 
     def rows_of(self, other: Vocabulary) -> Rows:
-        """Return an input's row for each row of the output that the base has as well.
+        """Return an input's row for each row of the output that counts.
 
         New tokens may lie in the padding, so their rows are none of these.
         """
-        base = self.vocabulary
-        shared = min(base.rows, other.rows)
+        order = self.order
+        shared = min(order.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
         rows[:shared] = np.arange(shared)
-        if base.tokens is not None and other.tokens is not None and base.ids != other.ids:
+        if order.tokens is not None and other.tokens is not None and order.ids != other.ids:
             rows[[number for number in other.ids.values() if number < shared]] = -1
-            for token, number in base.ids.items():
+            for token, number in order.ids.items():
                 rows[number] = other.ids.get(token, -1)
-        rows[list(self.new.values())] = -1
+        rows[[*self.new.values(), *self.forced]] = -1
+        for token, number in self.loose.items():
+            rows[number] = other.ids.get(token, -1)
         return rows
 
     def owners(self, base: TensorInfo) -> Owners:
-        """Return the models that have each new row; shares go by weights if all are positive."""
+        """Return the inputs that have each row; shares go by weights if all are positive."""
         fitting = {
             index: other.ids
-            for index, (model, other) in enumerate(zip(self.models, self.others, strict=True))
+            for index, (model, other) in enumerate(zip(self.inputs, self.vocabularies, strict=True))
             if other is not None and not model.delta_of(base.name).is_change
             if (info := row_tensors(model, other.rows).get(base.name)) is not None
             if info.shape[1:] == base.shape[1:]
         }
-        owners = {}
+        owners = dict(self.picked)
+        if any(index not in fitting for owner in owners.values() for index, _, _ in owner):
+            what = "a model whose rows are chosen has none here"
+            raise MismatchError(f"{base.name}: {what}; choose other rows in [tokens]")
         for token, number in self.new.items():
+            if number in owners:
+                continue
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
                 what = f"none of the models with the token {token!r} has a row here"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
-            weights = [self.weights[index] for index in having]
+            weights = [self.weights[index - 1] for index in having]
             if min(weights) <= 0:
                 weights = [1.0] * len(having)
             owners[number] = [
@@ -444,26 +508,31 @@ class RowOrigins:
 
 def present(origins: RowOrigins) -> list[Source]:
     """Present the base and the models with their rows in the output's order."""
-    inputs = [origins.base, *origins.models]
-    base_rows = origins.rows_of(origins.vocabulary)
-    stored = row_tensors(origins.base, origins.vocabulary.rows)
+    inputs, (vocabulary, *others) = origins.inputs, origins.vocabularies
+    base, *models = inputs
+    base_rows = origins.rows_of(vocabulary)
+    mappings = [None if other is None else origins.rows_of(other) for other in others]
+    lent_rows = base_rows.copy()  # to models that have none
+    lent_rows[list(origins.loose.values())] = -1
+    stored = row_tensors(base, vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
-    bases = {
-        name: RowTensor(
-            *(origins.base, info, info.dtype, base_rows),
-            partial(_fill_means, info, origins.models, owners[name]),
-        )
-        for name, info in stored.items()
-    }
-    mappings = [None if other is None else origins.rows_of(other) for other in origins.others]
-    digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
+    bases, lenders = (
+        {
+            name: RowTensor(
+                *(base, info, info.dtype, rows), partial(_fill_means, info, inputs, owners[name])
+            )
+            for name, info in stored.items()
+        }
+        for rows in (base_rows, lent_rows)
+    )
+    digests = [None if r is None else bytes_digest(r.tobytes()) for r in (base_rows, *mappings)]
     decided = bytes_digest(json.dumps([origins.rows, digests, owners], sort_keys=True).encode())
-    sources: list[Source] = [AlignedSource(origins.base, inputs, bases, decided)]
-    for model, other, rows in zip(origins.models, origins.others, mappings, strict=True):
+    sources: list[Source] = [AlignedSource(base, inputs, bases, decided)]
+    for model, other, rows in zip(models, others, mappings, strict=True):
         tensors = {}
         if other is not None and rows is not None:
             tensors = {
-                name: _model_tensor(model, info, rows, bases[name])
+                name: _model_tensor(model, info, rows, lenders[name])
                 for name, info in row_tensors(model, other.rows).items()
                 if name in bases and info.shape[1:] == bases[name].info.shape[1:]
             }
@@ -578,9 +647,9 @@ def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> Non
 
 
 def _fill_means(
-    base: TensorInfo, models: Sequence[Source], owners: Owners, start: int, into: Raw
+    base: TensorInfo, inputs: Sequence[Source], owners: Owners, start: int, into: Raw
 ) -> None:
-    """Fill in rows of new tokens: Σ share · row of the models that have it; zeros if none has."""
+    """Fill in rows of tokens: Σ share · row of the inputs that have it; zeros if none has."""
     width, done = math.prod(base.shape[1:]), 0
     while done < into.size:
         row, column = divmod(start + done, width)
@@ -588,7 +657,7 @@ def _fill_means(
         mean = np.zeros(part.size, np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             for place, (index, there, share) in enumerate(owners.get(row, ())):
-                values = read_floats(models[index], base.name, there * width + column, part.size)
+                values = read_floats(inputs[index], base.name, there * width + column, part.size)
                 values *= np.float32(share)
                 mean = mean + values if place else values  # not 0 + values, which loses a −0
         reference.encode(mean, part)

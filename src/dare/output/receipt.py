@@ -455,8 +455,8 @@ def _portable_request(plan: Plan) -> Request:
     output = plan.layout.target if plan.layout else Path()
     names = distinct([portable_path(path, output) for path in recipe.inputs])
     portable = recipe.moved(dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
-    template = recipe.chat_template
-    if template not in ("auto", *plan.model_names) and plan.sidecars is not None:
+    template = portable.chat_template
+    if template not in ("auto", *portable.names) and plan.sidecars is not None:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()

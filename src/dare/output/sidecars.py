@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dare.documents.notices import CATALOGUE, LEFTOVERS, Notice, Severity, notice
-from dare.errors import RecipeError, did_you_mean
 from dare.inputs.directory import (
     Changes,
     StopTokens,
@@ -49,7 +48,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     """Add to a plan what goes beside the weights, if the output is a directory."""
     recipe, aligned = planned.recipe, inputs.aligned
-    chosen = _chosen(recipe, inputs.names)
+    chosen = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     layout = planned.layout
     if layout is None or not layout.is_directory:
         return planned
@@ -57,15 +56,16 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     home = inputs.folders[chosen]
     if home is None:
         return planned
-    keeps_base = aligned.keeps_base_tokenizer and inputs.folders[0] is not None
-    tokenizer = 0 if keeps_base else chosen
-    template, giver, notes = _template(recipe.chat_template, inputs, chosen, tokenizer)
-    tokens = aligned.tokens[0 if keeps_base else 1 + chosen] if aligned.tokens else None
+    own = aligned.tokenizer
+    is_decided = own is not None and inputs.folders[own] is not None
+    tokenizer = own if own is not None and is_decided else chosen
+    template, giver, notes = _template(recipe, inputs, chosen, tokenizer)
+    tokens = aligned.tokens[0 if is_decided else 1 + chosen] if aligned.tokens else None
     stop, notices = _stop_tokens(inputs, giver)
     changes = Changes(
         dtype=main_type(t for tensors in layout.files.values() for t in tensors),
         vocab_size=aligned.resized(chosen),
-        token_ids=aligned.token_ids[chosen - 1] if chosen and aligned.token_ids else None,
+        token_ids=aligned.token_ids[chosen] if aligned.token_ids else None,
         chat_template=template,
         stop_tokens=None if giver == chosen == tokenizer else stop,
         tokens=tokens,
@@ -84,35 +84,41 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
 
 
 def _template(
-    setting: str, inputs: Inputs, chosen: int, tokenizer: int
+    recipe: Recipe, inputs: Inputs, chosen: int, tokenizer: int
 ) -> tuple[str | None, int, tuple[Notice, ...]]:
     """Return the template to write, if any, the number of its and the stop tokens' giver, notes.
 
-    `chosen` gives the configuration, and the template if it has one; `tokenizer` the tokenizer.
+    `chosen` gives the configuration, and the template if it has one; `tokenizer` the tokenizer,
+    and first of all the template if the recipe names a model for its tokens.
     """
     templates = [None if home is None else chat_template_of(home) for home in inputs.folders]
-    own = tokenizer if templates[chosen] is None else chosen
+    is_models = isinstance(recipe.vocabulary_of, int) and recipe.copy_from is None
+    first = tokenizer if is_models else chosen
+    own = next((n for n in (first, chosen) if templates[n] is not None), tokenizer)
     home = inputs.folders[own]
     assert home is not None
     models = dict(zip(inputs.names, inputs.folders[1:], strict=True))
+    setting = recipe.chat_template
+    may_name = setting != "auto" and "{" not in setting
+    named = recipe.find_models(setting, "chat_template") if may_name else []
+    setting = inputs.names[named[0]] if named else setting
     template, notes = choose_chat_template(setting, home, models)
     if template is None and own != tokenizer:
         template = templates[own]
     if template is None:
-        return None, chosen if templates[own] is None else own, notes
-    named = [1 + inputs.names.index(setting)] if setting in inputs.names else []
-    givers = (*named, own, *range(1, len(templates)))
-    giver = next((number for number in givers if templates[number] == template), chosen)
+        return None, first if templates[own] is None else own, notes
+    givers = (*(1 + number for number in named), own, *range(1, len(templates)))
+    giver = next((number for number in givers if templates[number] == template), first)
     if setting == "auto" and giver != own and (lost := _lost(inputs, giver)):
         unused = notice("unused_template", inputs.names[giver - 1], lost=lost)
-        return None, chosen, (unused,)
+        return None, first, (unused,)
     return template, giver, notes
 
 
 def _lost(inputs: Inputs, giver: int) -> str:
     """Return the stop tokens of a model that the output does not have."""
     home, tokens = inputs.folders[giver], inputs.aligned.tokens
-    if home is None or not tokens or tokens[0] is None or not inputs.aligned.keeps_base_tokenizer:
+    if home is None or not tokens or tokens[0] is None or inputs.aligned.tokenizer is None:
         return ""
     own = tokens[1 + giver]
     return ", ".join(sorted(stop_tokens_of(home, own).texts(own) - tokens[0].keys()))
@@ -144,7 +150,7 @@ def _stop_tokens(inputs: Inputs, giver: int) -> tuple[StopTokens | None, list[No
         own = ", ".join(sorted(texts[giver]))
         whose = "; ".join(others)
         notices.append(notice("stop_tokens", own=own, giver=names[giver], others=whose))
-    if giver and aligned.token_ids and (ids := aligned.token_ids[giver - 1]) is not None:
+    if aligned.token_ids and (ids := aligned.token_ids[giver]) is not None:
         stop = renumber_stop_tokens(stop, ids, names[giver])
     return stop, notices
 
@@ -162,16 +168,6 @@ def _with_missing_configuration(planned: Plan, inputs: Inputs, chosen: int) -> P
         severity, remedy = Severity.WARNING, f"Set {given} to take it and the tokenizer from there"
     found = notice("no_configuration", whose, severity=severity, file=CONFIG, remedy=remedy)
     return replace(planned, warnings=(*planned.warnings, found))
-
-
-def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
-    """The number of the model that `copy_from` names; 0 is the base."""
-    if recipe.copy_from is None:
-        return 0
-    if recipe.copy_from not in names:
-        known = f"{did_you_mean(recipe.copy_from, names)}; there are {', '.join(names)}"
-        raise RecipeError(f"copy_from = {recipe.copy_from!r}: there is no such model{known}")
-    return 1 + names.index(recipe.copy_from)
 
 
 def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:

@@ -139,6 +139,7 @@ class Fate(StrEnum):
     BASE_ONLY = "copied from base (no model has it)"
     PASSED = "passed through"
     MISMATCHED = "copied from base (a model's does not fit)"
+    EXTRA = "taken from models (the base lacks it)"
     LEFT_OUT = "left out (only in a model)"
 
 
@@ -305,8 +306,10 @@ class PlanData:
         given = zip(recipe.weights(), recipe.seeds(), recipe.models, strict=True)
         (method, stages), *others = map(_described, recipe.chains.values())
         later = {  # what came after the first manifests, and stands there only if it is used
-            "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
+            "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary_of,
+            "tokens": recipe.described_tokens() or None,
             "pad_to_multiple_of": recipe.pad_to_multiple_of,
+            "on_extra": recipe.on_extra if self.base.extras else None,
             "later_draws": LATER_DRAWS_VERSION if self.has_later_draws else None,
             "dropped_before": self.dropped_before if any(self.dropped_before) else None,
             "stages_from": {s.name: s.origin for s, _ in recipe.all_stages if s.origin} or None,

@@ -18,7 +18,7 @@ from pydantic import Field
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.sources import Drop, Source
+from dare.inputs.sources import Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import OUTSIDE, find_depths
@@ -92,6 +92,7 @@ class Fit:
     fitting: tuple[int, ...]
     absent: tuple[int, ...]  # without a copy; no misfit if the model is partial, as an adapter is
     misfits: tuple[LeftOut, ...]
+    is_extra: bool = False  # True if only models have it, and the output takes it over
 
     @property
     def is_mismatched(self) -> bool:
@@ -123,13 +124,9 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
 
 def find_extras(base: Source, models: Named) -> list[LeftOut]:
     """Return the tensors that models have and the base has not, in the order of their names."""
-    owners: dict[str, list[str]] = {}
-    for name, source in models:
-        for tensor in source.tensors.keys() - base.tensors.keys():
-            owners.setdefault(tensor, []).append(name)
     return [
-        LeftOut(tensor, Misfit.NOT_IN_BASE, tuple(names))
-        for tensor, names in sorted(owners.items())
+        LeftOut(tensor, Misfit.NOT_IN_BASE, tuple(models[number][0] for number in owners))
+        for tensor, owners in extras_of(base, [source for _, source in models]).items()
     ]
 
 
@@ -140,7 +137,11 @@ FINDINGS_SHOWN = 20
 POLICIES = {
     Misfit.MISSING: ("on_missing", "missing_as_zero", '"base" to count its change there as zero'),
     Misfit.UNLIKE_BASE: ("on_mismatch", "mismatch_kept", '"base" to keep the base\'s'),
-    Misfit.NOT_IN_BASE: ("on_extra", "extra_dropped", '"drop" to leave it out'),
+    Misfit.NOT_IN_BASE: (
+        "on_extra",
+        "extra_dropped",
+        '"drop" to leave it out, "average" to keep it',
+    ),
 }
 """For each misfit the setting that decides, the notice if it is allowed, and the value for that."""
 
@@ -162,11 +163,18 @@ def make_plan(
     """
     recipe = _with_delta_settings(recipe, models)
     named = list(zip(names, models, strict=True))
-    fits = [fit_tensor(info, named) for _, info in sorted(base.tensors.items())]
+    fits = [
+        Fit(info, (), (), (), is_extra=True) if name in base.extras else fit_tensor(info, named)
+        for name, info in sorted(base.tensors.items())
+    ]
     extras = find_extras(base, named)
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
-    warnings = [*_recipe_warnings(recipe), *notices]
+    taken = (
+        notice("extra_taken", tensor, models=", ".join(names[number] for number in owners))
+        for tensor, owners in base.extras.items()
+    )
+    warnings = [*_recipe_warnings(recipe), *notices, *taken]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
@@ -340,6 +348,8 @@ def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
     """Return what becomes of a tensor, and the models that take part in it."""
     takes_all = combine.models is not None  # then a missing delta is read as zero
     takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
+    if fit.is_extra:
+        return Fate.EXTRA, []
     if fit.is_mismatched:
         return Fate.MISMATCHED, []
     if not fit.base.dtype.is_weight:

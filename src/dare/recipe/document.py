@@ -27,7 +27,6 @@ from dare.recipe.entries import (
     ModelEntry,
     TensorRule,
     as_path,
-    distinct,
     find_files,
     flat,
     in_our_form,
@@ -355,7 +354,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     if "method" in given:
         document["method"] = given.pop("method")
         _remove_unused(document)
-    names = distinct([entry.name for entry in recipe.models])
+    names = recipe.names
     included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
     for name, value in given.items():
         set_by_name(document, name, value, names)
@@ -371,13 +370,13 @@ def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str
     kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
     rules = recipe.rules_of({n: entry.file for n, entry in kept.items()})
     changed = {"models": tuple(kept.values()), "tensors": rules, "input_digests": None}
-    return recipe.model_copy(update=changed)
+    return recipe.model_copy(update={**changed, **recipe.rows_without(kept.values())})
 
 
 def get_by_name(recipe: Recipe, name: str) -> Any:
     """Return the value of a setting in a recipe; of several models, the mean."""
     first, dot, rest = name.partition(".")
-    names = distinct([entry.name for entry in recipe.models])
+    names = recipe.names
     if not dot and name in FIELDS:
         return getattr(recipe, name)
     if dot and first in {stage.name for stage, _ in recipe.chain}:

@@ -25,7 +25,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -63,6 +63,7 @@ _NOT_KEYS = re.compile(
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
     re.DOTALL,
 )
+_BARE = re.compile(r"[\w-]+", re.ASCII)  # a key without quotes
 _DOTTED = re.compile(r"[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)++")
 
 
@@ -119,7 +120,8 @@ def write_value(value: Any) -> str:
     '["a\\nb", { file = "c", weight = 0.5 }]'
     """
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {write_value(v)}' for key, v in value.items())} }}"
+        pairs = ((k if _BARE.fullmatch(k) else write_value(k), v) for k, v in value.items())
+        return f"{{ {', '.join(f'{key} = {write_value(v)}' for key, v in pairs)} }}"
     if isinstance(value, list):
         return f"[{', '.join(map(write_value, value))}]"
     return write_toml({"x": value}).removeprefix("x = ").strip()
@@ -331,7 +333,7 @@ def _explained(error: ValidationError, model: type[Strict]) -> RecipeError:
     cause = first.get("ctx", {}).get("error")
     name = ".".join(map(str, first["loc"]))
     if isinstance(cause, RecipeError):
-        return cause
+        return RecipeError(f"{name}: {cause}") if len(first["loc"]) > 1 else cause
     if first["type"] == "missing":
         return RecipeError(f"{name} is missing")
     if first["type"] != "extra_forbidden":
@@ -363,7 +365,12 @@ class ModelEntry(Strict, init=False):
 
     @property
     def name(self) -> str:
-        """The model's name in messages."""
+        """The model's name in messages, if no other has the same."""
+        return self.path.name
+
+    @property
+    def path(self) -> Path:
+        """The path that its name is the last part of; those before tell two of one name apart."""
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
@@ -371,10 +378,42 @@ class ModelEntry(Strict, init=False):
             name = parse_address(str(path))
             path = Path(name.repo, name.inside)
         if path.suffix != ".safetensors":
-            return path.name
+            return path
         folder = path.parent
         is_generic = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
-        return folder.name if is_generic else path.stem.removesuffix(".delta")
+        return folder if is_generic else folder / path.stem.removesuffix(".delta")
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a name is that of the model, perhaps with folders before it."""
+        parts = PurePath(name).parts
+        return self.path.parts[-len(parts) :] == parts
+
+
+class TokenEntry(Strict, init=False):
+    """The row of a token: another model's, of the same token unless one is named, or zeros.
+
+    >>> TokenEntry(model="chat", token="</s>").force
+    False
+    """
+
+    model: str | None = Field(None, description="The model that has the row; `base` is the base.")
+    token: str | None = Field(None, description="Another token of that model.")
+    id: int | None = Field(None, ge=0, description="The number of the row in that model.")
+    zero: bool = Field(False, description="True for a row of zeros.")
+    force: bool = Field(False, description="True if rows that models have for it do not count.")
+
+    @model_validator(mode="after")
+    def _is_one_row(self) -> Self:
+        if self.zero == (self.model is not None):
+            raise RecipeError('a token needs a model or "zero": {model = "chat"}')
+        if (self.token is not None) + (self.id is not None) > (not self.zero):
+            raise RecipeError("a token is given by token or by id, and only with a model")
+        return self
+
+
+TokenRow = Annotated[
+    TokenEntry, BeforeValidator(lambda value: {"zero": True} if value == "zero" else value)
+]
 
 
 class TensorRule(Strict, init=False):
@@ -427,3 +466,19 @@ def flat(entry: dict[str, Any]) -> dict[str, Any]:
 def distinct(names: Sequence[str]) -> list[str]:
     """Number the names that occur more than once."""
     return [f"{name} ({n + 1})" if names.count(name) > 1 else name for n, name in enumerate(names)]
+
+
+def model_names(entries: Sequence[ModelEntry]) -> list[str]:
+    """Name models, those of one name with as many folders as tell them apart.
+
+    >>> model_names([ModelEntry(file=file) for file in ("a/math", "b/math", "code", "code")])
+    ['a/math', 'b/math', 'code (3)', 'code (4)']
+    """
+    every = [entry.path.parts for entry in entries]
+    return distinct([str(PurePath(*_unique_end(parts, every))) for parts in every])
+
+
+def _unique_end(parts: tuple[str, ...], every: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    ends = (parts[-length:] for length in range(1, len(parts) + 1))
+    is_one = (end for end in ends if sum(other[-len(end) :] == end for other in every) == 1)
+    return next(is_one, parts[-1:])

@@ -24,7 +24,7 @@ A rule may name a method for its tensors. Where a later rule names another, it d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -46,9 +46,12 @@ from dare.recipe.entries import (
     Span,
     Strict,
     TensorRule,
+    TokenEntry,
+    TokenRow,
     as_path,
     as_tuple,
     flat,
+    model_names,
     with_lists,
     write_toml,
     written_models,
@@ -74,6 +77,8 @@ WeightType = Annotated[
     str | None, BeforeValidator(lambda name: None if name is None else weight_type(name).name)
 ]
 Policy = Literal["error", "base"]
+POLICIES = ("error", "base", "union")  # for tokens that differ
+RESERVED = (*POLICIES, "auto")  # words that are no name of a model
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
 
 
@@ -123,8 +128,8 @@ class Recipe(Strict, init=False):
     on_missing: Policy = Field(
         "error", description="A tensor that a model lacks: refuse, or count its delta as zero."
     )
-    on_extra: Literal["error", "drop"] = Field(
-        "error", description="A tensor that only models have: refuse, or leave it out."
+    on_extra: Literal["error", "drop", "average", "first"] = Field(
+        "error", description="A tensor that only models have: refuse, leave out, or take theirs."
     )
     on_mismatch: Policy = Field(
         "error", description="A tensor of another shape in a model: refuse, or keep the base's."
@@ -133,8 +138,11 @@ class Recipe(Strict, init=False):
         "error", description="Integer tensors that differ: refuse, or keep the base's."
     )
 
-    vocabulary: Literal["error", "base", "union"] = Field(
-        "error", description="Tokens that differ: refuse, keep the base's, or merge them all."
+    vocabulary: str = Field(
+        "error", description="Tokens that differ: refuse, keep the base's or a model's, or unite."
+    )
+    tokens: dict[str, TokenRow] = Field(
+        default_factory=dict, description="Rows of single tokens, by the models that have them."
     )
     pad_to_multiple_of: int | None = Field(
         None, gt=0, description="Rows of zeros are added to embedding and head up to this."
@@ -143,7 +151,7 @@ class Recipe(Strict, init=False):
         None, description="The model whose config and tokenizer an output directory gets."
     )
     chat_template: Annotated[str, SAME_WEIGHTS] = Field(
-        "auto", description="Of the output: auto, a model's name, a file, or the template itself."
+        "auto", description="auto, a model's or a template's name, a file, or the template itself."
     )
     allow_pickle: Annotated[bool, SAME_WEIGHTS] = Field(
         False, description="Also read pytorch_model.bin and the like, by torch, weights only."
@@ -211,10 +219,11 @@ class Recipe(Strict, init=False):
             elif not any(name in stages for stages in names.values()):
                 methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
                 yield f"[{name}] would have no effect: {'; '.join(methods)}"
-        for entry in self.models:
-            yield from self._override_problems(entry, f"model {entry.name}: ", False)
+        for name, entry in zip(self.names, self.models, strict=True):
+            yield from self._override_problems(entry, f"model {name}: ", False)
         for rule, indices in self.rules:
             yield from self._override_problems(rule, f"{rule}: ", indices is None)
+        _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
         takes_models = self.chain[-1][0].models != 0
         if self.layers and (self.models or takes_models):
             yield "[[layers]]: models and method belong into its entries, or into [merges.NAME]"
@@ -401,19 +410,73 @@ class Recipe(Strict, init=False):
         )
 
     def _models_of(self, rule: TensorRule) -> Iterator[int]:
-        names = [entry.name for entry in self.models]
         for word in rule.model or ():
-            by_file = [i for i, entry in enumerate(self.models) if entry.file == as_path(word)]
-            by_name = [i for i, name in enumerate(names) if name == word]
-            if not by_file and len(by_name) > 1:
-                files = ", ".join(str(self.models[index].file) for index in by_name)
-                raise RecipeError(f"{rule}: {len(by_name)} models have that name; write {files}")
-            if not by_file and not by_name:
-                hint = did_you_mean(word, names)
-                raise RecipeError(
-                    f"{rule}: there is no model {word!r}{hint}; there are {', '.join(names)}"
-                )
-            yield from by_file or by_name
+            found = self.find_models(word, str(rule))
+            if not found:
+                raise RecipeError(f"{rule}: {self._unknown_model(word)}")
+            yield from found
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the models."""
+        return tuple(model_names(self.models))
+
+    def find_models(self, word: str, where: str) -> list[int]:
+        """Return the models that a name or a file means; refuse a name of several files."""
+        models = self.models
+        if by_file := [n for n, entry in enumerate(models) if entry.file == as_path(word)]:
+            return by_file
+        called = [n for n, entry in enumerate(models) if entry.is_called(word)]
+        if len(called) < 2:
+            return called or [n for n, name in enumerate(self.names) if name == word]
+        names = (self.names[n] if self.names[n] != word else models[n].file for n in called)
+        fault = f"{len(called)} models have that name"
+        raise RecipeError(f"{where}: {fault}; write {', '.join(map(str, names))}")
+
+    def find_input(self, word: str, where: str) -> int | None:
+        """Return the number of the input that a name or a file means; 0 is the base."""
+        found = [] if word == "base" else self.find_models(word, where)
+        if found:
+            return 1 + found[0]
+        return 0 if word == "base" or as_path(word) == self.base else None
+
+    def number_of(self, word: str, where: str, *others: str) -> int:
+        """Return the number of an input; refuse one that is not there, with what may be written."""
+        if (number := self.find_input(word, where)) is None:
+            raise RecipeError(f"{where}: {self._unknown_model(word, *others)}")
+        return number
+
+    def _unknown_model(self, word: str, *others: str) -> str:
+        known = (*self.names, *others)
+        hint = f"{did_you_mean(word, known)}; there are {', '.join(known)}"
+        return f"there is no model {word!r}{hint}"
+
+    @cached_property
+    def vocabulary_of(self) -> str | int:
+        """The policy, or the number of the model whose tokens the output has."""
+        word = self.vocabulary
+        return word if word in POLICIES else self.number_of(word, "vocabulary", *POLICIES) or "base"
+
+    @property
+    def weighs_rows(self) -> bool:
+        """True if the rows of some tokens are means that depend on the models' weights."""
+        return self.vocabulary not in ("error", "base")
+
+    @cached_property
+    def token_rows(self) -> dict[str, tuple[int | None, TokenEntry]]:
+        """The rows of single tokens, each with the number of the input it is of; None: zeros."""
+        return {
+            token: (
+                None if row.model is None else self.number_of(row.model, f"tokens.{token}"),
+                row,
+            )
+            for token, row in self.tokens.items()
+        }
+
+    def described_tokens(self) -> dict[str, list[Any]]:
+        """Return the rows of single tokens as plain values without paths: models by number."""
+        rows = self.token_rows.items()
+        return {token: [number, row.token, row.id, row.force] for token, (number, row) in rows}
 
     def described_rules(self) -> list[list[Any]]:
         """Return the rules for tensors as plain values without paths: models by number."""
@@ -435,14 +498,40 @@ class Recipe(Strict, init=False):
         return super().model_copy(update=others | dict(update or {}), deep=deep)
 
     def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
-        """Return the recipe with its files elsewhere; rules stay with the same models."""
+        """Return the recipe with its files elsewhere; what names a model means the same one."""
         entries = tuple(
             entry.model_copy(update={"file": file})
             for entry, file in zip(self.models, files, strict=True)
         )
         rules = self.rules_of(dict(enumerate(files)))
         changed = {"base": base, "models": entries, "output": output, "tensors": rules}
+        changed |= self._renamed(("base", *model_names(entries)))
         return self.model_copy(update={**changed, "output_digest": self.output_digest})
+
+    def _renamed(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the fields that name inputs, with other names for these."""
+
+        def named(word: str | None) -> str | None:
+            if word is None or word in RESERVED or "{" in word:
+                return word
+            number = self.find_input(word, word)
+            name = word if number is None else names[number]
+            return f"./{name}" if number and name in RESERVED else name
+
+        rows = {
+            t: row.model_copy(update={"model": named(row.model)}) for t, row in self.tokens.items()
+        }
+        fields = ("vocabulary", "copy_from", "chat_template")
+        changed = {"tokens": rows} | {name: named(getattr(self, name)) for name in fields}
+        return {name: value for name, value in changed.items() if value != getattr(self, name)}
+
+    def rows_without(self, kept: Iterable[ModelEntry]) -> dict[str, Any]:
+        """Return the fields for tokens, without the models that are not kept."""
+        files = {entry.file for entry in kept}
+        gone = {1 + n for n, entry in enumerate(self.models) if entry.file not in files}
+        rows = {t: row for t, (number, row) in self.token_rows.items() if number not in gone}
+        vocabulary = "union" if self.vocabulary_of in gone else self.vocabulary
+        return {"tokens": rows, "vocabulary": vocabulary} if gone else {}
 
     def rules_of(self, files: Mapping[int, Path]) -> tuple[TensorRule, ...]:
         """Return the rules that concern some models, by number, with the files that these get."""

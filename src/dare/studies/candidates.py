@@ -39,7 +39,6 @@ from dare.output.receipt import digests_of, inputs_of_output
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings
-from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe, Request
@@ -137,9 +136,9 @@ class Candidates:
         recipe = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
         arrangement = _arrangement(recipe)
         inputs = self._inputs.get(arrangement) or self._open(recipe)
-        if recipe.vocabulary != "union":  # else there are as many as there are weights
+        if not recipe.weighs_rows:  # else there are as many as there are weights
             self._inputs[arrangement] = inputs
-        names = distinct([entry.name for entry in recipe.models])
+        names = recipe.names
         base, *models = inputs
         return recipe, make_plan(recipe, base, tuple(models), names, options=self.options)
 
@@ -159,8 +158,7 @@ class Candidates:
             if _times(source) != _times(earlier):
                 changed = ", ".join(map(str, source.files))
                 raise InputError(f"{changed}: changed since it was read; run the search again")
-            may_differ = recipe.vocabulary == "union"
-            is_same = not may_differ and source.fingerprint() == earlier.fingerprint()
+            is_same = not recipe.weighs_rows and source.fingerprint() == earlier.fingerprint()
             found.append(HeldSource(source, held) if is_same else source)
         return found
 
@@ -176,7 +174,8 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
         recipe.base,
         tuple(entry.file for entry in recipe.models),
         *(recipe.vocabulary, recipe.pad_to_multiple_of, recipe.on_mismatch, recipe.allow_pickle),
-        tuple(map(mean_value, recipe.weights())) if recipe.vocabulary == "union" else None,
+        *(str(recipe.described_tokens()), recipe.on_extra, recipe.dtype),
+        tuple(map(mean_value, recipe.weights())) if recipe.weighs_rows else None,
     )
 
 

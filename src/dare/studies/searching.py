@@ -30,7 +30,6 @@ from dare.documents.words import time_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE, request_from_document
-from dare.recipe.entries import distinct
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
@@ -148,7 +147,7 @@ def make_search(
     fields |= {name: value for name, value in settings.items() if value is not None}
     searched = {**table.over, **(over or {})}
     if (each := searched.pop(INCLUDE[:-1], None)) is not None:
-        names = distinct([entry.name for entry in recipe.models])
+        names = recipe.names
         searched = {f"{INCLUDE}{name}": each for name in names} | searched
     table = Search(**fields | {"over": searched})
     known = Search.model_fields
@@ -213,8 +212,9 @@ def advised_for(
         advised = request_from_document(advice.recipe, "advice").recipe
     except DareError as error:
         return None, (), notice("no_advice", reason=error)
-    kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed")
+    kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "tokens", "dtype", "seed")
     update = {"output": None} | {name: getattr(recipe, name) for name in kept}
+    update |= recipe.rows_without(advised.models)
     return advised.model_copy(update=update), advice.left_out, None
 
 

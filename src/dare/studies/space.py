@@ -22,7 +22,6 @@ from dare.recipe.document import (
     request_from_document,
     with_settings,
 )
-from dare.recipe.entries import distinct
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
@@ -64,7 +63,7 @@ class Space:
 
     def has_models(self, settings: Settings) -> bool:
         """Tell if a setting leaves any model to merge."""
-        names = distinct([entry.name for entry in self.recipe.models])
+        names = self.recipe.names
         return any(settings.get(INCLUDE + name, True) for name in names)
 
     def check(self) -> None:
@@ -266,7 +265,7 @@ def baseline_recipes(
 ) -> dict[str, Recipe]:
     """Return a recipe for each baseline, by name; the average comes twice, for the noise."""
     advised = None if advice is None else request_from_document(advice, "advice").recipe
-    names = distinct([entry.name for entry in recipe.models])
+    names = recipe.names
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
         for name, entry in zip(names, recipe.models, strict=True)
@@ -292,6 +291,7 @@ def baseline_recipes(
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
     """Return a method with nothing set but what says how inputs fit together."""
     entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
+    more |= recipe.rows_without(entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
     bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
     return recipe.model_copy(update={**bare, "models": entries, **more})

@@ -34,12 +34,13 @@ from dare import api
 from dare.documents.shown import json_ready
 from dare.documents.words import show_size
 from dare.errors import DareError, ExistsError, InputError, MismatchError, OutputError, RecipeError
+from dare.inputs.directory import usual_templates
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan, estimate
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import as_path, distinct
+from dare.recipe.entries import as_path
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import is_stored
@@ -229,7 +230,7 @@ def _describe_chain(recipe: Recipe) -> dict[str, Any]:
         "drops": drops,
         "drop_rate": rate,
         "weighs": recipe.chain[-1][0].default_weight is not None,
-        "names": [entry.name for entry in recipe.models],
+        "names": recipe.names,
     }
 
 
@@ -309,9 +310,8 @@ class Roots:
             raise RecipeError("cluster: the page merges on this machine; use the command line")
         if options.scratch is not None:
             self.find(options.scratch)
-        names = distinct([entry.name for entry in recipe.models])
         template = recipe.chat_template
-        if template not in ("auto", *names) and "{" not in template:
+        if template not in ("auto", *recipe.names, *usual_templates()) and "{" not in template:
             self.find(template)
         output = None if recipe.output is None else self.find_output(recipe.output)
         return replace(request, recipe=recipe.moved(self.find_model, output))

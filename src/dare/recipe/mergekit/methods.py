@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from dare.documents.words import times
-from dare.recipe.entries import ModelEntry, distinct
+from dare.recipe.entries import ModelEntry, model_names
 from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.nodes import (
     Case,
@@ -65,7 +65,7 @@ class Draft:
         self._document |= {"method": method, "scale": scale}
         source = self._document.pop("copy_from", base)
         if source != base:  # which it is from if nothing is said
-            names = distinct([ModelEntry(file=model).name for model in models])
+            names = model_names([ModelEntry(file=model) for model in models])
             self._document["copy_from"] = names[models.index(source)]
         self._base = base
         self._models = [{"file": model} for model in models]
