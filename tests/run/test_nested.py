@@ -23,7 +23,7 @@ ROWS = CHUNK // 512 + 3  # so that one tensor has two chunks
 
 def tensors(seed, kind=ml_dtypes.bfloat16):
     shapes = {"model.embed_tokens.weight": (ROWS, 512), "model.norm.weight": (7,)}
-    shapes |= {"lm_head.weight": (11, 7)}
+    shapes |= {"lm_head.weight": (ROWS, 7)}
     shapes |= {f"model.layers.{n}.{part}.weight": (9, 7) for n in range(LAYERS) for part in "qm"}
     generator = np.random.default_rng(seed)
     return {name: generator.normal(size=shape).astype(kind) for name, shape in shapes.items()}

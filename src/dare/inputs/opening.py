@@ -189,25 +189,33 @@ def open_inputs(
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
         base, (*models,), tied = tie(base, models, names, configs)
         notes += tied
-    aligned = Aligned(base, tuple(models))
-    if _may_differ_in_rows(recipe, aligned, folders):
-        from dare.inputs.vocabulary import align
-
-        aligned = align(
-            recipe.vocabulary_of,
-            base,
-            models,
-            directories=folders,
-            names=names,
-            weights=[mean_value(w) if isinstance(w, list) else w for w in recipe.weights()],
-            pad_to_multiple_of=recipe.pad_to_multiple_of,
-            chosen=recipe.token_rows,
-        )
+    aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
         what = "has a row for each token, and vocabularies differ"
         raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
+
+
+def align_rows(
+    recipe: Recipe, base: Source, models: Sequence[Source], folders: Sequence[Path | None]
+) -> Aligned:
+    """Bring the rows of embeddings into one order, as the recipe says; often they are in it."""
+    aligned = Aligned(base, tuple(models))
+    if not _may_differ_in_rows(recipe, aligned, folders):
+        return aligned
+    from dare.inputs.vocabulary import align
+
+    return align(
+        recipe.vocabulary_of,
+        base,
+        models,
+        directories=folders,
+        names=recipe.names,
+        weights=[mean_value(w) if isinstance(w, list) else w for w in recipe.weights()],
+        pad_to_multiple_of=recipe.pad_to_multiple_of,
+        chosen=recipe.token_rows,
+    )
 
 
 def take_extras(

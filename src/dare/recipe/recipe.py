@@ -423,7 +423,7 @@ class Recipe(Strict, init=False):
 
     def find_models(self, word: str, where: str) -> list[int]:
         """Return the models that a name or a file means; refuse a name of several files."""
-        models = self.models
+        models = self.models or [ModelEntry(file=entry.base) for entry in self.layers[-1:]]
         if by_file := [n for n, entry in enumerate(models) if entry.file == as_path(word)]:
             return by_file
         called = [n for n, entry in enumerate(models) if entry.is_called(word)]

@@ -24,7 +24,7 @@ from dare.checks.inputs import check_inputs
 from dare.documents.notices import Notice
 from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
     Aligned,
     Cost,
@@ -200,7 +200,7 @@ def _open_stack(
     recipe: Recipe, options: RunOptions, how: Mapping[str, bool]
 ) -> tuple[Recipe, Inputs]:
     """Open a stack of layers as a base, into which nothing is merged."""
-    stack, opened, folders, notes = _Stack(), [], {}, dict[Notice, None]()
+    stack, opened, notes = _Stack(), [], dict[Notice, None]()
     for number, given in enumerate(recipe.layers, start=1):
         inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
         found, inputs = open_recipe(inner, options, **how)
@@ -218,21 +218,43 @@ def _open_stack(
         except (RecipeError, MismatchError) as error:
             raise type(error)(f"[[layers]], number {number}: {error}") from None
         opened.append(found.model_copy(update={"merges": given.merges}))
-        folders[str(given.base)] = inputs.folders[0]
+    folders = {str(e.base): source.folder for e, source in zip(opened, stack.parts, strict=True)}
     if str(recipe.base) not in folders:
         whole = recipe.model_copy(update={"layers": ()})
         folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
-    folder = folders[str(recipe.base)]
-    base = StackedSource(stack.homes, folder, stack.layers)
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
-    return recipe.model_copy(update=pinned), Inputs((), (folder,), Aligned(base, ()), tuple(notes))
+    aligned = _align_ends(recipe, stack.parts)
+    parts = [aligned.base, *stack.parts[1:-1], *aligned.models]
+    homes = {name: (part, name) for part in parts for name in part.tensors}
+    folder = folders[str(recipe.base)]
+    stacked = replace(aligned, base=StackedSource(homes, folder, stack.layers), models=())
+    inputs = Inputs((), (folder,), stacked, (*notes, *aligned.notes))
+    return recipe.model_copy(update=pinned), inputs
+
+
+def _align_ends(recipe: Recipe, parts: Sequence[Source]) -> Aligned:
+    """Bring the rows of embedding and head into one order: they may be of two models."""
+    first, *last = dict.fromkeys((parts[0], parts[-1]))
+    models = tuple(entry.base for entry in recipe.layers[1:][-1:])
+    method = {"method": "linear"} if models else {}
+    both = {"layers": (), "base": recipe.layers[0].base, "models": models, **method}
+    given = recipe.model_copy(update={**both, "input_digests": None})
+    aligned = align_rows(given, first, last, [part.folder for part in (first, *last)])
+    if aligned.tokenizer:
+        raise RecipeError("vocabulary: a stack has the tokens of its first range, or a union")
+    return replace(
+        aligned,
+        rows=aligned.rows[:2],
+        token_ids=aligned.token_ids[:1],
+        tokens=aligned.tokens[:2],
+    )
 
 
 class _Stack:
     """A stack of layers while it grows."""
 
     def __init__(self) -> None:
-        self.homes: dict[str, tuple[Source, str]] = {}
+        self.parts: list[Source] = []
         self.layers: list[tuple[Path | None, int]] = []
         self._name = ""  # the first part of the names of all layers
         self._shapes: dict[str, tuple[int, ...]] = {}  # by names as in layer 0
@@ -272,7 +294,7 @@ class _Stack:
             shape = self._shapes.setdefault(like, info.shape)
             if shape != info.shape:
                 raise MismatchError(f"{tensor}: is {info.shape}, and {shape} in layers before it")
-        self.homes |= {tensor: (source, tensor) for tensor in source.tensors}
+        self.parts.append(source)
         own = [(origin.folder, layer) for layer in range(*span)]
         self.layers += origin.layers[slice(*span)] or own
 
