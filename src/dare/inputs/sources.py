@@ -372,6 +372,72 @@ class RenamedSource(SourceView):
         self.ties = ties or inner.ties
 
 
+class StackedSource(Source):
+    """Tensors of several sources, each under a name of its own: one model made of many."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[Source, str]],
+        *,
+        folder: Path | None = None,
+        ties: Mapping[str, str] = _NONE,
+    ) -> None:
+        self._origins = tensors  # by name: the source, and the name there
+        self._sources = tuple(dict.fromkeys(source for source, _ in tensors.values()))
+        self._folder = folder
+        self.ties = ties
+        self.tensors = {
+            name: replace(source.tensors[inner], name=name)
+            for name, (source, inner) in tensors.items()
+        }
+        self.files = {file: s for source in self._sources for file, s in source.files.items()}
+        costs = [source.cost for source in self._sources]
+        reading = max((cost.reading_bytes for cost in costs), default=0)
+        self.cost = Cost(reading, sum(cost.ahead_bytes for cost in costs))
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def delta_of(self, name: str) -> DeltaInfo:
+        source, inner = self._origins[name]
+        return source.delta_of(inner)
+
+    def fingerprint(self) -> list[Any]:
+        numbers = {source: number for number, source in enumerate(self._sources)}
+        names = [(name, numbers[s], inner) for name, (s, inner) in sorted(self._origins.items())]
+        inside = [source.fingerprint() for source in self._sources]
+        return [*super().fingerprint(), bytes_digest(json.dumps(names).encode()), inside]
+
+    def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
+        source, inner = self._origins[name]
+        source.read(inner, start, into, base)
+
+    def held(self, name: str) -> HeldTensor | None:
+        source, inner = self._origins[name]
+        return source.held(inner)
+
+    def place(self, name: str) -> Hashable:
+        source, inner = self._origins[name]
+        place = source.place(inner)
+        return None if place is None else (source, place)
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        source, inner = self._origins[name]
+        source.prefetch(inner, start, count)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for source in self._sources:
+                stack.enter_context(source)
+            stack.pop_all()  # if nothing went wrong, they stay open
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for source in self._sources:
+            source.__exit__(*error)
+
+
 @dataclass(frozen=True)
 class Aligned:
     """Sources with rows in one order, and what else an output with that order needs."""

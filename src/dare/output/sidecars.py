@@ -69,6 +69,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         chat_template=template,
         stop_tokens=None if giver == chosen == tokenizer else stop,
         tokens=tokens,
+        config=inputs.config,
     )
     found = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
@@ -185,7 +186,7 @@ def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
 def model_card(plan: Plan, report: Report) -> bytes:
     """Write the card of a finished merge."""
     title = plan.layout.target.name if plan.layout else "merged"
-    *some, last = [_code(name) for name in plan.model_names]
+    *some, last = [_code(name) for name in plan.model_names or ("nothing",)]
     names = f"{', '.join(some)} and {last}" if some else last
     summary = (
         f"{names} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"

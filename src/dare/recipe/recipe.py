@@ -167,8 +167,6 @@ class Recipe(Strict, init=False):
             value = [value]
         if not isinstance(value, Sequence):
             return value
-        if not value:
-            raise RecipeError("no models: name at least one")
         return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
 
     @field_validator("method")
@@ -284,7 +282,7 @@ class Recipe(Strict, init=False):
     def weights(self) -> tuple[float | Gradient, ...]:
         """Return the weight of each model, before any tensor's own."""
         default = self.chain[-1][0].default_weight
-        usual = default(len(self.models)) if default else 1.0
+        usual = default(max(1, len(self.models))) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
 
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
