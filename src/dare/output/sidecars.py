@@ -193,7 +193,8 @@ def model_card(plan: Plan, report: Report) -> bytes:
         f" seed {plan.recipe.seed}, by dare."
     )
     word = shlex.quote(" ".join(title.split()))
-    text = f"""{_front_matter(plan)}
+    paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
+    text = f"""{front_matter(plan, paths)}
 # {_inline(title)}
 
 {summary}
@@ -204,7 +205,7 @@ def model_card(plan: Plan, report: Report) -> bytes:
 
 {_warnings(plan, report)}## Recipe
 
-{_fenced("toml", _recipe(plan))}
+{fenced("toml", _recipe(plan))}
 
 ## Reproduce
 
@@ -220,16 +221,16 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
     return text.encode(errors="replace")  # a file's name need not be text
 
 
-def _front_matter(plan: Plan) -> str:
+def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
+    """Return the fields at the beginning of a card; `paths` are the models that it is made of."""
     import yaml  # type: ignore[import-untyped]
 
-    paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
     metadata = {
         "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
         "base_model_relation": "merge",
         "library_name": "transformers",
         **(plan.base_card or {}),
-        "tags": list(TAGS),
+        "tags": [*TAGS, *tags],
     }
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
     return f"---\n{text}---\n"
@@ -325,7 +326,8 @@ def _recipe(plan: Plan) -> str:
     return tomli_w.dumps({**usual, **document})
 
 
-def _fenced(language: str, text: str) -> str:
+def fenced(language: str, text: str) -> str:
+    """Return text as a block of code, whatever it holds."""
     fence = "```" if "```" not in text else "`" * (len(max(re.findall("`+", text))) + 1)
     return f"{fence}{language}\n{text}{fence}"
 

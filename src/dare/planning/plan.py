@@ -466,7 +466,9 @@ class Plan(PlanData, Shown):
             }
             for entry in self.recipe.models
         ]
-        shared = {k: v for k, v in (every or [{}])[0].items() if all(k in s and s[k] == v for s in every)}
+        shared = {
+            k: v for k, v in (every or [{}])[0].items() if all(k in s and s[k] == v for s in every)
+        }
         return shared, [{k: v for k, v in s.items() if k not in shared} for s in every]
 
 
