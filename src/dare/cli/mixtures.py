@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from dare.cli.flags import METHOD, RESOURCES, Overwrite, Resume, output_flag, runs
+from dare.cli.flags import RESOURCES, Overwrite, Resume, output_flag, runs
 from dare.mixtures.building import moe as build_mixture
 
 
@@ -17,9 +17,6 @@ def moe(
     /,
     *,
     output: Annotated[Path | None, output_flag("Directory of the mixture.")] = None,
-    gates: Annotated[str | None, Parameter(group=METHOD)] = None,
-    seed: Annotated[int | None, Parameter(group=METHOD)] = None,
-    dtype: Annotated[str | None, Parameter(group=METHOD)] = None,
     shard_size: Annotated[str | None, Parameter(group=RESOURCES)] = None,
     threads: Annotated[int | None, Parameter(group=RESOURCES)] = None,
     max_memory: Annotated[str | None, Parameter(group=RESOURCES)] = None,
@@ -29,9 +26,6 @@ def moe(
     """Build a mixture of experts.
 
     :param recipe: A recipe, a configuration of mergekit-moe, or a mixture to make again.
-    :param gates: hidden, hidden_avg, cheap_embed, random or uniform_random.
-    :param seed: Seed of random gates and of noise.
-    :param dtype: Storage type, such as BF16.
     :param shard_size: Largest file, such as 5GB.
     :param threads: Worker threads.
     :param max_memory: For buffers, such as 512MiB.

@@ -13,7 +13,7 @@ from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.output.receipt import find_manifest, output_of, read_manifest, resolve_path
 from dare.recipe.entries import AnyPath, Strict, as_tuple, read_toml
-from dare.recipe.mergekit.nodes import Node, as_items, as_table, as_text, read_yaml
+from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
 from dare.recipe.options import RunOptions, Size
 from dare.recipe.recipe import WeightType
 from dare.stores.locations import to_path
@@ -66,19 +66,21 @@ class Mixture(Strict, init=False):
         return self
 
     def _problems(self) -> Iterator[str]:
-        count = len(self.experts)
-        if count < self.experts_per_token:
-            few = f"and there {times(count, 'expert is', 'experts are')}; name more, or lower it"
-            yield f"experts_per_token = {self.experts_per_token}: {few}"
-        if self.gates in RANDOM:
-            return
-        for expert in self.experts:
+        if len(self.experts) < self.experts_per_token:
+            few = f"{times(len(self.experts), 'expert')} given; name more"
+            yield f"experts_per_token = {self.experts_per_token}: {few}, or lower it"
+        for expert in self.experts if self.gates not in RANDOM else ():
             if not expert.prompts:
-                remedy = 'give it some, or set gates = "random" and train the gates'
-                yield f"{expert.model}: has no prompts, which its gates are made of; {remedy}"
-        if count > 1 and len({(e.prompts, e.negative_prompts) for e in self.experts}) == 1:
-            remedy = "give each expert prompts of its own"
-            yield f"prompts: are the same for all experts, so gates cannot tell them apart; {remedy}"
+                remedy = 'give it some, or set gates = "random" and train them'
+                yield f"{expert.model}: has no prompts to make gates of; {remedy}"
+        texts = {(expert.prompts, expert.negative_prompts) for expert in self.experts}
+        if self.gates not in RANDOM and len(texts) == 1 < len(self.experts):
+            yield "prompts: are the same for all experts; give each expert prompts of its own"
+
+    @property
+    def all_experts(self) -> tuple[Expert, ...]:
+        """The experts, shared ones last."""
+        return (*self.experts, *self.shared_experts)
 
     @property
     def gated(self) -> tuple[Expert, ...]:
@@ -136,35 +138,29 @@ def _load_document(path: Path) -> dict[str, Any]:
     return {**document, **same, "output": output}
 
 
-# Keys of mergekit-moe by ours, and the beginnings of its names of architectures.
-OF_MIXTURES = {"base_model": "base", "gate_mode": "gates"} | {
-    key: key for key in ("experts", "shared_experts", "architecture", "experts_per_token", "dtype")
-}
-OF_EXPERTS = {"source_model": "model", "positive_prompts": "prompts"} | {
-    key: key for key in ("negative_prompts", "residual_scale", "noise_scale")
-}
-ARCHITECTURES = {
-    "mixtral": "mixtral",
-    "deepseek moe": "deepseek",
-    "qwen moe": "qwen2_moe",
-    "qwen3 moe": "qwen3_moe",
-}
+# The keys of mergekit-moe, the first of which must be there, and our names of some.
+OF_MIXTURES = "base_model gate_mode experts shared_experts architecture experts_per_token dtype"
+OF_EXPERTS = "source_model positive_prompts negative_prompts residual_scale noise_scale"
+THEIRS = {"base_model": "base", "gate_mode": "gates", "source_model": "model"}
+THEIRS |= {"positive_prompts": "prompts"}
+# Its names of architectures, of which the beginning is enough.
+ARCHITECTURES = {"mixtral": "mixtral", "deepseek moe": "deepseek"}
+ARCHITECTURES |= {"qwen moe": "qwen2_moe", "qwen3 moe": "qwen3_moe"}
 
 
 def _convert_yaml(path: Path) -> dict[str, Any]:
     """Read mergekit-moe's configuration as our tables."""
-    what = "a configuration of mergekit-moe"
-    table = as_table(read_yaml(path), OF_MIXTURES, what, required="base_model")
-    document = {OF_MIXTURES[key]: node.plain for key, node in table.items()}
-    for key in {"experts", "shared_experts"} & table.keys():
-        document[key] = list(map(_convert_expert, as_items(table[key], key)))
-    if node := table.get("architecture"):
-        word = as_text(node, "architecture").lower()
-        found = next((ours for name, ours in ARCHITECTURES.items() if name.startswith(word)), word)
-        document["architecture"] = found
-    return document
 
+    def convert(node: Node, keys: str, what: str) -> dict[str, Any]:
+        table = as_table(node, keys.split(), what, required=keys.split(maxsplit=1)[0])
+        lists = {
+            key: [convert(entry, OF_EXPERTS, "an expert") for entry in as_items(value, key)]
+            for key, value in table.items()
+            if key.endswith("experts")
+        }
+        return {THEIRS.get(key, key): lists.get(key, node.plain) for key, node in table.items()}
 
-def _convert_expert(node: Node) -> dict[str, Any]:
-    table = as_table(node, OF_EXPERTS, "an expert", required="source_model")
-    return {OF_EXPERTS[key]: value.plain for key, value in table.items()}
+    document = convert(read_yaml(path), OF_MIXTURES, "a configuration of mergekit-moe")
+    word = str(document.get("architecture") or "").lower()
+    found = (ours for name, ours in ARCHITECTURES.items() if word and name.startswith(word))
+    return document | {"architecture": next(found, word or None)}
