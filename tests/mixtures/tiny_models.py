@@ -12,11 +12,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 WORDS = ["<s>", "</s>", "<unk>", "def", "f", "x", "return", "once", "upon", "a", "time", "king"]
-    "<s>",
-    "</s>",
-    "<unk>",
-    *["def", "f", "x", "return", "once", "upon", "a", "time", "there", "was", "king"],
-]
 LAYERS, WIDTH, INNER = 2, 32, 48
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
