@@ -89,7 +89,7 @@ def test_every_tensor_is_mergekits(tmp_path, monkeypatch, case, gates):
     report = build_both(tmp_path, configuration(tmp_path, case, gates))
     assert different_settings(tmp_path, case) == {}
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("ours", "theirs"))
-    assert report.architecture == case.split()[0]
+    assert report.method == case.split()[0]
     if case.startswith(("mixtral", "qwen3")):
         ours = as_theirs(ours)
     assert ours.keys() == theirs.keys()

@@ -91,10 +91,14 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
     pickles = {"allow_pickle": mixture.allow_pickle}
     asked = Recipe(base=mixture.base, models=given, on_mismatch="base", **pickles)
     found, inputs = open_inputs(asked, options)
-    config = read_config(inputs.folders[0]) if inputs.folders[0] else {}
+    config, *others = (read_config(home) if home else {} for home in inputs.folders)
     if not config:
         raise InputError(f"{mixture.base}: has no config.json, which a mixture needs")
-    name = choose_layout(mixture, str(config.get("model_type")))
+    kind = str(config.get("model_type"))
+    for model, other in zip(inputs.names, others, strict=True):
+        if (found_kind := other.get("model_type", kind)) != kind:
+            raise MismatchError(f"{model}: is of type {found_kind}, and the base of {kind}")
+    name = choose_layout(mixture, kind)
     models = dict(zip(given, inputs.models, strict=True))
     source, gates = _stack(mixture, LAYOUTS[name], inputs, models)
     pinned = dict(zip(given, (entry.file for entry in found.models), strict=True))
@@ -275,25 +279,21 @@ class ExpertSource(SourceView):
 
 @dataclass(frozen=True, repr=False)
 class MixtureReport(Report):
-    """The figures and warnings of a mixture."""
+    """The figures and warnings of a mixture; its method is the architecture."""
 
-    architecture: str
     experts: tuple[str, ...]
     """Names of the experts' models, shared ones last."""
 
     def document(self) -> Document:
         """Return what was done, and what to do next."""
-        output, rows = shlex.quote(str(self.output)), list(enumerate(self.experts))
-        table = tabulate(rows, {"expert": lambda row: str(row[0]), "model": lambda row: row[1]})
-        what = f"a mixture of {len(rows)} experts ({self.architecture})"
+        output = shlex.quote(str(self.output))
+        columns = {"expert": lambda row: str(row[0]), "model": lambda row: row[1]}
+        table = tabulate(enumerate(self.experts), columns)
         return replace(
             super().document(),
-            title=f"Built {what} in {self.seconds:.1f} s",
+            title=f"Built a mixture ({self.method}) in {self.seconds:.1f} s",
             sections=(Section("experts", "Experts", (table,), is_brief=True),),
-            steps={
-                "verify": f"dare verify {output}",
-                "repeat": f"dare moe {output} --output OTHER",
-            },
+            steps={"verify": f"dare verify {output}", "repeat": f"dare moe {output} -o OTHER"},
         )
 
 
@@ -312,7 +312,7 @@ class Mix(Merge):
         names = tuple(short_name(expert.model) for expert in self._mixture.all_experts)
         return replace(
             receipt,
-            report=MixtureReport(**vars(report), architecture=self._architecture, experts=names),
+            report=MixtureReport(**vars(report) | {"method": self._architecture}, experts=names),
             manifest={**(receipt.manifest or {}), "mixture": portable.to_tables()},
             files={**receipt.files, CARD_NAME: self._card()},
         )
