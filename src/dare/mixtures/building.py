@@ -237,22 +237,21 @@ class ExpertSource(SourceView):
         self, inner: Source, base: Source, names: Mapping[str, str], expert: Expert, seed: int
     ) -> None:
         self._base, self._expert, self._seed = base, expert, seed
+        self._added: dict[str, list[Source]] = {}  # by name: the sources of a tensor's values
         tensors, computed = {}, set()
         for name, old in names.items():
-            tensors[name] = TensorInfo(name, FLOAT32, base.tensors[old].shape, 0)
-            if expert.noise_scale or self._scale(old) != 1 or self._changes(inner, old):
+            stored = inner.tensors.get(old)
+            is_change = stored is None or inner.delta_of(old).is_change
+            self._added[name] = [inner] * (stored is not None) + [base] * is_change
+            if stored is None or is_change or expert.noise_scale or self._scale(old) != 1:
+                stored = TensorInfo(name, FLOAT32, base.tensors[old].shape, 0)
                 computed.add(name)
-            else:
-                tensors[name] = replace(inner.tensors[old], name=name)
+            tensors[name] = replace(stored, name=name)
         super().__init__(inner, tensors, names, computed=computed, opened=(inner, base))
         self.cost = inner.cost.with_reading(PIECE_BYTES if computed else 0)
 
     def _scale(self, old: str) -> float:
         return self._expert.residual_scale if ".down_proj." in old else 1.0
-
-    @staticmethod
-    def _changes(inner: Source, old: str) -> bool:
-        return old not in inner.tensors or inner.delta_of(old).is_change
 
     def delta_of(self, _name: str) -> DeltaInfo:
         return WEIGHTS
@@ -263,12 +262,11 @@ class ExpertSource(SourceView):
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         old = self.names[name]
-        adds = [self.inner] if old in self.inner.tensors else []
-        adds += [self._base] if self._changes(self.inner, old) else []
         for offset in range(0, into.size, PIECE):
             values = into[offset : offset + PIECE]
             place = start + offset, values.size
-            values[:] = reduce(np.add, (read_floats(source, old, *place) for source in adds))
+            read = (read_floats(source, old, *place) for source in self._added[name])
+            values[:] = reduce(np.add, read)
             if noise := self._expert.noise_scale:
                 values += np.float32(noise) * draw_normal(self._seed, name, *place)
             values *= np.float32(self._scale(old))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +19,6 @@ from dare.recipe.recipe import WeightType
 from dare.stores.locations import to_path
 
 RANDOM = ("random", "uniform_random")  # gates that take no prompts
-HIDDEN = ("hidden", "hidden_last", "hidden_avg")  # gates that torch computes
 GateKind = Literal["hidden", "hidden_last", "hidden_avg", "cheap_embed", "random", "uniform_random"]
 Prompts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 
@@ -53,7 +52,7 @@ class Mixture(Strict, init=False):
     experts_per_token: int = Field(2, ge=1, description="Experts that each token goes through.")
     gates: GateKind = Field("hidden", description="How gates are made.")
     seed: int = Field(42, ge=0, description="Seed of random gates and of noise.")
-    dtype: WeightType = Field(None, description="Storage type; else each tensor has the base's.")
+    dtype: WeightType = Field(None, description="Storage type; else that of most of the base.")
     output: AnyPath | None = Field(None, description="The directory that it goes to.")
     shard_size: Size | None = Field(None, description="Largest output file, such as 5GB.")
     allow_pickle: bool = Field(False, description="Also read pytorch_model.bin, weights only.")
@@ -61,21 +60,17 @@ class Mixture(Strict, init=False):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if problem := next(self._problems(), None):
-            raise RecipeError(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        if len(self.experts) < self.experts_per_token:
-            few = f"{times(len(self.experts), 'expert')} given; name more"
-            yield f"experts_per_token = {self.experts_per_token}: {few}, or lower it"
+        given, wanted = len(self.experts), f"experts_per_token = {self.experts_per_token}"
+        if given < self.experts_per_token:
+            raise RecipeError(f"{wanted}: {times(given, 'expert')} given; name more, or lower it")
         for expert in self.experts if self.gates not in RANDOM else ():
             if not expert.prompts:
                 remedy = 'give it some, or set gates = "random" and train them'
-                yield f"{expert.model}: has no prompts to make gates of; {remedy}"
+                raise RecipeError(f"{expert.model}: has no prompts to make gates of; {remedy}")
         texts = {(expert.prompts, expert.negative_prompts) for expert in self.experts}
-        if self.gates not in RANDOM and len(texts) == 1 < len(self.experts):
-            yield "prompts: are the same for all experts; give each expert prompts of its own"
+        if self.gates not in RANDOM and len(texts) == 1 < given:
+            raise RecipeError("prompts: are the same for all experts; give each its own")
+        return self
 
     @property
     def all_experts(self) -> tuple[Expert, ...]:
@@ -85,8 +80,8 @@ class Mixture(Strict, init=False):
     @property
     def gated(self) -> tuple[Expert, ...]:
         """The experts that a gate is made for; shared ones come last, and only with prompts."""
-        is_random = self.gates in RANDOM
-        return (*self.experts, *(e for e in self.shared_experts if e.prompts or is_random))
+        shared = (e for e in self.shared_experts if e.prompts or self.gates in RANDOM)
+        return (*self.experts, *shared)
 
     def with_files(self, change: Callable[[Path], Path]) -> Self:
         """Return the mixture with other paths for its models."""
@@ -134,7 +129,7 @@ def _load_document(path: Path) -> dict[str, Any]:
     recorded = Mixture(**tables)
     document = recorded.with_files(lambda model: resolve_path(str(model), output)).to_tables()
     # torch gives other last bits on other machines
-    same = {} if recorded.gates in HIDDEN else {"output_digest": manifest["output"]}
+    same = {} if recorded.gates.startswith("hidden") else {"output_digest": manifest["output"]}
     return {**document, **same, "output": output}
 
 
