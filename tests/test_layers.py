@@ -21,7 +21,7 @@ LAYERS = (
     ("web", "demo"),
     ("studies",),
     ("api", "compat", "darex"),
-    ("analysis", "lora", "deltas"),
+    ("analysis", "lora", "deltas", "mixtures"),
     ("run",),
     ("output",),
     ("checks",),

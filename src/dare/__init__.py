@@ -29,6 +29,7 @@ _NAMES = {
         "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
         "NotFiniteError OutputError RecipeError VerificationError"
     ),
+    "mixtures.building": "moe",
     "output.receipt": "Report",
     "output.slices": "SliceReport",
     "output.verification": "Verification verify",

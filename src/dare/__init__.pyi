@@ -48,6 +48,7 @@ from dare.errors import (
     RecipeError as RecipeError,
     VerificationError as VerificationError,
 )
+from dare.mixtures.building import moe as moe
 from dare.output.receipt import Report as Report
 from dare.output.slices import SliceReport as SliceReport
 from dare.output.verification import Verification as Verification, verify as verify

@@ -179,3 +179,25 @@ def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, te
     found = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
     assert ours.state_dict().keys() == found.keys()
     assert differing(ours.state_dict(), found) == 0
+
+
+@pytest.mark.parametrize("gates", ["cheap_embed", "hidden"])
+def test_a_mixture_of_fine_tunes_generates(models, tmp_path, gates):
+    """Two experts that a token both goes through are near the base, as both are."""
+    prompts = {"code": ["def wrap(text, width):", "import re"], "prose": ["Once upon a time"]}
+    experts = [{"model": models[name], "prompts": texts} for name, texts in prompts.items()]
+    recipe = {"base": models["base"], "experts": experts, "gates": gates}
+    report = dare.moe(recipe, output=tmp_path / "mixture", dtype="F32", verbose=False)
+    assert report.method == "mixtral"
+    assert dare.verify(report.output).ok
+
+    mixture, told = AutoModelForCausalLM.from_pretrained(report.output, output_loading_info=True)
+    assert not any(told.values())
+    tokenizer = AutoTokenizer.from_pretrained(report.output)
+    tokens = tokenizer(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        logits = mixture(**tokens).logits
+        base = AutoModelForCausalLM.from_pretrained(models["base"])(**tokens).logits
+        written = mixture.generate(**tokens, max_new_tokens=8, do_sample=False)
+    assert 0 < ((logits - base).norm() / base.norm()).item() < 0.2
+    assert tokenizer.decode(written[0]).startswith(PROMPT)

@@ -243,7 +243,6 @@ def test_a_stage_parameter_among_the_recipes_own_is_sent_to_its_stage():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"models": []}, "^no models"),
         ({"models": 5}, "models = 5"),
         ({"models": [5]}, "models.0 = 5"),
         ({"seed": -1}, "seed = -1: "),

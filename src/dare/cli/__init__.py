@@ -47,6 +47,7 @@ COMMANDS: dict[str, str] = HELP["commands"]
 HOMES = {
     **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
     **dict.fromkeys(("compress", "apply"), "deltas"),
+    "moe": "mixtures",
     "sweep": "search",
     "playground": "playground",
 }
@@ -210,7 +211,7 @@ def with_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _resuming(arguments: Sequence[str]) -> str:
-    if with_command(arguments)[0] not in ("merge", "search", "sweep"):
+    if with_command(arguments)[0] not in ("merge", "moe", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]
     return f"; to resume, run\n  dare {printable(shlex.join(again))}"

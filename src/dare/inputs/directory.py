@@ -90,6 +90,7 @@ class Changes:
     stop_tokens: StopTokens | None = None  # if files of several directories come together
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
     layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: each one's folder, and number
+    config: Mapping[str, Any] = field(default_factory=dict)  # further values of config.json
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -344,7 +345,8 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _configure(document: dict[str, Any], changes: Changes) -> None:
-    """Change type, size of the vocabulary and quantisation in config.json."""
+    """Change type, size of the vocabulary and quantisation in config.json, and what else is to."""
+    document |= changes.config
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
         if "torch_dtype" not in document and "dtype" not in document:

@@ -9,7 +9,7 @@ of a tensor, from any thread, the same bytes whatever the range.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -103,6 +103,7 @@ class Inputs:
     folders: tuple[Path | None, ...]  # of the base and each model, if they are in some
     aligned: Aligned
     notes: tuple[Notice, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)  # changes to the output's config.json
 
     @property
     def base(self) -> Source:

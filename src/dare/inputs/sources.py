@@ -382,10 +382,11 @@ class StackedSource(Source):
         homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
         folder: Path | None = None,
         layers: Sequence[tuple[Path | None, int]] = (),
+        ties: Mapping[str, str] = _NONE,
     ) -> None:
         self._homes = homes
         self._folder = folder
-        self.layers = layers
+        self.layers, self.ties = layers, ties
         self._sources = list({id(source): source for source, _ in homes.values()}.values())
         self.tensors = {
             name: replace(source.tensors[inner], name=name, start=0)

@@ -483,6 +483,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"
         )
     manifest = read_manifest(manifest_file)
+    if "mixture" in manifest:
+        raise InputError(f"{path}: is a mixture of experts; to make it again, run dare moe {path}")
     versions = manifest.get("versions")
     writer = f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
     for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):

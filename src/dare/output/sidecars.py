@@ -70,6 +70,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         stop_tokens=None if giver == chosen == tokenizer else stop,
         tokens=tokens,
         layers=planned.sources[chosen].layers,
+        config=inputs.config,
     )
     found = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
@@ -186,22 +187,22 @@ def model_card(plan: Plan, report: Report) -> bytes:
     base = _code(short_name(plan.recipe.base))
     summary = f"{base} passed through by dare."
     if plan.recipe.layers:
-        models = dict.fromkeys(_code(short_name(path)) for path in plan.recipe.inputs)
-        summary = f"A stack of layers of {', '.join(models)}, made by dare."
+        models = ", ".join(dict.fromkeys(_code(short_name(p)) for p in plan.recipe.inputs))
+        summary = f"A stack of layers of {models}, made by dare."
     elif names:
         *some, last = names
-        summary = (
-            f"{', '.join(some)} and {last}" if some else last
-        ) + f" merged onto {base} with `{report.method}`, seed {plan.recipe.seed}, by dare."
+        models = f"{', '.join(some)} and {last}" if some else last
+        how = f"with `{report.method}`, seed {plan.recipe.seed}, by dare"
+        summary = f"{models} merged onto {base} {how}."
     word = shlex.quote(" ".join(title.split()))
-    text = f"""{_front_matter(plan)}
+    text = f"""{front_matter(plan, plan.recipe.inputs)}
 # {_inline(title)}
 
 {summary}
 
 {_models(plan, report)}{_warnings(plan, report)}## Recipe
 
-{_fenced("toml", _recipe(plan))}
+{fenced("toml", _recipe(plan))}
 
 ## Reproduce
 
@@ -217,16 +218,16 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
     return text.encode(errors="replace")  # a file's name need not be text
 
 
-def _front_matter(plan: Plan) -> str:
+def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
+    """Return the fields at the beginning of a card; `paths` are the models that it is made of."""
     import yaml  # type: ignore[import-untyped]
 
-    names = (short_name(path).partition("@")[0] for path in plan.recipe.inputs)
     metadata = {
-        "base_model": list(dict.fromkeys(names)),
+        "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
         "base_model_relation": "merge",
         "library_name": "transformers",
         **(plan.base_card or {}),
-        "tags": list(TAGS),
+        "tags": [*TAGS, *tags],
     }
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
     return f"---\n{text}---\n"
@@ -323,7 +324,8 @@ def _recipe(plan: Plan) -> str:
     return tomli_w.dumps({**usual, **document})
 
 
-def _fenced(language: str, text: str) -> str:
+def fenced(language: str, text: str) -> str:
+    """Return text as a block of code, whatever it holds."""
     fence = "```" if "```" not in text else "`" * (len(max(re.findall("`+", text))) + 1)
     return f"{fence}{language}\n{text}{fence}"
 

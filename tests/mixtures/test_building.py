@@ -1,0 +1,248 @@
+"""Mixtures of experts: whose tensors they have, that transformers loads them, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_models import INNER, LAYERS, WIDTH, write_models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import dare
+from dare.cli import main
+from dare.mixtures.building import LAYOUTS, changed_config, plan_mixture
+from dare.mixtures.gates import draw_normal
+from dare.mixtures.mixture import Mixture, load_mixture
+from helpers import sha256
+from lora.peft_models import pair, product, write_adapter
+
+TARGETS = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for kind in TARGETS:
+        write_models(folder / kind, kind, ("base", "code", "prose"))
+    return folder
+
+
+def recipe_of(folder, *names, **settings):
+    texts = {"base": "f", "code": "def f x", "prose": "once upon a time", "lora": "return"}
+    entries = [
+        name if isinstance(name, dict) else {"model": folder / name, "prompts": [texts[name]]}
+        for name in names
+    ]
+    return {"base": folder / "base", "gates": "cheap_embed", "experts": entries, **settings}
+
+
+def built(output, recipe, **settings):
+    """Build a mixture; return its tensors."""
+    dare.moe(recipe, output=output, verbose=False, **settings)
+    return load_file(output / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_mixture_of_the_base_alone_says_what_the_base_says(models, tmp_path, kind):
+    expert = {"model": models / kind / "base"}
+    shared = [{**expert, "residual_scale": 0.0}] if kind == "qwen2" else []
+    recipe = recipe_of(models / kind, expert, expert, gates="random", shared_experts=shared)
+    report = dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    assert report.method == TARGETS[kind]
+    assert [notice.code for notice in report.warnings] == ["same_experts"]
+    assert dare.verify(tmp_path / "out").ok
+
+    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert found.config.model_type == TARGETS[kind]
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")("def f x", return_tensors="pt")
+    base = AutoModelForCausalLM.from_pretrained(models / kind / "base")
+    with torch.no_grad():
+        logits = [model(tokens.input_ids).logits for model in (found, base)]
+        torch.testing.assert_close(*logits)
+        written = found.generate(
+            tokens.input_ids, max_new_tokens=3, do_sample=False, pad_token_id=1
+        )
+    assert 1 <= written.shape[1] - tokens.input_ids.shape[1] <= 3
+
+
+def test_experts_have_their_models_mlps_and_the_rest_is_the_bases(models, tmp_path):
+    folder = models / "llama"
+    scaled = {"model": folder / "prose", "prompts": ["a king"], "residual_scale": 0.3}
+    found = built(tmp_path / "out", recipe_of(folder, "code", scaled, dtype="BF16"))
+    base, code, prose = (
+        load_file(folder / name / "model.safetensors") for name in ("base", "code", "prose")
+    )
+    expected = {name: tensor for name, tensor in base.items() if ".mlp." not in name}
+    for layer in range(LAYERS):
+        old, new = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
+        for part, called in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+            scale = np.float32(0.3 if part == "down_proj" else 1)
+            expected[f"{new}.experts.0.{called}.weight"] = code[f"{old}.{part}.weight"]
+            expected[f"{new}.experts.1.{called}.weight"] = prose[f"{old}.{part}.weight"] * scale
+        assert found.pop(f"{new}.gate.weight").shape == (2, WIDTH)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
+
+
+def test_an_adapter_is_an_expert_and_noise_is_the_generators(models, tmp_path):
+    folder, name = models / "llama", "model.layers.1.mlp.up_proj"
+    factors = pair(name, INNER, 2, WIDTH)
+    adapter = write_adapter(tmp_path / "lora", factors, r=2, lora_alpha=2)
+    experts = [
+        {"model": adapter, "prompts": ["def f x"]},
+        {"model": folder / "prose", "prompts": ["once"], "noise_scale": 0.5},
+    ]
+    found = built(tmp_path / "out", recipe_of(folder, *experts, seed=7))
+    base, prose = (load_file(folder / n / "model.safetensors") for n in ("base", "prose"))
+    place = "model.layers.1.block_sparse_moe.experts"
+    added = base[f"{name}.weight"].numpy() + product(factors, name).astype(np.float32)
+    np.testing.assert_array_equal(found[f"{place}.0.w3.weight"].numpy(), added)
+    assert torch.equal(found[f"{place}.0.w1.weight"], base["model.layers.1.mlp.gate_proj.weight"])
+    noise = draw_normal(7, f"{place}.1.w3.weight", 0, INNER * WIDTH).reshape(INNER, WIDTH)
+    noisy = prose[f"{name}.weight"].numpy() + np.float32(0.5) * noise
+    np.testing.assert_array_equal(found[f"{place}.1.w3.weight"].numpy(), noisy)
+
+
+def test_a_llama_with_a_shared_expert_becomes_a_qwen2_moe(models, tmp_path):
+    shared = [{"model": models / "llama" / "base", "prompts": ["f"]}]
+    recipe = recipe_of(models / "llama", "code", "prose", shared_experts=shared)
+    dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+
+
+def test_what_deepseek_needs_is_said(models, tmp_path):
+    shared = [{"model": models / "llama" / "base"}]
+    recipe = recipe_of(models / "llama", "code", "prose", shared_experts=shared)
+    report = dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    assert report.method == "deepseek"
+    (found,) = report.warnings
+    assert found.code == "remote_code"
+    assert "qwen2_moe" in found.remedy
+
+
+def test_what_decides_the_bytes_decides_whether_a_mixture_resumes(models, tmp_path):
+    def fingerprint(**changes):
+        scaled = {"model": models / "llama/prose", "prompts": ["once"], "noise_scale": 0.1}
+        recipe = recipe_of(models / "llama", "code", scaled | changes, output=tmp_path / "out")
+        return plan_mixture(*load_mixture(recipe)).identity.fingerprint
+
+    changes = {"prompts": ["king"]}, {"noise_scale": 0.2}, {"residual_scale": 0.5}
+    others = {fingerprint(**change) for change in changes}
+    assert len(others - {fingerprint()}) == len(changes)
+    assert fingerprint() == fingerprint()
+
+
+def test_a_mixture_that_exists_stays_unless_told_and_may_have_shards(models, tmp_path):
+    recipe = recipe_of(models / "llama", "code", "prose")
+    expected = built(tmp_path / "out", recipe)
+    with pytest.raises(dare.OutputError, match="exists"):
+        dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    dare.moe(recipe, output=tmp_path / "out", verbose=False, overwrite=True, shard_size="20kB")
+    shards = [load_file(file) for file in (tmp_path / "out").glob("model-*.safetensors")]
+    found = {name: tensor for shard in shards for name, tensor in shard.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_mixture_is_made_again_from_its_output(models, tmp_path):
+    folder = tmp_path / "models"
+    shutil.copytree(models / "llama", folder)
+    dare.moe(recipe_of(folder, "code", "prose"), output=tmp_path / "out", verbose=False)
+    assert main(["moe", str(tmp_path / "out"), "-o", str(tmp_path / "again"), "--quiet"]) == 0
+    files = [tmp_path / name / "model.safetensors" for name in ("out", "again")]
+    assert sha256(files[0]) == sha256(files[1])
+    with pytest.raises(dare.InputError, match="dare moe"):
+        dare.merge(tmp_path / "out", output=tmp_path / "merged")
+    shutil.copy(folder / "base/model.safetensors", folder / "code/model.safetensors")
+    with pytest.raises(dare.VerificationError, match="Nothing was written"):
+        dare.moe(tmp_path / "out", output=tmp_path / "other", verbose=False)
+    dare.moe(tmp_path / "out", output=tmp_path / "other", verbose=False, seed=1)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(dare.InputError):
+        dare.moe(tmp_path / "out", output=tmp_path / "another")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_a_base_leaves_unsaid_stays_what_it_means(tmp_path, kind):
+    """The defaults of one configuration are not those of another."""
+    said = {"model_type": kind, "hidden_size": 64, "intermediate_size": 96}
+    said["num_attention_heads"] = 16
+    experts = [{"model": name, "prompts": name} for name in ("a", "b")]
+    for name in (name for name, layout in LAYOUTS.items() if kind in layout["bases"]):
+        if name == "deepseek":
+            continue
+        changes = changed_config(Mixture(base="base", experts=experts), name, said)
+        found = []
+        for folder, config in (("base", said), ("out", {**said, **changes})):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "config.json").write_text(json.dumps(config))
+            found.append(AutoConfig.from_pretrained(tmp_path / folder))
+        base, mixture = found
+        keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act")
+        assert [getattr(mixture, key) for key in keys] == [getattr(base, key) for key in keys]
+        assert mixture.rope_parameters["rope_theta"] == base.rope_parameters["rope_theta"]
+        sizes = [getattr(config, "head_dim", None) or 64 // 16 for config in found]
+        assert sizes[0] == sizes[1]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architecture": "mixtrall"}, "is not supported.*mixtral.*deepseek"),
+        ({"architecture": "qwen3_moe"}, "type llama is not supported"),
+        ({"shared_experts": [{"model": "a"}] * 2}, "2 shared experts is not supported"),
+        ({"architecture": "qwen2_moe"}, "0 shared experts is not supported"),
+        ({"output": "out.safetensors"}, "directory"),
+    ],
+)
+def test_what_is_not_supported_is_said(models, tmp_path, settings, message):
+    recipe = recipe_of(models / "llama", "code", "prose", **{"output": tmp_path / "out"} | settings)
+    for entry in recipe.get("shared_experts", ()):
+        entry["model"] = models / "llama" / "base"
+    with pytest.raises(dare.RecipeError, match=message):
+        dare.moe(recipe, verbose=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_fit_are_refused(models, tmp_path):
+    write_models(tmp_path, "llama", ("base", "code"), attention_bias=True)
+    with pytest.raises(dare.MismatchError, match=r"q_proj\.bias: is not supported"):
+        dare.moe(recipe_of(tmp_path, "base", "code"), output=tmp_path / "out", verbose=False)
+    wide = transformers.LlamaConfig.from_pretrained(models / "llama" / "base", intermediate_size=40)
+    transformers.LlamaForCausalLM(wide).save_pretrained(tmp_path / "wide")
+    messages = {
+        tmp_path / "wide": r"mlp\.down_proj.*wide is 32×40",
+        models / "qwen3" / "prose": "prose: is of type qwen3, and the base of llama",
+    }
+    for model, message in messages.items():
+        recipe = recipe_of(models / "llama", "code", {"model": model, "prompts": "x"})
+        with pytest.raises(dare.MismatchError, match=message):
+            dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    (tmp_path / "base/config.json").unlink()
+    with pytest.raises(dare.InputError, match=r"config\.json"):
+        dare.moe(recipe_of(tmp_path, "base", "code"), output=tmp_path / "out", verbose=False)
+
+
+def test_the_command_shows_what_was_built(models, tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    folder = models / "llama"
+    recipe.write_text(
+        f'base = "{folder / "base"}"\ngates = "uniform_random"\n'
+        + "".join(f'[[experts]]\nmodel = "{folder / name}"\n' for name in ("code", "prose"))
+    )
+    assert main(["moe", str(recipe), "-o", str(tmp_path / "out"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["method"], shown["experts"]) == ("mixtral", ["code", "prose"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- moe" in card
+    assert str(tmp_path) not in card
