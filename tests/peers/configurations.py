@@ -452,7 +452,7 @@ DELTAS = [
         "ties, filters and layers",
         models(
             "ties",
-            "math {weight: 1.0, density: [{filter: mlp, value: 0.31}, {filter: embed, value: 0.9}]}",
+            "math {weight: 1, density: [{filter: mlp, value: 0.31}, {filter: embed, value: 0.9}]}",
             *("code {weight: [0.5, 2.0], density: [0.21, 0.93]}", "chat {weight: 0.7}"),
             more="parameters: {density: 0.43, lambda: 0.7}",
         ),
@@ -588,6 +588,7 @@ DELTAS = [
 ]
 
 ARC = "parameters: {t: 0.3}"
+THREE = ("math {weight: [1, 2]}", "far {weight: 2}", "chat {weight: 1}")
 SPHERES = [
     C("slerp", models("slerp", "math", "far", more=ARC, base="math")),
     C("slerp, base listed last", models("slerp", "far", "math", more=ARC, base="math")),
@@ -625,13 +626,11 @@ SPHERES = [
     ),
     C(
         "multislerp",
-        models("multislerp", "math {weight: 1}", "far {weight: 2}", "chat {weight: 1}"),
+        models("multislerp", *THREE),
     ),
     C(
         "multislerp, no base",
-        models(
-            "multislerp", "math {weight: [1, 2]}", "far {weight: 2}", "chat {weight: 1}", base=""
-        ),
+        models("multislerp", *THREE, base=""),
     ),
     C(
         "multislerp, weights as they are",
@@ -849,7 +848,7 @@ ROWS = """
 tokenizer:
   source: union
   tokens:
-    <|a|>: {source: with-tokens-b, force: true}
+    <|a|>: {source: with-tokens-a, force: true}
     <|b|>: {source: {kind: model_token, model: with-tokens-a, token: <|a|>}}
     "7": {source: {kind: model_token, model: with-tokens-b, token_id: 3}, force: true}
     "8": {source: {kind: zero}, force: true}
@@ -866,17 +865,10 @@ TOKENS = [
     C("tokenizer_source: union", tokenized("tokenizer_source: union")),
     C("tokenizer_source: a model", tokenized("tokenizer_source: with-tokens-b")),
     C("tokenizer: as usual", tokenized("tokenizer: {}")),
-    C(
-        "tokenizer: rows of tokens",
-        tokenized(ROWS.replace("<|a|>: {source: with-tokens-b", "<|a|>: {source: with-tokens-a")),
-    ),
+    C("tokenizer: rows of tokens", tokenized(ROWS)),
     C(
         "tokenizer: rows of a model",
-        tokenized(
-            ROWS.replace("source: union", "source: with-tokens-b").replace(
-                "<|a|>: {source: with-tokens-b", "<|a|>: {source: with-tokens-a"
-            )
-        ),
+        tokenized(ROWS.replace("source: union", "source: with-tokens-b")),
     ),
     C(
         "tokenizer: a new token",
@@ -906,9 +898,7 @@ TOKENS = [
     ),
     C(
         "chat_template itself",
-        tokenized(
-            "tokenizer_source: base\nchat_template: '{% for m in messages %}{{ m }}{% endfor %}'"
-        ),
+        tokenized("tokenizer_source: base\nchat_template: '{{ bos_token }}{{ messages }}'"),
     ),
     C("chat_template: auto", tokenized("tokenizer_source: union\nchat_template: auto")),
     C(

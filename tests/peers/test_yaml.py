@@ -203,7 +203,7 @@ def case_of(given: Configuration):
     return pytest.param(given, id=given.name, marks=marks)
 
 
-@pytest.mark.parametrize("given", map(case_of, CONFIGURATIONS))
+@pytest.mark.parametrize("given", [case_of(given) for given in CONFIGURATIONS])
 def test_a_configuration_is_what_the_table_says(given, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     file = tmp_path / "merge.yaml"

@@ -122,7 +122,7 @@ def _write_others(folder: Path) -> None:
         model.save_pretrained(folder / name)
         with torch.no_grad():
             for tensor in model.parameters():
-                tensor += 0.001 * torch.randn_like(tensor)
+                tensor.add_(0.001 * torch.randn_like(tensor))
         model.save_pretrained(folder / f"{name}-tuned")
 
 
