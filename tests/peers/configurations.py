@@ -16,6 +16,7 @@ REFUSED = "refused by both"
 REFUSED_HERE = "refused only here"
 
 MASKS = "other elements are dropped, at the same rate"
+THRESHOLD = "mergekit's divergence of rows that are nearly equal is mostly rounding in float32"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,13 @@ out_path: ./models/gradient-slerp-ties
 SPEECH = models("encoder_decoder_weighted", "math {encoder_weight: 0.8}", "code", base="")
 
 EXAMPLES = [
-    C("example arcee_fusion.yml", models("arcee_fusion", "math", "code", base="math")),
+    C(
+        "example arcee_fusion.yml",
+        models("arcee_fusion", "math", "code", base="math"),
+        DIFFERS,
+        THRESHOLD,
+        share=0.1,
+    ),
     C(
         "example bio-merge.yml",
         models(
@@ -328,7 +335,7 @@ LINEAR = [
         models("linear", "math {weight: 1}", "far {weight: 3}", more="dtype: bfloat16", base=""),
         DIFFERS,
         "models are rounded to bfloat16 first there, here once at the end",
-        share=2**-8,
+        share=2**-7,
     ),
     C(
         "linear, YAML anchors",
@@ -571,7 +578,11 @@ DELTAS = [
             more="parameters: {t: [{filter: mlp, value: 0.01}, {value: [0.001, 0.02]}]}",
         ),
     ),
-    C("arcee_fusion", models("arcee_fusion", "far")),
+    C("arcee_fusion", models("arcee_fusion", "far"), DIFFERS, THRESHOLD, share=0.2),
+    C(
+        "arcee_fusion, computed in 64 bits",
+        models("arcee_fusion", "far", more="dtype: float64\nout_dtype: float32"),
+    ),
     C("model_stock", models("model_stock", "related", "math", "alike")),
     C(
         "model_stock, filter_wise",
@@ -794,7 +805,7 @@ FILES = [
     ),
     C(
         "several merges, one is the base",
-        models("linear", "math {weight: 1}", "code {weight: 1}", more="name: middle", base="")
+        models("linear", "math {weight: 1}", "code {weight: 3}", more="name: middle", base="")
         + "\n---\n"
         + models("ties", "math {weight: 1}", "code {weight: 1, density: 0.4}", base="middle"),
     ),

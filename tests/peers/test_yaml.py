@@ -26,6 +26,7 @@ from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file
 from side_by_side import ROUNDING, compares
 from tiny_models import write_models
+from tokenizers import Tokenizer
 
 import dare
 from dare.cli import main
@@ -35,6 +36,15 @@ PEER = "mergekit YAML"
 MOST_REFUSED = 3
 """Configurations that mergekit merges and we refuse."""
 WEIGHTS = "model*.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NAMES = {
+    "transformer.": "",
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "language_model.lm_head": "lm_head",
+}
+"""Beginnings of names that transformers and files have for the same tensors."""
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +67,7 @@ def run_mergekit(file: Path, output: Path) -> None:
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]
     flags += ["--lora-merge-cache", str(scratch)]
+    flags += [] if "token" in text else ["--no-copy-tokenizer"]
     with warnings.catch_warnings(action="ignore"):
         if "experts:" in text:
             moe.main([str(file), str(output), *flags, "--device", "cpu"], standalone_mode=False)
@@ -79,8 +90,19 @@ def run_ours(file: Path, output: Path) -> None:
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return a model's tensors, by names that both programs write, rows in the order of tokens."""
     found = {name: t for file in sorted(path.glob(WEIGHTS)) for name, t in load_file(file).items()}
-    return {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
+    rows = slice(None)
+    if (path / "tokenizer.json").exists():
+        tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
+        rows = [tokens[token] for token in sorted(tokens)]
+        rows += range(len(rows), found[HEAD].shape[0])
+    named = {}
+    for name, tensor in found.items():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)  # noqa: PLW2901
+        named[name] = tensor[rows] if name in (HEAD, EMBEDDING) else tensor
+    return named
 
 
 # ---------------------------------------------------------------- how far apart they are
