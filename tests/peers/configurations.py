@@ -781,6 +781,16 @@ STACKS = [
         "      - sources: [{model: code, layer_range: [2, 4]}]",
     ),
     C(
+        "modules, text and vision",
+        "merge_method: linear\nmodules:\n"
+        "  text_decoder:\n    models: &models [{model: vlm}, {model: vlm-tuned}]\n"
+        "    parameters: {weight: [0.1, 0.9]}\n"
+        "  multi_modal_projector:\n    models: *models\n    parameters: {weight: 1}\n"
+        "  vision_tower:\n"
+        "    models: [{model: vlm}, {model: vlm-tuned, parameters: {weight: [0.2, 0.7]}}]\n"
+        "    parameters: {weight: [{filter: mlp, value: 0.3}, {value: 0.5}]}",
+    ),
+    C(
         "modules, encoder and decoder",
         "merge_method: linear\nmodules:\n"
         "  encoder:\n    models: &models [{model: t5}, {model: t5-tuned}]\n"

@@ -37,14 +37,6 @@ MOST_REFUSED = 3
 """Configurations that mergekit merges and we refuse."""
 WEIGHTS = "model*.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-NAMES = {
-    "transformer.": "",
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "language_model.lm_head": "lm_head",
-}
-"""Beginnings of names that transformers and files have for the same tensors."""
 
 
 @pytest.fixture(scope="session")
@@ -97,12 +89,10 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
         tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
         rows = [tokens[token] for token in sorted(tokens)]
         rows += range(len(rows), found[HEAD].shape[0])
-    named = {}
-    for name, tensor in found.items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)  # noqa: PLW2901
-        named[name] = tensor[rows] if name in (HEAD, EMBEDDING) else tensor
-    return named
+    return {
+        name.removeprefix("transformer."): tensor[rows] if name in (HEAD, EMBEDDING) else tensor
+        for name, tensor in found.items()
+    }
 
 
 # ---------------------------------------------------------------- how far apart they are

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 LAYERS = 4
 HIDDEN, INNER, VOCABULARY = 32, 48, 101
@@ -103,7 +104,7 @@ def _write_adapter(folder: Path, generator: torch.Generator) -> None:
 
 
 def _write_others(folder: Path) -> None:
-    """Write a GPT-2, a T5 and a Llava, and fine-tunes of the last two."""
+    """Write a GPT-2, a T5 and a Gemma with eyes, and fine-tunes of the last two."""
     import transformers as t
 
     torch.manual_seed(0)
@@ -112,18 +113,31 @@ def _write_others(folder: Path) -> None:
     sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2}
     t5 = t.T5Config(**sizes, vocab_size=101, feed_forward_proj="gated-gelu")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    text = t.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1, vocab_size=101)
-    vision = t.CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=16, patch_size=8)
-    vlm = t.LlavaConfig(text_config=text, vision_config=vision)
+    more = {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 101}
+    text = t.Gemma3TextConfig(**sizes, **more, num_hidden_layers=2)
+    sizes |= {"num_hidden_layers": 3, "image_size": 16, "patch_size": 8}
+    vision = t.SiglipVisionConfig(**sizes, vision_use_head=False)
+    vlm = t.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     for name, model in (
         ("t5", t.T5ForConditionalGeneration(t5)),
-        ("vlm", t.LlavaForConditionalGeneration(vlm)),
+        ("vlm", t.Gemma3ForConditionalGeneration(vlm)),
     ):
-        model.save_pretrained(folder / name)
+        _write_published(folder / name, model)
         with torch.no_grad():
             for tensor in model.parameters():
                 tensor.add_(0.001 * torch.randn_like(tensor))
-        model.save_pretrained(folder / f"{name}-tuned")
+        _write_published(folder / f"{name}-tuned", model)
+
+
+def _write_published(folder: Path, model: Any) -> None:
+    """Write a model with the names that published files have."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _write_with_tokens(folder: Path, generator: torch.Generator) -> None:
