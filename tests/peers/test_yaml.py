@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 # ---------------------------------------------------------------- the two programs
 
 
-def run_mergekit(file: Path, output: Path) -> None:
+def run_mergekit(file: Path, output: Path, *more: str) -> None:
     """Run mergekit's program in this process: to start one takes longer than to merge."""
     with warnings.catch_warnings(action="ignore"):  # it has many, and they are its own
         from mergekit.scripts import moe, multimerge, run_yaml
@@ -59,7 +59,7 @@ def run_mergekit(file: Path, output: Path) -> None:
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]
     flags += ["--lora-merge-cache", str(scratch)]
-    flags += [] if "token" in text else ["--no-copy-tokenizer"]
+    flags += [*more, *([] if "token" in text else ["--no-copy-tokenizer"])]
     with warnings.catch_warnings(action="ignore"):
         if "experts:" in text:
             moe.main([str(file), str(output), *flags, "--device", "cpu"], standalone_mode=False)

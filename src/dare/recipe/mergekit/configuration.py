@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import did_you_mean
-from dare.recipe.entries import ModelEntry, distinct
 from dare.recipe.layers import count_layers
 from dare.recipe.mergekit.nodes import Input, Node, Scope, Table, as_items, as_table, as_text
 from dare.stores.locations import to_path
@@ -280,17 +279,16 @@ def _tokenizer(table: Table, base: str, models: list[str]) -> dict[str, Any]:
 
 
 def _vocabulary(node: Node, base: str, models: list[str]) -> dict[str, Any]:
-    name = node.value if node.value in ("base", "union") else _reference(node)
-    return {"vocabulary": "base" if name == base else _name_of(name, base, models, node)}
+    is_policy = node.value in ("base", "union")
+    return {"vocabulary": node.value if is_policy else _origin(node, base, models)}
 
 
-def _name_of(model: str, base: str, models: list[str], node: Node) -> str:
-    """Return a model's name in the recipe."""
-    if model in ("base", "union") or model == base:
-        return model
-    node.require(model in models, f"{model}: is none of the models that are merged")
-    names = distinct([ModelEntry(file=given).name for given in models if given != base])
-    return names[[given for given in models if given != base].index(model)]
+def _origin(node: Node, base: str, models: list[str]) -> str:
+    """Return the file of a model that is merged, or `base`."""
+    model = _reference(node)
+    text = f"{model}: is none of the models that are merged; take one of them, base or union"
+    node.require(model in models or model == base, text)
+    return "base" if model == base else model
 
 
 def _token(node: Node, base: str, models: list[str]) -> Any:
@@ -300,15 +298,14 @@ def _token(node: Node, base: str, models: list[str]) -> Any:
     force = {"force": True} if "force" in table and table["force"].value else {}
     kind = source.plain.get("kind") if isinstance(source.plain, dict) else None
     if kind == "zero":
-        return {"model": "zero", **force} if force else "zero"
+        return {"zero": True, **force}
     row = {"model": source}
     if kind is not None:
         known = ("kind", "model", "token", "token_id")
         row = dict(as_table(source, known, "the source of a token", required="model"))
-    model = _name_of(_reference(row["model"]), base, models, source)
     keys = {"token": "token", "token_id": "id"}
     more = {keys[key]: row[key].value for key in keys if key in row}
-    return {"model": model, **more, **force}
+    return {"model": _origin(row["model"], base, models), **more, **force}
 
 
 def _chat_template(table: Table) -> dict[str, str]:
