@@ -36,6 +36,7 @@ PEER = "mergekit YAML"
 MOST_REFUSED = 3
 """Configurations that mergekit merges and we refuse."""
 WEIGHTS = "model*.safetensors"
+EXPERTS = ".block_sparse_moe."
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -89,10 +90,27 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
         tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
         rows = [tokens[token] for token in sorted(tokens)]
         rows += range(len(rows), found[HEAD].shape[0])
-    return {
+    ordered = {
         name.removeprefix("transformer."): tensor[rows] if name in (HEAD, EMBEDDING) else tensor
         for name, tensor in found.items()
     }
+    return ordered if "model.layers.0.block_sparse_moe.gate.weight" not in found else fused(ordered)
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a mixture in the layout of transformers 5, where experts share their tensors."""
+    found = {n.replace(EXPERTS, ".mlp."): t for n, t in tensors.items() if ".experts." not in n}
+    gates = [name for name in tensors if name.endswith(f"{EXPERTS}gate.weight")]
+    for layer in (gate.removesuffix("gate.weight") for gate in gates):
+        parts = {
+            part: [tensors[f"{layer}experts.{n}.{part}.weight"] for n in range(2)]
+            for part in ("w1", "w2", "w3")
+        }
+        both = [torch.cat(pair) for pair in zip(parts["w1"], parts["w3"], strict=True)]
+        name = layer.replace(EXPERTS, ".mlp.")
+        found[f"{name}experts.gate_up_proj"] = torch.stack(both)
+        found[f"{name}experts.down_proj"] = torch.stack(parts["w2"])
+    return found
 
 
 # ---------------------------------------------------------------- how far apart they are

@@ -55,12 +55,15 @@ def shapes(vocabulary: int = VOCABULARY) -> dict[str, tuple[int, ...]]:
     return outside | inside
 
 
+SHAPES = shapes()
+
+
 def write_models(folder: Path) -> None:
     """Write a base, fine-tunes of it, two like one of them, one far away, and other kinds."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(size: float) -> dict[str, torch.Tensor]:
-        return {n: size * torch.randn(s, generator=generator) for n, s in shapes().items()}
+        return {n: size * torch.randn(s, generator=generator) for n, s in SHAPES.items()}
 
     base = noise(0.02)
     sizes = {"base": 0.0, "math": 0.001, "code": 0.001, "chat": 0.001, "far": 0.02}
