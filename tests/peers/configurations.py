@@ -940,7 +940,13 @@ experts:
 """
 MIXTURES = [
     C("mixture, cheap_embed", EXPERTS.format(gates="cheap_embed")),
-    C("mixture, hidden", EXPERTS.format(gates="hidden")),
+    C(
+        "mixture, hidden",
+        EXPERTS.format(gates="hidden"),
+        DIFFERS,
+        "mergekit asks the base for its hidden states in bfloat16, here it is float32",
+        share=2**-7,
+    ),
     C(
         "mixture, random",
         EXPERTS.format(gates="random"),

@@ -20,8 +20,14 @@ from dare.errors import printable
 from dare.recipe.document import request_from_document
 from dare.recipe.mergekit.configuration import Config, Part, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, Draft
-from dare.recipe.mergekit.nodes import Node, read_yaml
+from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.recipe import Recipe
+
+PADDING = "padding: rows that fill up the embedding are zeros; mergekit's are the others' mean"
+HEAD = (
+    "head: last norm and head are merged of all models of the last slice; mergekit takes only as "
+    "many as the first slice has"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,14 @@ class Conversion:
     def recipe(self) -> Recipe:
         """The recipe, which has no output yet."""
         return request_from_document(self.document, str(self.source)).recipe
+
+    @property
+    def summary(self) -> str:
+        """A word for each difference, and the keys that are left out."""
+        words = [text.partition(":")[0] for text in self.differences]
+        keys = dict.fromkeys(text.partition(" ")[0] for text in self.notes)
+        left_out = [f"left out: {', '.join(keys)}"] if keys else []
+        return "; ".join([*([", ".join(words)] if words else []), *left_out])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, ready for JSON."""
@@ -65,7 +79,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
     for root in roots:
         config = read_config(root, METHODS, tensors_of)
         root.require(config.name not in recipes, _twice(config.name))
-        recipes[config.name] = _tables(config, root, differences)
+        recipes[config.name] = _tables(config, differences)
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
     merges = {str(name): tables for name, tables in recipes.items()} | reading.merges
     return Conversion(
@@ -82,25 +96,29 @@ def _twice(name: str | None) -> str:
     return f"name: a merge before this one is called {name} too"
 
 
-def _tables(config: Config, root: Node, differences: dict[str, None]) -> dict[str, Any]:
+def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
     """Return the tables of a recipe, and put down what is different."""
     drafts = [Draft(part) for part in config.parts]
     for draft in drafts:
         METHODS[draft.part.method].convert(draft)
         differences |= dict.fromkeys(draft.differences)
-        root.reading.notes.extend(_unused_keys(draft.part))
+        _note_unused_keys(draft.part)
     if config.computes_in != "float32":
         kind = config.computes_in or "the type that the weights are stored in"
         text = f"arithmetic: mergekit computes in {kind}; here it is float32, and rounded once"
         differences[f"{text} at the end"] = None
+    if "pad_to_multiple_of" in config.keys:
+        differences[PADDING] = None
+    if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
+        differences[HEAD] = None
     if not config.is_stack:
         return {**config.keys, **drafts[0].document()}
     base = {"base": config.base} if config.base else {}
     return {**base, **config.keys, "layers": [draft.layers() for draft in drafts]}
 
 
-def _unused_keys(part: Part) -> list[str]:
-    """List the keys that mergekit knows and that change nothing where they stand, by line."""
+def _note_unused_keys(part: Part) -> None:
+    """Note the keys that mergekit knows and that change nothing where they stand."""
     method = METHODS[part.method]
     weighs_base = part.method in ("linear", "karcher", "passthrough")
     places = [(scope, (*method.of_models, *method.of_all), part.method) for scope in part.shared]
@@ -108,10 +126,7 @@ def _unused_keys(part: Part) -> list[str]:
         useful = method.of_models if weighs_base or given.model != part.base else ()
         own = [scope for scope in given.scopes if scope not in part.shared]
         places += [(scope, useful, given.model) for scope in own]
-    notes = {
-        node.line: f"line {node.line}: {key} has no effect for {where}, and is left out"
-        for scope, useful, where in places
-        for key, node in scope.table.items()
-        if key not in useful
-    }
-    return [text for _, text in sorted(notes.items())]
+    for scope, useful, where in places:
+        for key, node in scope.table.items():
+            if key not in useful:
+                node.note(key, f"has no effect for {where}")

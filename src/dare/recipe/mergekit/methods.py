@@ -333,8 +333,8 @@ def _convert_nuslerp(draft: Draft) -> None:
     if flag_for_all("nuslerp_flatten", shared, default=True):
         draft.set_stage("nuslerp", "each", "tensor")
         if by_column:
-            text = "nuslerp_row_wise: has no effect as long as nuslerp_flatten is on"
-            draft.part.node.reading.notes.append(text)
+            node = resolve("nuslerp_row_wise", shared)[0].node
+            node.note("nuslerp_row_wise", "has no effect as long as nuslerp_flatten is on")
     else:
         draft.set_stage("nuslerp", "each", "column" if by_column else "row")
         draft.differences.append(

@@ -54,9 +54,9 @@ class Node:
         if not holds:
             raise self.refuse(text)
 
-    def note(self, text: str) -> None:
-        """Take something down about this value, for people."""
-        self.reading.notes.append(f"line {self.line}: {text}")
+    def note(self, key: str, text: str) -> None:
+        """Take down that a key, whose value this is, is left out, and why."""
+        self.reading.notes.append(f"{key} (line {self.line}): {text}, and is left out")
 
     @property
     def place(self) -> str:
@@ -166,7 +166,7 @@ def as_table(
     for key, child in given.items():
         if key not in known:
             hint = did_you_mean(key, known)
-            child.note(f"{key}: means nothing to mergekit in {what}{hint}, and is left out")
+            child.note(key, f"means nothing to mergekit in {what}{hint}")
     table = {key: child for key, child in given.items() if key in known}
     unknown = "".join(did_you_mean(required, [key]) for key in given if key not in known)
     node.require(not required or required in table, f"{required} is missing{unknown}")
