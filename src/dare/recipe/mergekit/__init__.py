@@ -86,7 +86,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         file,
         document | ({"merges": merges} if merges else {}),
         tuple(differences),
-        tuple(dict.fromkeys(reading.notes)),
+        tuple(text for _, text in sorted(reading.notes)),
     )
 
 

@@ -27,17 +27,16 @@ PARAMETERS = (
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
 ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
-# Texts in the names of a module's tensors, in the order in which they are asked; None: the rest.
+# Texts in the names of a module's tensors, in the order in which they are asked; none: the rest.
 # Any other module is called like the beginning of its tensors' names.
-MODULES: dict[str, tuple[str, ...] | None] = {
+MODULES: dict[str, tuple[str, ...]] = {
     "multi_modal_projector": ("multi_modal_projector", "visual.merger"),
     "vision_tower": ("vision", "visual"),
     "vision_model": ("vision", "visual"),
     "encoder": ("encoder.",),
     "decoder": ("decoder.",),
     "shared": ("shared.",),
-    "text_decoder": None,
-    "default": None,
+    "text_decoder": (),
 }
 
 
@@ -115,7 +114,7 @@ def _parameters(
 ) -> tuple[Scope, ...]:
     node = table.get("parameters")
     if node is None:
-        return ()
+        return () if module is None else (Scope({}, module),)
     known = as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
     return (Scope(known, module),)
 
@@ -176,7 +175,7 @@ def _with_base(
 def _parts_of_slices(
     node: Node, method: str, base: str | None, shared: tuple[Scope, ...]
 ) -> tuple[Part, ...]:
-    known = ("sources", "parameters", "base_model", "residual_weight")
+    known = ("sources", "parameters", "base_model")
     parts = []
     for item in as_items(node, "slices"):
         table = as_table(item, known, "a slice", required="sources")
@@ -238,11 +237,9 @@ def _parts_of_modules(
 
 
 def _joined(modules: Sequence[tuple[Scope, ...]]) -> tuple[Scope, ...]:
-    """Return the scopes of all modules, those that are for the whole model last and once."""
-    scopes = [scope for own in modules for scope in own]
-    whole = [scope for scope in scopes if scope.module is None]
-    unique = [scope for number, scope in enumerate(whole) if scope not in whole[:number]]
-    return (*(scope for scope in scopes if scope.module), *unique)
+    """Return the scopes of all modules, those of the whole model, which they share, last."""
+    own = [scope for scopes in modules for scope in scopes if scope.module is not None]
+    return (*own, *(scope for scope in modules[0] if scope.module is None))
 
 
 # ---------------------------------------------------------------- type, tokenizer, chat template

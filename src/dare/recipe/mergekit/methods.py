@@ -51,7 +51,7 @@ class Draft:
         self.part = part
         self.differences: list[str] = []
         self.base = part.base or part.inputs[0].model
-        self._document: dict[str, Any] = {}
+        self._document: dict[str, Any] = {"method": "passthrough"}  # which copies the base
         self._rules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
 
@@ -115,8 +115,7 @@ class Draft:
         """Return the recipe's tables."""
         models = [entry if len(entry) > 1 else entry["file"] for entry in self._models]
         rules = {"tensors": self._rules} if self._rules else {}
-        files = {"base": self.base} | ({"models": models} if models else {})
-        return {**files, **self._document, **rules}
+        return {"base": self.base, "models": models, **self._document, **rules}
 
     def layers(self) -> dict[str, Any]:
         """Return the tables with the range of layers that the base, or the first model, has."""

@@ -33,7 +33,7 @@ class Reading:
     """A file that is read, and what comes to light."""
 
     file: Path
-    notes: list[str] = field(default_factory=list)
+    notes: set[tuple[int, str]] = field(default_factory=set)  # with their lines
     merges: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes of models by name
 
 
@@ -56,7 +56,7 @@ class Node:
 
     def note(self, key: str, text: str) -> None:
         """Take down that a key, whose value this is, is left out, and why."""
-        self.reading.notes.append(f"{key} (line {self.line}): {text}, and is left out")
+        self.reading.notes.add((self.line, f"{key} (line {self.line}): {text}, and is left out"))
 
     @property
     def place(self) -> str:
@@ -168,8 +168,9 @@ def as_table(
             hint = did_you_mean(key, known)
             child.note(key, f"means nothing to mergekit in {what}{hint}")
     table = {key: child for key, child in given.items() if key in known}
-    unknown = "".join(did_you_mean(required, [key]) for key in given if key not in known)
-    node.require(not required or required in table, f"{required} is missing{unknown}")
+    guesses = {key: did_you_mean(key, [required]) for key in given if key not in known}
+    slips = "".join(f"; {key}: not known{hint}" for key, hint in guesses.items() if hint)
+    node.require(not required or required in table, f"{required} is missing{slips}")
     return table
 
 
@@ -190,7 +191,10 @@ def as_text(node: Node, what: str) -> str:
 
 
 class Scope(NamedTuple):
-    """Parameters, and the part of the model that they are for by texts in names; None: all."""
+    """Parameters, and the module that they are for, by texts in names.
+
+    None is the whole model, and a module without texts what other modules leave.
+    """
 
     table: Table
     module: tuple[str, ...] | None = None
@@ -268,7 +272,7 @@ def _plain_value(name: str, node: Node) -> Any:
 def resolve(name: str, scopes: Sequence[Scope]) -> Cases:
     """Return the cases of all scopes, up to the one from which all tensors have a value."""
     cases: list[Case] = []
-    modules = {scope.module for scope in scopes if scope.module}
+    modules = {scope.module for scope in scopes if scope.module is not None}
     done: set[tuple[str, ...] | None] = set()
     for scope in scopes:
         given = scope.module not in done and name in scope.table
