@@ -463,6 +463,23 @@ parameters:
     - value: 0.5
 out_dtype: float32
 """,
+    """modules:
+  encoder:
+    models: &models [{model: a+l, parameters: {weight: 2}}, {model: b}]
+    parameters: {weight: [{filter: mlp, value: [2, 1]}, {value: 1}]}
+  text_decoder: {models: *models, parameters: {weight: 0.5}}
+merge_method: linear
+name: both
+tokenizer:
+  source: b
+  tokens: {x: {source: {kind: model_token, model: b, token: y}, force: true}}
+  pad_to_multiple_of: 8
+""",
+    """slices:
+  - sources: [{model: a, layer_range: [0, 4], parameters: {scale: {filter: o_proj, value: 0}}}]
+  - sources: [{model: b, layer_range: [2, 6]}]
+merge_method: passthrough
+""",
 )
 
 

@@ -8,11 +8,13 @@ A test says what it compares by `@pytest.mark.compares(method, peer)`. Whatever 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from configurations import Configuration
 from torch import Tensor
 
 
@@ -48,10 +50,21 @@ class Row:
     """The differences that are meant."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a configuration."""
+
+    given: Configuration
+    verdict: str
+    apart: float | None
+    """The largest difference of a tensor, as a share of its norm."""
+
+
 @dataclass
 class Agreement:
     """All that a run has measured."""
 
+    outcomes: list[Outcome] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     reasons: list[tuple[Subject, str]] = field(default_factory=list)
     running: tuple[Subject, str] | None = None
@@ -105,14 +118,28 @@ def _shown(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}"
 
 
-def as_lines(rows: Sequence[Row]) -> list[str]:
-    """The table for a terminal."""
-    table = [HEADS, *map(cells, rows)]
+def as_lines(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table for a terminal."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in table
     ]
+
+
+def outcome_cells(outcome: Outcome) -> tuple[str, ...]:
+    """A configuration's row."""
+    apart = "" if outcome.apart is None else _shown(outcome.apart)
+    return (outcome.given.name, outcome.verdict, apart, outcome.given.why)
+
+
+def outcomes_as_markdown(outcomes: Sequence[Outcome]) -> str:
+    """The table of configurations, with how many there are of each verdict."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    lines = [f"{len(outcomes)} configurations: " + ", ".join(f"{n} {v}" for v, n in counts.items())]
+    lines += ["", "| configuration | verdict | apart | why |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(outcome_cells(outcome)) + " |" for outcome in outcomes]
+    return "\n".join(lines) + "\n"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -9,15 +9,29 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from agreement import AGREEMENT, Subject, as_json, as_lines, as_markdown
+from agreement import (
+    AGREEMENT,
+    HEADS,
+    Subject,
+    as_json,
+    as_lines,
+    as_markdown,
+    cells,
+    outcome_cells,
+    outcomes_as_markdown,
+)
 
 WRITTEN = {"mergekits": "mergekit's", "peft": "PEFT", "elements own": "element's own"}
 """What the name of a function cannot hold."""
+MARK = "<!-- written by: pytest tests/peers/test_yaml.py --configurations FILE -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--agreement", type=Path, metavar="FILE", help="write the table as JSON or Markdown"
+    )
+    parser.addoption(
+        "--configurations", type=Path, metavar="FILE", help="write the configurations as Markdown"
     )
 
 
@@ -52,14 +66,25 @@ def _reason(item: pytest.Item) -> str:
     return f"{name}." + (f" {text}" if text else "")
 
 
+def with_table(page: str, table: str) -> str:
+    """The page, up to its mark, and the table."""
+    return page.partition(MARK)[0] + MARK + "\n\n" + table
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     rows = AGREEMENT.rows()
+    if outcomes := AGREEMENT.outcomes:
+        terminalreporter.section("configurations")
+        for line in as_lines(list(map(outcome_cells, outcomes))):
+            terminalreporter.write_line(line)
+        if target := config.getoption("--configurations"):
+            target.write_text(with_table(target.read_text(), outcomes_as_markdown(outcomes)))
     if not rows:
         return
     terminalreporter.section("agreement")
-    for line in as_lines(rows):
+    for line in as_lines([HEADS, *map(cells, rows)]):
         terminalreporter.write_line(line)
     terminalreporter.write_line("")
     for row in rows:

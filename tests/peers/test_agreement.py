@@ -17,7 +17,7 @@ DEFINED = (
     *("ties", "consensus", "emr", "pcb", "cabs"),
 )
 NEEDED = {
-    *((method, "mergekit") for method in METHODS),
+    *((method, "mergekit") for method in METHODS if method != "passthrough"),  # it copies
     *((method, "mergekit YAML") for method in METHODS),
     *((method, "PEFT") for method in IN_PEFT),
     *((method, DEFINITION) for method in DEFINED),

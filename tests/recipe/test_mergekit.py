@@ -14,8 +14,10 @@ from dare.cli import main
 from dare.errors import RecipeError
 from dare.inputs.opening import convert_yaml, open_model
 from dare.recipe.document import request_from_document
+from dare.stores.locations import to_path
 from helpers import save
 
+UNWEIGHTED = "models: [{model: math}, {model: code}]\n"
 TWO = """
 models:
   - {model: math, parameters: {weight: 0.7}}
@@ -91,7 +93,30 @@ def head(method, base="base", **more):
                 "della": {"drop_rate": 0.6, "window": [0.2, 0.1], "rescale": "l1"},
             },
         ),
+        (
+            "task_arithmetic",
+            "{normalize: true}",
+            {"method": "sum", "sum": {"normalize": True}},
+        ),
+        (
+            "ties",
+            "{density: 0.2, rescale: true}",
+            {"method": "trim+ties", "trim": {"keep_ratio": 0.2, "rescale": "l1"}},
+        ),
+        (
+            "breadcrumbs",
+            "{rescale: true}",
+            {
+                "method": "breadcrumbs+sum",
+                "breadcrumbs": {"keep_middle": 1.0, "drop_largest": 0.01, "rescale": "l1"},
+            },
+        ),
         ("nuslerp", "{}", {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "tensor"}}),
+        (
+            "multislerp",
+            "{normalize_weights: false}",
+            {"method": "multislerp", "multislerp": {"on": "deltas", "normalize": False}},
+        ),
         (
             "nuslerp",
             "{nuslerp_flatten: false}",
@@ -108,29 +133,99 @@ def test_methods_with_two_models(convert, method, parameters, expected):
     assert found == {"dtype": "F32", "models": files, **expected}
 
 
-def test_normalize_divides_weights_by_their_sum(convert):
-    models = "models: [{model: a, parameters: {weight: 3}}, {model: b, parameters: {weight: 1}}]"
-    found = convert(head("task_arithmetic", parameters="{normalize: true}") + models)
-    assert [entry.weight for entry in found.recipe.models] == [0.75, 0.25]
-    assert any("divided by their sum" in text for text in found.differences)
-    opposed = models.replace("weight: 1", "weight: -3")
-    kept = convert(head("task_arithmetic", parameters="{normalize: true}") + opposed)
-    assert [entry.weight for entry in kept.recipe.models] == [3, -3], "a sum of 0 divides nothing"
-
-
-def test_a_mean_of_weights_has_its_first_model_as_base(convert):
-    text = "merge_method: linear\n" + TWO
-    found = convert(text)
-    assert document(found)["models"] == {
-        "base_file": "math",
-        "merge_files": [{"file": "code", "weight": 0.3}],
+@pytest.mark.parametrize(
+    ("method", "parameters", "expected"),
+    [
+        ("model_stock", "{}", {"method": "model_stock"}),
+        ("model_stock", "{filter_wise: true}", {"model_stock": {"each": "row"}}),
+        ("sce", "{}", {"method": "sce"}),
+        ("sce", "{select_topk: [0.2, 0.5]}", {"sce": {"select_ratio": [0.2, 0.5]}}),
+        (
+            "sce",
+            "{select_topk: {filter: mlp, value: 0.2}}",
+            {
+                "sce": {"select_ratio": 1.0},
+                "tensors": [{"contains": "mlp", "select_ratio": 0.2}],
+            },
+        ),
+        ("ram", "{epsilon: 1e-4}", {"method": "ram", "ram": {"threshold": 1e-4}}),
+        (
+            "ramplus_tl",
+            "{r: 0.2, alpha: 0.3}",
+            {"method": "ramplus", "ramplus": {"boost": 0.2, "most": 0.3}},
+        ),
+    ],
+)
+def test_methods_without_weights(convert, method, parameters, expected):
+    found = convert(head(method, parameters=parameters) + UNWEIGHTED).document
+    assert found == {
+        **{"base": "base", "models": ["math", "code"], "dtype": "float32"},
+        **{"method": method, **expected},
     }
-    assert found.recipe.method == "linear"
-    assert any("math is the base" in text for text in found.differences)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "expected"),
+    [
+        ("arcee_fusion", "{}", {"method": "arcee_fusion"}),
+        ("nearswap", "{t: 1e-4}", {"method": "nearswap+sum", "nearswap": {"t": 1e-4}}),
+    ],
+)
+def test_methods_of_one_model(convert, method, parameters, expected):
+    one = "models: [{model: math}]\n"
+    found = convert(head(method, parameters=parameters) + one).document
+    assert found == {"base": "base", "models": ["math"], "dtype": "float32", **expected}
+    with pytest.raises(RecipeError, match=r"line 1: .* 1 model into the base; 2 are given"):
+        convert(head(method, parameters=parameters) + UNWEIGHTED)
+
+
+def test_a_mean_is_one_of_whole_models(convert):
+    found = convert("merge_method: linear\n" + TWO).document
+    assert found == {
+        "base": "math",
+        "models": [{"file": "math", "weight": 0.7}, {"file": "code", "weight": 0.3}],
+        "method": "linear",
+        "linear": {"on": "weights", "normalize": True},
+    }
+    summed = convert(head("linear", "math", parameters="{normalize: false}") + TWO).document
+    assert summed["linear"] == {"on": "weights"}
     listed = TWO + "  - {model: base, parameters: {weight: 1}}\n"
-    with_base = convert(head("linear") + listed).recipe
-    assert str(with_base.base) == "base"
-    assert [entry.weight for entry in with_base.models] == [0.35, 0.15]
+    with_base = convert(head("linear") + listed).document
+    assert (with_base["base"], len(with_base["models"])) == ("base", 3)
+
+
+def test_signs_that_mergekit_divides_by(convert):
+    assert "ties" not in convert(head("ties") + TWO).document
+    found = convert(head("ties") + TWO.replace("0.3", "[1, -0.5]")).document
+    assert found["ties"] == {"divide_by": "signed"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        head("ties", models="[{model: base}]"),
+        "merge_method: karcher\ndtype: float32\nmodels: [{model: base}]\n",
+        "merge_method: passthrough\ndtype: float32\nmodels: [{model: base}]\n",
+    ],
+)
+def test_what_is_one_model_is_copied(convert, text):
+    copied = {"base": "base", "models": [], "method": "passthrough"}
+    assert convert(text).document == {"dtype": "float32", **copied}
+
+
+def test_a_model_that_is_scaled(convert):
+    scale = "[{filter: o_proj, value: 0}, {filter: mlp, value: [0.5, 1]}]"
+    models = f"models: [{{model: math, parameters: {{scale: {scale}}}}}]\n"
+    assert convert("merge_method: passthrough\n" + models).document == {
+        "base": "math",
+        "models": [{"file": "math", "weight": 1.0}],
+        "method": "linear",
+        "linear": {"on": "weights"},
+        "tensors": [
+            {"contains": "mlp", "model": "math", "weight": [0.5, 1.0]},
+            {"contains": "o_proj", "model": "math", "weight": 0.0},
+        ],
+    }
 
 
 def test_slerp_goes_from_the_base_to_the_other(convert):
@@ -156,9 +251,6 @@ def test_nuslerp_without_a_base_interpolates_the_models_themselves(convert):
     }
 
 
-UNWEIGHTED = "models: [{model: math}, {model: code}]\n"
-
-
 def test_a_mean_on_the_sphere_takes_the_base_in(convert):
     found = convert(head("karcher", parameters="{max_iter: 7}") + UNWEIGHTED)
     assert document(found)["models"] == {
@@ -178,7 +270,7 @@ def test_model_stock_has_no_weights(convert):
         "method": "model_stock",
         "models": {"base_file": "base", "merge_files": ["math", "code"]},
     }
-    assert [note.split()[2] for note in found.notes] == ["weight", "weight"]
+    assert [note.split()[0] for note in found.notes] == ["weight", "weight"]
 
 
 def test_parameters_of_a_delta_may_be_a_models_own(convert):
@@ -251,25 +343,24 @@ parameters:
   int8_mask: true
   epsilon: 0.1
 """
-    notes = convert(text).notes
-    found = [(note.partition(":")[0], note.split()[2]) for note in notes]
-    assert found == [
-        ("line 5", "weight"),
-        ("line 9", "density"),
-        ("line 10", "normalize"),
-        ("line 12", "int8_mask"),
-        ("line 13", "epsilon"),
+    found = convert(text)
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "weight (line 5)",
+        "density (line 9)",
+        "normalize (line 10)",
+        "int8_mask (line 12)",
+        "epsilon (line 13)",
     ]
+    assert found.summary.endswith("left out: weight, density, normalize, int8_mask, epsilon")
 
 
-def test_weights_that_change_but_add_up_to_the_same_can_be_divided(convert):
-    models = """
-models:
-  - {model: a, parameters: {weight: [0.5, 2]}}
-  - {model: b, parameters: {weight: [2, 0.5]}}
-"""
-    found = convert(head("dare_linear", parameters="{normalize: true}") + models)
-    assert [entry.weight for entry in found.recipe.models] == [[0.2, 0.8], [0.8, 0.2]]
+def test_what_means_nothing_to_mergekit_is_noted_and_left_out(convert):
+    text = head("ties", random_seed="0", parameters="{densty: 0.5}")
+    slip = TWO.replace("weight: 0.7", "weight: {pattern: mlp, value: 0.7}")
+    found = convert(text + slip)
+    assert found.document == convert(head("ties") + TWO).document
+    assert [note.split()[0] for note in found.notes] == ["random_seed", "densty", "pattern"]
+    assert "'density'" in found.notes[1]
 
 
 # ---------------------------------------------------------------- the rest of a configuration
@@ -291,18 +382,46 @@ def test_types(convert, lines, dtype):
 
 
 def test_tokenizer_and_template_are_carried_over(convert):
-    found = convert(head("ties", tokenizer_source="union", chat_template="'{{ x }}'") + TWO).recipe
-    assert (found.vocabulary, found.chat_template) == ("union", "{{ x }}")
-    chosen = convert(head("ties", tokenizer="{source: math}") + TWO).recipe
-    assert (chosen.vocabulary, chosen.copy_from) == ("error", "math")
-    assert convert(head("ties", tokenizer="{}") + TWO).recipe.vocabulary == "union"
-    assert convert(head("ties") + TWO).recipe.vocabulary == "error"
+    found = convert(head("ties", tokenizer_source="union", chat_template="chatml") + TWO).document
+    assert (found["vocabulary"], found["chat_template"]) == ("union", "chatml")
+    for source, expected in {"math": "math", "base": "base", "union": "union"}.items():
+        chosen = convert(head("ties", tokenizer=f"{{source: {source}}}") + TWO).document
+        assert chosen["vocabulary"] == expected
+    of_base = convert(head("ties", "org/b", tokenizer_source="org/b") + TWO).document
+    assert of_base["vocabulary"] == "base"
+    assert convert(head("ties", tokenizer="{}") + TWO).document["vocabulary"] == "union"
+    assert "vocabulary" not in convert(head("ties") + TWO).document
 
 
-def test_an_adapter_of_the_base_is_a_model(convert):
-    found = convert(head("task_arithmetic") + TWO.replace("code", "base+lora"))
-    assert str(found.recipe.models[1].file) == "lora"
-    assert any("adapter is merged as it is" in note for note in found.notes)
+def test_rows_of_tokens(convert):
+    tokens = """
+tokenizer:
+  pad_to_multiple_of: 8
+  tokens:
+    a: {source: math}
+    b: {source: {kind: model_token, model: code, token: c}, force: true}
+    c: {source: {kind: model_token, model: base, token_id: 7}}
+    d: {source: {kind: zero}, force: true}
+"""
+    found = convert(head("ties") + TWO + tokens)
+    assert found.document["pad_to_multiple_of"] == 8
+    assert found.document["tokens"] == {
+        "a": {"model": "math"},
+        "b": {"model": "code", "token": "c", "force": True},
+        "c": {"model": "base", "id": 7},
+        "d": {"zero": True, "force": True},
+    }
+    assert found.differences[-1].startswith("padding:")
+
+
+def test_a_model_with_an_adapter_is_a_merge(convert):
+    found = convert(head("task_arithmetic", "x+y") + TWO.replace("code", "math+lora")).document
+    assert found["base"] == "x+y"
+    assert found["models"][1]["file"] == "math+lora"
+    assert found["merges"] == {
+        "x+y": {"base": "x", "models": ["y"], "method": "sum"},
+        "math+lora": {"base": "math", "models": ["lora"], "method": "sum"},
+    }
 
 
 def test_models_may_be_tables(convert):
@@ -313,8 +432,26 @@ models:
   - model: {model: base, lora: org/adapter, override_architecture: X}
     parameters: {weight: 1}
 """
-    found = convert(head("task_arithmetic") + models).recipe
-    assert [str(entry.file) for entry in found.models] == ["org/math@v2", "org/adapter"]
+    found = convert(head("task_arithmetic") + models).document
+    assert [entry["file"] for entry in found["models"]] == ["org/math@v2", "base+org/adapter"]
+
+
+def test_merges_of_one_file_are_models_of_each_other(convert):
+    first = "merge_method: linear\nname: ./out/a\n" + TWO
+    last = head("ties", "./out/a") + TWO.replace("code", "out/b")
+    found = convert(first + "---\n" + first.replace("out/a", "out/b") + "---\n" + last).document
+    assert list(found["merges"]) == ["out/a", "out/b"]
+    assert found["merges"]["out/a"]["method"] == "linear"
+    assert (found["method"], str(to_path(found["base"]))) == ("ties", "out/a")
+    assert convert(first.replace("name", "out_path") + "---\n" + last).document == {
+        **found,
+        "merges": {"out/a": found["merges"]["out/a"]},
+    }
+    alone = convert(first + "---\n" + first.replace("out/a", "b")).document
+    assert (alone["method"], list(alone["merges"])) == ("linear", ["out/a"])
+    for same in (first, "merge_method: linear\n" + TWO):
+        with pytest.raises(RecipeError, match=r"line 1?[0-9]: name"):
+            convert(same + "---\n" + same)
 
 
 def test_aliases_and_merge_keys_are_followed(convert):
@@ -357,38 +494,130 @@ SLICES = """slices:
 """
 
 
-def test_slices_that_tile_the_model_are_the_model(convert, tmp_path):
-    found = convert(head("task_arithmetic") + SLICES)
-    assert document(found)["models"]["merge_files"] == [{"file": "math", "weight": 1.0}]
-    assert any("3 layers" in note for note in found.notes), "base is not here to be counted"
-
-    weights = {f"layers.{layer}.w": np.ones(2, np.float32) for layer in range(3)}
+def test_a_slice_of_all_layers_is_the_model(convert, tmp_path):
+    one = SLICES.partition("  - sources:\n      - {model: base, layer_range: [2, 3]}")[0]
+    stack = convert(head("task_arithmetic") + one).document
+    assert list(stack) == ["base", "dtype", "layers"], "base is not here to be counted"
+    weights = {f"layers.{layer}.w": np.ones(2, np.float32) for layer in range(2)}
     save(tmp_path / "base" / "model.safetensors", weights)
-    assert convert(head("task_arithmetic") + SLICES).notes == ()
-
-
-def test_slices_that_are_not_the_whole_model_are_refused(convert, tmp_path):
-    weights = {f"layers.{layer}.w": np.ones(2, np.float32) for layer in range(4)}
+    whole = convert(head("task_arithmetic") + one).document
+    assert whole["models"] == [{"file": "math", "weight": 1.0}]
+    weights["layers.2.w"] = weights["layers.0.w"]
     save(tmp_path / "base" / "model.safetensors", weights)
-    with pytest.raises(RecipeError, match=r"m.yaml, line 5: slices end .* 4 in layers"):
-        convert(head("task_arithmetic") + SLICES)
+    assert convert(head("task_arithmetic") + one).document == stack
+
+
+def test_slices_are_a_stack(convert):
+    second = SLICES.replace("math, layer_range: [2, 3]", "math, layer_range: [0, 1]")
+    found = convert(head("task_arithmetic", parameters="{lambda: 0.5}") + second).document
+    shared = {"base": "base", "method": "sum", "scale": 0.5}
+    assert found == {
+        "base": "base",
+        "dtype": "float32",
+        "layers": [
+            {"range": [0, 2], "models": [{"file": "math", "weight": 1.0}], **shared},
+            {
+                "range": [2, 3],
+                "models": [{"file": "math", "range": [0, 1], "weight": 1.0}],
+                **shared,
+            },
+        ],
+    }
+
+
+def test_layers_that_are_copied(convert):
+    text = """merge_method: passthrough
+slices:
+  - sources: [{model: a, layer_range: [0, 8]}]
+  - sources: [{model: b+c, layer_range: [4, 12], parameters: {scale: 0.5}}]
+"""
+    found = convert(text).document
+    assert found["layers"][0] == {"model": "a", "range": [0, 8]}
+    assert found["layers"][1] == {
+        "range": [4, 12],
+        "base": "b+c",
+        "models": [{"file": "b+c", "weight": 0.5}],
+        "method": "linear",
+        "linear": {"on": "weights"},
+    }
+    assert list(found["merges"]) == ["b+c"]
+
+
+def test_a_slice_has_parameters_and_a_base_of_its_own(convert):
+    own = "    parameters: {weight: 2}\n    base_model: math\n"
+    found = convert(head("task_arithmetic") + SLICES.replace("1}}\n  -", "1}}\n" + own + "  -"))
+    first, second = found.document["layers"]
+    assert (first["base"], second["base"]) == ("math", "base")
+    assert first["models"] == [{"file": "base", "weight": 2.0}]
+
+
+def test_a_last_slice_of_more_models_is_a_difference(convert):
+    text = SLICES.replace("      - {model: base, layer_range: [0, 2]}\n", "")
+    text = text.replace(
+        "base, layer_range: [2, 3]", "base, layer_range: [2, 3], parameters: {weight: 1}"
+    )
+    found = convert("merge_method: linear\ndtype: float32\n" + text)
+    assert [text.partition(":")[0] for text in found.differences] == ["head"]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{model: math, layer_range: [2, 3]", "{model: math, layer_range: [1, 2]", "line 8: .* 2 "),
-        ("{model: math, layer_range: [0, 2]", "{model: math, layer_range: [0, 1]", "line 5: .* 0 "),
-        ("[2, 3], parameters: {weight: 1}", "[2, 3], parameters: {weight: 2}", "line 8: .*first"),
-        ("weight: 1", "weight: [1, 2]", "line 5: lists of values run over each slice"),
+        (
+            "{model: math, layer_range: [0, 2]",
+            "{model: math, layer_range: [0, 1]",
+            "line 5: .*leng",
+        ),
         ("[2, 3]", "[3, 2]", r"line 9: layer_range: \[3, 2\] holds no layers"),
         ("[2, 3]", "[2, x]", "line 9: layer_range: must be two whole numbers"),
         ("layer_range: [0, 2], ", "", "line 7: layer_range: must be"),
+        ("      - {model: base, layer_range: [0, 2]}\n", "", "line 5: .*not among the sources"),
     ],
 )
 def test_slices_that_cannot_be_converted(convert, old, new, message):
     with pytest.raises(RecipeError, match=rf"m.yaml, {message}"):
         convert(head("task_arithmetic") + SLICES.replace(old, new))
+
+
+MODULES = """merge_method: linear
+modules:
+  vision_tower:
+    models: [{model: a, parameters: {weight: 3}}, {model: b}]
+    parameters: {weight: [{filter: mlp, value: 2}, {value: 4}]}
+  text_decoder:
+    models: [{model: a}, {model: b}]
+    parameters: {weight: 5}
+"""
+
+
+def test_modules_are_rules(convert):
+    found = convert(MODULES).document
+    vision = ["*vision*", "*visual*"]
+    assert [entry["weight"] for entry in found["models"]] == [5.0, 5.0]
+    assert found["tensors"] == [
+        {"match": vision, "model": "a", "weight": 3.0},
+        {"match": vision, "model": "b", "weight": 4.0},
+        {"match": vision, "contains": "mlp", "model": "b", "weight": 2.0},
+    ]
+
+
+def test_modules_without_a_rest_cover_the_model(convert):
+    text = MODULES.replace("vision_tower", "encoder").replace("text_decoder", "blocks.")
+    found = convert(text).document
+    assert [entry["weight"] for entry in found["models"]] == [3.0, 4.0]
+    assert {"match": ["*blocks.*"], "model": "a", "weight": 5.0} in found["tensors"]
+    lacking = text.replace("    parameters: {weight: 5}\n", "")
+    with pytest.raises(RecipeError, match="weight is missing for tensors"):
+        convert(lacking)
+
+
+def test_one_module_is_the_model(convert):
+    text = "merge_method: linear\nmodules:\n  default:\n    parameters: {weight: 1}\n    "
+    found = convert(text + UNWEIGHTED).document
+    assert [entry["weight"] for entry in found["models"]] == [1.0, 1.0]
+    sliced = "merge_method: passthrough\nmodules:\n  default:\n    "
+    sliced += "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]\n"
+    assert convert(sliced).document["layers"] == [{"model": "a", "range": [0, 1]}]
 
 
 # ---------------------------------------------------------------- refused
@@ -404,13 +633,14 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
         ("models: &a [*a]\n", r"line 1: contains itself"),
         ("merge_method: ties\nmerge_method: sum\n", r"line 2: merge_method is already on line 1"),
         ("base_model: b\n" + TWO, r"merge_method is missing"),
-        ("merge_methd: ties\n" + TWO, r"line 1: merge_methd: .*did you mean 'merge_method'"),
+        ("merge_methd: ties\n" + TWO, r"line 1: .*merge_methd: .*did you mean 'merge_method'"),
         (head("dare_lineer") + TWO, r"line 1: .*did you mean 'dare_linear'.*task_arithmetic"),
-        (head("passthrough") + TWO, r"line 1: merge_method 'passthrough' cannot be converted"),
-        (head("ties", random_seed="0") + TWO, r"line 4: random_seed: is a flag .* set seed"),
-        (head("ties"), r"either models or slices"),
+        ("merge_method: passthrough\n" + TWO, r"line 1: passthrough copies one model; 2 are"),
+        ("base_model: b\nexperts: []\n", r"line 1: is a mixture: dare moe m.yaml --output"),
+        (head("ties"), r"either models, slices or modules"),
+        (head("ties", slices="[]") + TWO, r"either models, slices or modules"),
         (head("ties", models="[{model: 5}]"), r"line 4: model: must be text, and is 5"),
-        (head("ties", models="[{model: a+b}]"), r"line 4: a\+b: an adapter .* which is base"),
+        (head("ties", models="[{model: a+b+c}]"), r"line 4: 'a\+b\+c' is not MODEL or"),
         (head("ties") + TWO.replace("code", "math"), r"line 7: math: is given on line 6 already"),
         (head("ties") + TWO.replace("0.3", "x"), r"line 7: weight: must be a number, and is 'x'"),
         (head("ties") + TWO.replace("0.3", "[]"), r"line 7: weight is missing for code"),
@@ -419,43 +649,32 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
             head("ties") + TWO.replace("0.3", "{filter: a, value: 1}"),
             r"line 7: weight is missing for tensors that no filter matches",
         ),
-        (head("ties") + TWO.replace("0.3", "-1"), r"line 7: weight: is negative, and ties"),
-        (head("ties", models="[{model: base}]"), r"line 1: only the base is given"),
         ("merge_method: ties\n" + TWO, r"line 1: base_model is missing; ties needs one"),
         (head("ties", parameters="{density: 0}") + TWO, r"line 4: density = 0: must be above 0"),
         (head("ties", parameters="{lambda: [1, 2]}") + TWO, r"line 4: lambda: must be one value"),
         (
-            head("ties", parameters="{rescale: true, density: 0.5}") + TWO,
-            r"line 4: rescale: what ties leaves",
-        ),
-        (
             head("della", parameters="{density: 0.1}") + TWO,
             r"epsilon = 0.15 at density = 0.1: .*lower epsilon",
-        ),
-        ("merge_method: linear\nparameters: {normalize: false}\n" + TWO.replace("7", "6"), "to 1"),
-        (
-            "merge_method: linear\n"
-            + TWO.replace("0.7", "[{filter: a, value: 1}, {value: 2}]").replace(
-                "0.3", "[{filter: b, value: 1}, {value: 2}]"
-            ),
-            r"line 5: weight: .*filters must be the same",
         ),
         (head("slerp") + TWO, r"line 1: slerp goes from the base to one other model, and 2"),
         (head("slerp", models="[{model: a}]"), r"line 1: t is missing"),
         (head("nuslerp", "math") + TWO, r"line 1: nuslerp merges two models"),
         ("merge_method: model_stock\n" + TWO, r"line 1: base_model is missing; model_stock"),
+        (head("model_stock", models="[{model: a}]"), r"line 1: model_stock needs two"),
+        (head("nearswap", models="[{model: a}]"), r"line 1: t is missing"),
         (
-            head("model_stock", parameters="{filter_wise: true}") + TWO,
-            r"line 4: filter_wise: true: the angle",
+            MODULES.replace("[{model: a}, {model: b}]", "[{model: b}]"),
+            r"line 7: modules: each must have the same",
         ),
-        (head("sce") + TWO, r"line 1: merge_method 'sce' cannot be converted: it weighs .*these"),
+        (
+            MODULES.replace("models: [{model: a}, {", "slices: [{"),
+            r"line 7: slices: only the layers",
+        ),
         (head("ties").replace("float32", "float23") + TWO, r"line 3: 'float23' .*'float32'"),
         (head("ties", tokenizer_source="a", tokenizer="{}") + TWO, r"line 5: give either"),
-        (head("ties", tokenizer="{pad_to_multiple_of: 8}") + TWO, r"line 4: pad_to_multiple_of"),
-        (
-            head("ties", slices="[{sources: [], residual_weight: 1}]"),
-            r"line 4: residual_weight",
-        ),
+        (head("ties", tokenizer_source="chat") + TWO, r"line 4: chat: is none of the models"),
+        (head("ties", tokenizer="{tokens: {a: {force: true}}}") + TWO, r"line 4: source is miss"),
+        (head("ties", tokenizer="{tokens: [a]}") + TWO, r"line 4: tokens: must be a table"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_with_its_line(convert, text, message):
@@ -517,24 +736,30 @@ MERGED = {
     "model_stock, base among": head("model_stock") + UNWEIGHTED.replace("]", ", {model: base}]"),
     "della, lists": head("della", parameters="{density: [0.2, 0.8], epsilon: [0.1, 0.05]}") + TWO,
     "two slices": head("task_arithmetic") + SLICES,
+    **{
+        f"{method}, all": head(method, parameters="{t: 0.01, r: 0.2, select_topk: 0.5}") + models
+        for models, methods in {
+            UNWEIGHTED: ("sce", "ram", "ramplus_tl"),
+            FROM_BASE: ("nearswap", "arcee_fusion"),
+        }.items()
+        for method in methods
+    },
+    "multislerp": head("multislerp") + TWO,
+    "a copy": "merge_method: passthrough\nmodels: [{model: math}]\n",
+    "merges": "merge_method: linear\nname: x\n" + TWO + "---\n" + head("ties", "x") + TWO,
     "tokenizer of the first": WITHOUT_BASE["linear"] + "tokenizer_source: math\n" + TWO,
-    "tokenizer of a model": head("ties", tokenizer_source="code") + TWO,
     "tokenizer of the base": head("ties", "math", tokenizer_source="math") + TWO,
-    "tokenizer of a namesake": head("ties", tokenizer_source="org/math")
-    + TWO.replace("code", "org/math"),
     "filters of a namesake": head("ties")
     + TWO.replace("code", "org/math").replace("0.3", "[{filter: mlp, value: 1}, {value: 2}]"),
     **{f"stored as {kind}": head("ties", out_dtype=kind) + TWO for kind in ("bfloat16", "float16")},
 }
 NOT_MERGED = {
     "nuslerp from the base": (head("nuslerp", "math") + TWO, "delete base_model"),
-    "tokenizer of another model": (head("ties", tokenizer_source="chat") + TWO, "line 4: chat"),
     "rates beyond 1 in some layers": (
         head("della", parameters="{density: [{filter: mlp, value: 0.5}, {value: [0.9, 0.5]}]}")
         + TWO,
         "use a window below",
     ),
-    "layers in another order": (head("passthrough") + TWO, "passthrough"),
 }
 
 

@@ -55,6 +55,8 @@ Inputs = Annotated[
 ]
 WORTH_WAITING_FOR = 5.0  # seconds from which a merge says beforehand how long it takes
 RECIPES = (".toml", *api.YAML_SUFFIXES)
+MERGEKIT_GUIDE = "docs/guides/mergekit.md"
+Facts = tuple[tuple[str, str], ...]
 
 
 @takes_recipe
@@ -77,8 +79,9 @@ def merge(
     :param wait: How long a slice waits for news.
     """
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
+    facts = _conversion_facts(paths, flags)
     if dry_run:
-        return _show_plan(asked, json=json, quiet=quiet)
+        return _show_plan(asked, facts, json=json, quiet=quiet)
     if part is not None and not resume:
         remedy = "delete the folder OUTPUT.partial to start over"
         raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
@@ -86,7 +89,8 @@ def merge(
         Slice.parse(part)  # before anything is read
     console = make_console(json=json, quiet=not asked.options.verbose)
     planned = api.plan(asked, fetches=True)
-    how: dict[str, Any] = {"overwrite": overwrite, "before": lambda: _print_plan(console, planned)}
+    how: dict[str, Any] = {"overwrite": overwrite}
+    how["before"] = lambda: _print_plan(console, planned, facts)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         done: Shown
         if part is None:
@@ -116,25 +120,40 @@ def finish(
 @takes_recipe
 def plan(*paths: Inputs, quiet: Quiet = False, json: Json = False, **flags: Any) -> int:
     """Show a plan."""
-    return _show_plan(_asked_recipe(paths, flags), json=json, quiet=quiet)
+    facts = _conversion_facts(paths, flags)
+    return _show_plan(_asked_recipe(paths, flags), facts, json=json, quiet=quiet)
 
 
-def _show_plan(recipe: Request, *, json: bool, quiet: bool) -> int:
+def _show_plan(recipe: Request, facts: Facts, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    expected = _print_plan(make_console(json=json, quiet=quiet), planned, brief=False)
+    expected = _print_plan(make_console(json=json, quiet=quiet), planned, facts, brief=False)
     if json:
         print_json({**planned.to_dict(), "seconds": expected.to_dict()})
     return DONE
 
 
-def _print_plan(console: Console, planned: Plan, *, brief: bool = True) -> Estimate:
+def _print_plan(
+    console: Console, planned: Plan, facts: Facts = (), *, brief: bool = True
+) -> Estimate:
     """Print a plan with the time that it will take, if that is worth a word."""
     expected = estimate(planned)
     document = planned.document(brief=brief)
     if not brief or expected.high >= WORTH_WAITING_FOR:
-        document = replace(document, facts=(*document.facts, ("takes", str(expected))))
-    print_document(console, document)
+        facts = (("takes", str(expected)), *facts)
+    print_document(console, replace(document, facts=(*document.facts, *facts)))
     return expected
+
+
+def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:
+    """Say in a line how the weights will differ from those of the tool whose file is merged."""
+    path, _ = _by_position(paths, flags)
+    if path is None or path.suffix.lower() not in api.YAML_SUFFIXES:
+        return ()
+    from dare.inputs.opening import convert_yaml
+
+    summary = convert_yaml(path).summary
+    more = f"dare convert {shlex.quote(str(path))} says how, and {MERGEKIT_GUIDE} why"
+    return (("unlike mergekit", f"{summary}; {more}"),) if summary else ()
 
 
 def _asked_recipe(

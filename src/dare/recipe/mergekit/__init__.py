@@ -1,24 +1,33 @@
 """From a mergekit configuration (YAML) to a recipe.
 
-A conversion gives the weights that mergekit gives, but for the differences that it names. A method
-that has no equal here is refused, with the file, the line and a remedy. Keys that mergekit ignores
-without a word are ignored too, and noted; a key that mergekit does not know is refused.
+A conversion gives the weights that mergekit gives, but for the differences that it names. What has
+no equal here is refused, with the file, the line and a remedy. Keys that mergekit ignores without
+a word are ignored too, and noted.
 
-A file becomes `nodes`, those a `configuration`; one of the `methods` makes the draft of a recipe.
+A file becomes `nodes`, those a `configuration` for each of its documents; the `methods` make drafts
+of its parts. The last document, or the one without a name, is the recipe, the others are `merges`
+that it may name as its models; so is a model with an adapter.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dare.errors import printable
 from dare.recipe.document import request_from_document
-from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
-from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED, Draft
+from dare.recipe.mergekit.configuration import Config, Part, TensorsOf, read_config
+from dare.recipe.mergekit.methods import METHODS, Draft
 from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.recipe import Recipe
+
+PADDING = "padding: rows that fill up the embedding are zeros; mergekit's are the others' mean"
+HEAD = (
+    "head: last norm and head are merged of all models of the last slice; mergekit takes only as "
+    "many as the first slice has"
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,23 @@ class Conversion:
     """A recipe that was a mergekit configuration, with remarks."""
 
     source: Path
-    recipe: Recipe
+    document: dict[str, Any]  # the recipe's tables
     differences: tuple[str, ...]  # every known reason for which the weights will not be mergekit's
-    # Keys that were left out because they change nothing, and facts that could not be checked.
+    # Keys that were left out because they change nothing.
     notes: tuple[str, ...]
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe, which has no output yet."""
+        return request_from_document(self.document, str(self.source)).recipe
+
+    @property
+    def summary(self) -> str:
+        """A word for each difference, and the keys that are left out."""
+        words = [text.partition(":")[0] for text in self.differences]
+        keys = dict.fromkeys(text.partition(" ")[0] for text in self.notes)
+        left_out = [f"left out: {', '.join(keys)}"] if keys else []
+        return "; ".join([*([", ".join(words)] if words else []), *left_out])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, ready for JSON."""
@@ -49,37 +71,62 @@ class Conversion:
 
 
 def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
-    """Read a mergekit configuration as a recipe, and say how the two differ."""
-    config = read_config(read_yaml(file), METHODS, NOT_CONVERTED, tensors_of)
-    draft = Draft(config)
-    METHODS[config.method].convert(draft)
-    if config.computes_in != "float32":
-        kind = config.computes_in or "the type that the weights are stored in"
-        draft.differences.append(
-            f"mergekit computes in {kind}; here arithmetic is float32, and rounded once at the end"
-        )
+    """Read mergekit's configurations as a recipe, and say how the two differ."""
+    roots = read_yaml(file)
+    reading = roots[0].reading
+    differences: dict[str, None] = {}
+    recipes: dict[str | None, dict[str, Any]] = {}
+    for root in roots:
+        config = read_config(root, METHODS, tensors_of)
+        root.require(config.name not in recipes, _twice(config.name))
+        recipes[config.name] = _tables(config, differences)
+    document = recipes.pop(None if None in recipes else list(recipes)[-1])
+    merges = {str(name): tables for name, tables in recipes.items()} | reading.merges
     return Conversion(
         file,
-        request_from_document(draft.document(), str(file)).recipe,
-        tuple(draft.differences),
-        (*config.notes, *draft.notes, *_unused_keys(config)),
+        document | ({"merges": merges} if merges else {}),
+        tuple(differences),
+        tuple(text for _, text in sorted(reading.notes)),
     )
 
 
-def _unused_keys(config: Config) -> list[str]:
-    """List the keys that mergekit knows and that change nothing where they stand, by line."""
-    method = METHODS[config.method]
-    weighs_base = config.method in ("linear", "karcher")
-    places = []
-    for given in config.inputs:
-        useful = method.of_models if weighs_base or given.model != config.base else ()
-        places += [(given.scopes[0], useful, given.model)] if given.scopes[1:] else []
-    for scope in config.shared:
-        places.append((scope, (*method.of_models, *method.of_all), config.method))
-    notes = {
-        node.line: f"line {node.line}: {key} has no effect for {where}, and is left out"
-        for scope, useful, where in places
-        for key, node in scope.items()
-        if key not in useful
-    }
-    return [text for _, text in sorted(notes.items())]
+def _twice(name: str | None) -> str:
+    if name is None:
+        return "name is missing: of several merges in a file only the last needs none"
+    return f"name: a merge before this one is called {name} too"
+
+
+def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
+    """Return the tables of a recipe, and put down what is different."""
+    drafts = [Draft(part) for part in config.parts]
+    for draft in drafts:
+        METHODS[draft.part.method].convert(draft)
+        differences |= dict.fromkeys(draft.differences)
+        _note_unused_keys(draft.part)
+    if config.computes_in != "float32":
+        kind = config.computes_in or "the type that the weights are stored in"
+        text = f"arithmetic: mergekit computes in {kind}; here it is float32, and rounded once"
+        differences[f"{text} at the end"] = None
+    if "pad_to_multiple_of" in config.keys:
+        differences[PADDING] = None
+    if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
+        differences[HEAD] = None
+    if not config.is_stack:
+        return {**config.keys, **drafts[0].document()}
+    base = {"base": config.base} if config.base else {}
+    return {**base, **config.keys, "layers": [draft.layers() for draft in drafts]}
+
+
+def _note_unused_keys(part: Part) -> None:
+    """Note the keys that mergekit knows and that change nothing where they stand."""
+    method = METHODS[part.method]
+    weighs_base = part.method in ("linear", "karcher", "passthrough")
+    places = [(scope, (*method.of_models, *method.of_all), part.method) for scope in part.shared]
+    for given in part.inputs:
+        useful = method.of_models if weighs_base or given.model != part.base else ()
+        own = [scope for scope in given.scopes if scope not in part.shared]
+        places += [(scope, useful, given.model) for scope in own]
+    for scope, useful, where in places:
+        for key, node in scope.table.items():
+            if key not in useful:
+                node.note(key, f"has no effect for {where}")

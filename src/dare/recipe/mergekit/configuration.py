@@ -1,15 +1,15 @@
-"""The configuration, read from its nodes and checked: keys, models, slices, tokenizer."""
+"""The configuration, read from its nodes and checked: keys, models, slices, modules, tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dare.errors import did_you_mean
 from dare.recipe.layers import count_layers
-from dare.recipe.mergekit.nodes import Input, Node, Table, as_items, as_table, as_text, has_gradient
+from dare.recipe.mergekit.nodes import Input, Node, Scope, Table, as_items, as_table, as_text
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import MODEL_TYPES
 from dare.tensors.files import is_there
@@ -17,8 +17,9 @@ from dare.tensors.files import is_there
 TensorsOf = Callable[[Path], Iterable[str]]  # the names of a model's tensors
 
 TOP_KEYS = (
-    *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
-    *("tokenizer_source", "tokenizer", "chat_template"),
+    *("merge_method", "base_model", "models", "slices", "modules", "parameters"),
+    *("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template"),
+    *("name", "out_path"),  # of several merges in one file
 )
 PARAMETERS = (
     *("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon"),
@@ -26,96 +27,119 @@ PARAMETERS = (
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
 ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
+# Texts in the names of a module's tensors, in the order in which they are asked; none: the rest.
+# Any other module is called like the beginning of its tensors' names.
+MODULES: dict[str, tuple[str, ...]] = {
+    "multi_modal_projector": ("multi_modal_projector", "visual.merger"),
+    "vision_tower": ("vision", "visual"),
+    "vision_model": ("vision", "visual"),
+    "encoder": ("encoder.",),
+    "decoder": ("decoder.",),
+    "shared": ("shared.",),
+    "text_decoder": (),
+}
 
 
 @dataclass(frozen=True)
-class Config:
-    """A configuration whose keys are known."""
+class Part:
+    """Layers of the output, or all of it, and what is merged there."""
 
+    node: Node
     method: str
-    method_node: Node
     base: str | None
     inputs: tuple[Input, ...]
-    shared: tuple[Table, ...]  # the scopes of parameters that are no model's own, strongest first
-    computes_in: str | None
-    # Keys of a recipe that no method changes: type, tokenizer and chat template.
-    keys: Mapping[str, str]
-    notes: tuple[str, ...]
+    shared: tuple[Scope, ...]  # parameters that are no model's own, strongest first
 
     def others(self) -> tuple[Input, ...]:
         """Return the inputs but the base."""
         return tuple(given for given in self.inputs if given.model != self.base)
 
 
-def read_config(
-    root: Node, methods: Collection[str], not_converted: Mapping[str, str], tensors_of: TensorsOf
-) -> Config:
+@dataclass(frozen=True)
+class Config:
+    """A configuration whose keys are known."""
+
+    name: str | None
+    base: str | None
+    parts: tuple[Part, ...]
+    is_stack: bool  # of layers; else the one part is the whole model
+    computes_in: str | None
+    # Keys of a recipe that no method changes: type, tokenizer and chat template.
+    keys: Mapping[str, Any]
+
+
+def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> Config:
     """Read and check a configuration, whose method must be one of `methods`.
 
-    `not_converted` has the reasons why other methods cannot be converted; `tensors_of` lists the
-    tensors of a model.
+    `tensors_of` lists the tensors of a model.
     """
+    is_mixture = isinstance(root.value, dict) and "experts" in root.value
+    root.require(not is_mixture, f"is a mixture: dare moe {root.reading.file} --output OUT")
     table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
     method = as_text(table["merge_method"], "merge_method")
-    reason = not_converted.get(method)
-    why = f": {reason}" if reason else did_you_mean(method, methods)
-    table["merge_method"].require(
-        method in methods,
-        f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}",
-    )
-    root.require(("models" in table) != ("slices" in table), "give either models or slices")
+    hint = did_you_mean(method, methods)
+    text = f"merge_method {method!r}: mergekit 0.1.5 has no such method{hint}; it has"
+    table["merge_method"].require(method in methods, f"{text} {', '.join(methods)}")
+    inputs = [key for key in ("models", "slices", "modules") if key in table]
+    root.require(len(inputs) == 1, "give either models, slices or modules")
 
-    notes: list[str] = []
     base = _base(table)
-    whole = _parameters(table, "the configuration")
-    if "models" in table:
-        shared: tuple[Table, ...] = (whole,)
-        items = as_items(table["models"], "models")
-        inputs = tuple(_input(item, "a model", base, shared, notes) for item in items)
-        if base is not None and base not in [given.model for given in inputs]:
-            inputs = (*inputs, Input(base, table["models"], shared))
+    node, shared = table["merge_method"], _parameters(table, "the configuration")
+    if "slices" in table:
+        parts = _parts_of_slices(table["slices"], method, base, shared)
+    elif "modules" in table:
+        parts = _parts_of_modules(table["modules"], method, base, shared)
     else:
-        inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
-    for given in inputs:
-        first = next(other for other in inputs if other.model == given.model)
-        text = f"{given.model}: is given on line {first.node.line} already"
-        given.node.require(given is first, text)
+        items = as_items(table["models"], "models")
+        found = tuple(_input(item, "a model", shared) for item in items)
+        parts = (Part(node, method, base, _with_base(found, base, items[0], shared), shared),)
+    for part in parts:
+        for given in part.inputs:
+            first = next(other for other in part.inputs if other.model == given.model)
+            text = f"{given.model}: is given on line {first.node.line} already"
+            given.node.require(given is first, text)
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
-    keys = _tokenizer(table, [base, *(given.model for given in inputs)]) | _chat_template(table)
+    models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
+    keys = _tokenizer(table, base or models[0], models) | _chat_template(table)
     if stored := types.get("out_dtype", types.get("dtype")):
         keys["dtype"] = stored
-    node = table["merge_method"]
-    return Config(method, node, base, inputs, shared, types.get("dtype"), keys, tuple(notes))
+    names = [as_text(table[key], key) for key in ("name", "out_path") if key in table]
+    name = str(to_path(names[0])) if names else None
+    is_stack = len(parts) > 1 or not _is_whole(parts[0], tensors_of)
+    return Config(name, base, parts, is_stack, types.get("dtype"), keys)
 
 
-def _parameters(table: Table, what: str) -> Table:
+def _parameters(
+    table: Table, what: str, module: tuple[str, ...] | None = None
+) -> tuple[Scope, ...]:
     node = table.get("parameters")
     if node is None:
-        return {}
-    return as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
+        return () if module is None else (Scope({}, module),)
+    known = as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
+    return (Scope(known, module),)
 
 
 # ---------------------------------------------------------------- models
 
 
 def _base(table: Table) -> str | None:
-    if "base_model" not in table:
-        return None
-    model, lora = _reference(table["base_model"])
-    text = "base_model: an adapter cannot be part of the base; merge it first"
-    table["base_model"].require(lora is None, text)
-    return model
+    return _reference(table["base_model"]) if "base_model" in table else None
 
 
-def _reference(node: Node) -> tuple[str, str | None]:
-    """Return the path or name of a model, and of the adapter that mergekit would put on it."""
+def _reference(node: Node) -> str:
+    """Return the path or name of a model; with an adapter it is a merge of its own."""
     if isinstance(node.value, dict):
         known = ("model", "lora", "override_architecture")
         table = as_table(node, known, "a model", required="model")
-        return _path(table["model"]), _path(table["lora"]) if "lora" in table else None
-    model, *adapters = as_text(node, "model").split("+")
+        model, adapters = _path(table["model"]), [_path(table["lora"])] if "lora" in table else []
+    else:
+        model, *adapters = as_text(node, "model").split("+")
     node.require(len(adapters) < 2, f"{node.value!r} is not MODEL or MODEL+ADAPTER")
-    return model, adapters[0] if adapters else None
+    if not adapters:
+        return model
+    name = str(to_path(f"{model}+{adapters[0]}"))
+    node.reading.merges[name] = {"base": model, "models": adapters, "method": "sum"}
+    return name
 
 
 def _path(node: Node) -> str:
@@ -127,86 +151,95 @@ def _path(node: Node) -> str:
     return f"{path}@{revision}" if revision else path
 
 
-def _input(
-    item: Node, what: str, base: str | None, scopes: tuple[Table, ...], notes: list[str]
-) -> Input:
-    """Read an entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
+def _input(item: Node, what: str, scopes: tuple[Scope, ...]) -> Input:
+    """Read an entry of `models` or `sources`."""
     table = as_table(item, ENTRIES[what], what, required="model")
-    node = table["model"]
-    model, lora = _reference(node)
-    if lora is not None:
-        text = f"{model}+{lora}: an adapter changes the base, which is {base}; merge it first"
-        node.require(model == base, text)
-        notes.append(
-            f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base "
-            "and rounds the sum"
-        )
-    return Input(lora or model, item, (_parameters(table, what), *scopes))
+    module = scopes[0].module if scopes else None
+    own = _parameters(table, what, module)
+    span = _span(table.get("layer_range", item)) if what == "a source" else None
+    return Input(_reference(table["model"]), item, (*own, *scopes), span)
 
 
-# ---------------------------------------------------------------- slices
+def _with_base(
+    inputs: tuple[Input, ...], base: str | None, node: Node, shared: tuple[Scope, ...]
+) -> tuple[Input, ...]:
+    """Add the base to models among which it is not."""
+    if base is None or base in [given.model for given in inputs]:
+        return inputs
+    return (*inputs, Input(base, node, shared))
 
 
-def _inputs_of_slices(
-    node: Node, base: str | None, whole: Table, notes: list[str], tensors_of: TensorsOf
-) -> tuple[tuple[Input, ...], tuple[Table, ...], str | None]:
-    """Read slices that together are the whole model: inputs, shared parameters and base."""
+# ---------------------------------------------------------------- slices and modules
+
+
+def _parts_of_slices(
+    node: Node, method: str, base: str | None, shared: tuple[Scope, ...]
+) -> tuple[Part, ...]:
     known = ("sources", "parameters", "base_model")
-    end, slices = 0, []
+    parts = []
     for item in as_items(node, "slices"):
         table = as_table(item, known, "a slice", required="sources")
-        slice_base = _base(table) or base
-        shared = _parameters(table, "a slice"), whole
-        sources = as_items(table["sources"], "sources")
-        spans = {_span(source) for source in sources}
-        (begin, stop), *other_spans = spans
-        text = f"layer_range: must begin with layer {end} of each model; layers cannot be reordered"
-        item.require(begin == end and not other_spans, text)
-        end = stop
-        inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
-        slices.append((item, inputs, shared, slice_base))
-
-    _, inputs, shared, slice_base = slices[0]
-    for item, *other in slices[1:]:
-        fault = "is not like the first, which cannot be converted"
-        text = f"this slice {fault}; write one slice, and lists of values for the layers"
-        item.require(_comparable(*other) == _comparable(inputs, shared, slice_base), text)
-    text = "lists of values run over each slice anew, which cannot be converted; write one slice"
-    changes = any(map(has_gradient, (*shared, *(given.scopes[0] for given in inputs))))
-    node.require(len(slices) == 1 or not changes, text)
-    _check_layers(slice_base or inputs[0].model, end, node, notes, tensors_of)
-    return inputs, shared, slice_base
+        scopes = (*_parameters(table, "a slice"), *shared)
+        items = as_items(table["sources"], "sources")
+        inputs = tuple(_input(source, "a source", scopes) for source in items)
+        lengths = {given.span[1] - given.span[0] for given in inputs if given.span}
+        item.require(len(lengths) == 1, "layer_range: the models' ranges have different lengths")
+        parts.append(Part(item, method, _base(table) or base, inputs, scopes))
+    return tuple(parts)
 
 
-def _span(source: Node) -> tuple[int, int]:
-    table = as_table(source, ENTRIES["a source"], "a source")
-    ends = table["layer_range"].plain if "layer_range" in table else None
-    node = table.get("layer_range", source)
+def _span(node: Node) -> tuple[int, int]:
+    ends = node.plain
     if not isinstance(ends, list) or [type(end) for end in ends] != [int, int]:
         raise node.refuse("layer_range: must be two whole numbers, as in [0, 32]")
-    node.require(ends[0] < ends[1], f"layer_range: {ends} holds no layers")
+    node.require(0 <= ends[0] < ends[1], f"layer_range: {ends} holds no layers")
     return ends[0], ends[1]
 
 
-def _comparable(inputs: Any, shared: Any, base: Any) -> Any:
-    """Return inputs, shared parameters and base of a slice, without places."""
-    tables = [shared[0], *(given.scopes[0] for given in inputs)]
-    plain = [{key: node.plain for key, node in table.items()} for table in tables]
-    return plain, [given.model for given in inputs], base
+def _is_whole(part: Part, tensors_of: TensorsOf) -> bool:
+    """Tell if a part is known to be all layers of its models."""
+    spans = {given.span for given in part.inputs if given.span}
+    model = to_path(part.base or part.inputs[0].model)
+    if len(spans) == 1 and is_there(model):
+        counts = count_layers(tensors_of(model)).values()
+        return spans <= {(0, count) for count in counts}
+    return not spans
 
 
-def _check_layers(
-    model: str, layers: int, node: Node, notes: list[str], tensors_of: TensorsOf
-) -> None:
-    """Refuse slices that leave layers out, which would make a smaller model."""
-    if not is_there(to_path(model)):
-        whole = f"the whole model, which has {layers} layers then"
-        notes.append(f"slices: taken for {whole}; {model} is not here to count them")
-        return
-    counts = count_layers(tensors_of(to_path(model)))
-    found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
-    text = f"slices end with layer {layers}, and {model} has {found}; take all of its layers"
-    node.require(layers in counts.values(), text)
+def _parts_of_modules(
+    node: Node, method: str, base: str | None, shared: tuple[Scope, ...]
+) -> tuple[Part, ...]:
+    """Read modules: parts of a model that have parameters of their own, and the same models."""
+    node.require(isinstance(node.value, dict) and node.value, "modules: must be a table of modules")
+    found = []
+    rank = [*MODULES]
+    for name in sorted(node.value, key=lambda n: rank.index(n) if n in MODULES else -1):
+        module = MODULES.get(name, (name,)) if len(node.value) > 1 else None
+        table = as_table(node.value[name], ("models", "slices", "parameters"), "a module")
+        scopes = (*_parameters(table, "a module", module), *shared)
+        if "slices" in table:
+            text = "slices: only the layers of a model with one module can be stacked"
+            table["slices"].require(len(node.value) == 1, text)
+            return _parts_of_slices(table["slices"], method, base, scopes)
+        items = as_items(table.get("models", node.value[name]), "models")
+        found.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
+    first, inputs, _ = found[0]
+    names = [given.model for given in inputs]
+    for item, others, _ in found[1:]:
+        same = [given.model for given in others] == names
+        item.require(same, "modules: each must have the same models, in the same order")
+    scopes = _joined([own for *_, own in found])
+    merged = tuple(
+        Input(given.model, given.node, _joined([others[number].scopes for _, others, _ in found]))
+        for number, given in enumerate(inputs)
+    )
+    return (Part(first, method, base, _with_base(merged, base, first, scopes), scopes),)
+
+
+def _joined(modules: Sequence[tuple[Scope, ...]]) -> tuple[Scope, ...]:
+    """Return the scopes of all modules, those of the whole model, which they share, last."""
+    own = [scope for scopes in modules for scope in scopes if scope.module is not None]
+    return (*own, *(scope for scope in modules[0] if scope.module is None))
 
 
 # ---------------------------------------------------------------- type, tokenizer, chat template
@@ -221,29 +254,58 @@ def _storage_type(node: Node) -> str:
     return name
 
 
-def _tokenizer(table: Table, models: Collection[str | None]) -> dict[str, str]:
-    """Return the origin of the output's vocabulary or tokenizer: a policy, or one of the models."""
+def _tokenizer(table: Table, base: str, models: list[str]) -> dict[str, Any]:
+    """Return the origin of the output's tokens: a policy, or one of the models; and their rows."""
     source = table.get("tokenizer_source")
-    if "tokenizer" in table:
-        table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
-        given = as_table(table["tokenizer"], ("source",), "the tokenizer")
-        if "source" not in given:
-            return {"vocabulary": "union"}
-        source = given["source"]
-    if source is None:
-        return {}
-    name, _ = _reference(source)
-    if name in ("base", "union"):
-        return {"vocabulary": name}
-    text = f"{name}: the tokenizer must be that of a model that is merged, or of the base"
-    source.require(name in models, text)
-    return {"copy_from": name}
+    if "tokenizer" not in table:
+        return {} if source is None else _vocabulary(source, base, models)
+    table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
+    known = ("source", "tokens", "pad_to_multiple_of")
+    given = as_table(table["tokenizer"], known, "the tokenizer")
+    found: dict[str, Any] = {"vocabulary": "union"}
+    if "source" in given:
+        found = _vocabulary(given["source"], base, models)
+    if "pad_to_multiple_of" in given:
+        found["pad_to_multiple_of"] = given["pad_to_multiple_of"].value
+    tokens = given["tokens"].value if "tokens" in given else {}
+    given.get("tokens", table["tokenizer"]).require(
+        isinstance(tokens, dict), "tokens: must be a table of tokens"
+    )
+    rows = {token: _token(node, base, models) for token, node in tokens.items()}
+    return found | ({"tokens": rows} if rows else {})
+
+
+def _vocabulary(node: Node, base: str, models: list[str]) -> dict[str, Any]:
+    is_policy = node.value in ("base", "union")
+    return {"vocabulary": node.value if is_policy else _origin(node, base, models)}
+
+
+def _origin(node: Node, base: str, models: list[str]) -> str:
+    """Return the file of a model that is merged, or `base`."""
+    model = _reference(node)
+    text = f"{model}: is none of the models that are merged; take one of them, base or union"
+    node.require(model in models or model == base, text)
+    return "base" if model == base else model
+
+
+def _token(node: Node, base: str, models: list[str]) -> Any:
+    """Return the source of a token's row."""
+    table = as_table(node, ("source", "force"), "a token", required="source")
+    source = table["source"]
+    force = {"force": True} if "force" in table and table["force"].value else {}
+    kind = source.plain.get("kind") if isinstance(source.plain, dict) else None
+    if kind == "zero":
+        return {"zero": True, **force}
+    row = {"model": source}
+    if kind is not None:
+        known = ("kind", "model", "token", "token_id")
+        row = dict(as_table(source, known, "the source of a token", required="model"))
+    keys = {"token": "token", "token_id": "id"}
+    more = {keys[key]: row[key].value for key in keys if key in row}
+    return {"model": _origin(row["model"], base, models), **more, **force}
 
 
 def _chat_template(table: Table) -> dict[str, str]:
     if "chat_template" not in table:
         return {}
-    template = as_text(table["chat_template"], "chat_template")
-    text = f"chat_template: {template}: is not known here; write the template itself"
-    table["chat_template"].require(template == "auto" or "{" in template, text)
-    return {"chat_template": template}
+    return {"chat_template": as_text(table["chat_template"], "chat_template")}

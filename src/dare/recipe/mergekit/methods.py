@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from dare.documents.words import times
-from dare.recipe.entries import ModelEntry, model_names
-from dare.recipe.mergekit.configuration import Config
+from dare.recipe.mergekit.configuration import Part
 from dare.recipe.mergekit.nodes import (
     Case,
     Cases,
@@ -24,51 +21,58 @@ from dare.recipe.mergekit.nodes import (
 )
 from dare.stages import STAGES
 
+# A difference begins with a word for it, which is all that a merge says of it.
 NEW_MASKS = (
-    "other elements are dropped, at the same rate: masks here are a function of seed, name and "
-    "index, and mergekit's come from a stream"
+    "masks: other elements are dropped, at the same rate: masks here are a function of seed, name "
+    "and index, and mergekit's come from a stream"
 )
-TINY_NORM = "mergekit does not rescale a delta whose L1 norm is below 1e-7"
+TINY_NORM = "rescaling: mergekit does not rescale a delta whose L1 norm is below 1e-7"
 ELECTION = (
-    "where the models' changes cancel exactly nothing is elected; mergekit keeps the positive ones"
+    "election: where the models' changes cancel exactly nothing is elected; mergekit keeps the "
+    "positive ones"
 )
-CUT = "of equal magnitudes at the cut those with the lowest index are kept; mergekit leaves it open"
-ROUNDED_SHARES = "weights are divided by their sum before they are used, mergekit's result after"
-LAST_ONE = "of a tensor whose density is less than one element one is kept; mergekit keeps none"
-ROWS_OF_DELLA = "beyond two dimensions ranks run within the last, in mergekit within the second"
+CUT = (
+    "cuts: of equal magnitudes at the cut those with the lowest index are kept; mergekit leaves it "
+    "open"
+)
+LAST_ONE = (
+    "small tensors: of a tensor whose density is less than one element one is kept; mergekit keeps "
+    "none"
+)
+ROWS_OF_DELLA = (
+    "convolutions: beyond two dimensions ranks run within the last, in mergekit within the second"
+)
 
 
 class Draft:
-    """The tables of a recipe, being filled in from a configuration."""
+    """The tables of a recipe, being filled in from a part of a configuration."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, part: Part) -> None:
+        self.part = part
         self.differences: list[str] = []
-        self.notes: list[str] = []
-        self._document: dict[str, Any] = dict(config.keys)
+        self.base = part.base or part.inputs[0].model
+        self._document: dict[str, Any] = {"method": "passthrough"}  # which copies the base
         self._rules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
-        self._base = ""
 
-    @property
-    def required_base(self) -> str:
-        """The base of a method that needs one."""
-        self.require(self.config.base, f"base_model is missing; {self.config.method} needs one")
-        return str(self.config.base)
+    def require_base(self) -> None:
+        """Refuse a method that needs a base and has none."""
+        method, inputs = self.part.method, [given.model for given in self.part.inputs]
+        self.require(self.part.base, f"base_model is missing; {method} needs one")
+        self.require(self.base in inputs, f"base_model {self.base} is not among the sources")
 
     def require(self, holds: object, text: str) -> None:
-        """Refuse the method, with its line, unless something holds."""
-        self.config.method_node.require(holds, text)
+        """Refuse the part, with its line, unless something holds."""
+        self.part.node.require(holds, text)
 
-    def merge(self, method: str, base: str, models: Sequence[str], scale: float = 1.0) -> None:
+    def merge(self, method: str, models: Sequence[Input], scale: float = 1.0) -> None:
         """Set the models that are merged, the method, and the scale of the merged delta."""
-        self._document |= {"method": method, "scale": scale}
-        source = self._document.pop("copy_from", base)
-        if source != base:  # which it is from if nothing is said
-            names = model_names([ModelEntry(file=model) for model in models])
-            self._document["copy_from"] = names[models.index(source)]
-        self._base = base
-        self._models = [{"file": model} for model in models]
+        self._document |= {"method": method} | ({} if scale == 1 else {"scale": scale})
+        spans = {given.model: given.span for given in self.part.inputs}
+        whole = spans.get(self.base, self.part.inputs[0].span)
+        for given in models:
+            own = {} if given.span == whole else {"range": list(given.span or ())}
+            self._models.append({"file": given.model, **own})
 
     def set_stage(self, stage: str, parameter: str, value: Any) -> None:
         """Set a parameter of a stage."""
@@ -78,6 +82,15 @@ class Draft:
         """Set a parameter that all models share."""
         self._add_rules(stage, parameter, cases)
         self.set_stage(stage, parameter, cases[-1].value)
+
+    def set_shared(self, stage: str, parameter: str, name: str) -> None:
+        """Set a parameter that all models share from the one of a name, if it is given."""
+        cases = resolve(name, self.part.shared)
+        default = STAGES[stage].parameters[parameter].default
+        if cases and cases[-1].words:
+            cases = (*cases, Case(None, default, cases[-1].node))
+        if cases:
+            self.set_cases(stage, parameter, as_numbers(name, cases))
 
     def set_for_models(self, stage: str | None, parameter: str, found: Sequence[Cases]) -> None:
         """Set a parameter of each model; a stage's own table will do if all are the same."""
@@ -94,17 +107,24 @@ class Draft:
         """Add rules for cases; the first case that matches counts there, the last rule here."""
         if stage is not None:
             for case in cases:
-                where = f"{case.node.file}, line {case.node.line}: "
-                STAGES[stage].parameters[parameter].check(case.value, where)
+                STAGES[stage].parameters[parameter].check(case.value, f"{case.node.place}: ")
         for case in reversed(cases[:-1]):
-            self._rules.append({"contains": case.contains, **(model or {}), parameter: case.value})
+            self._rules.append({**case.words, **(model or {}), parameter: case.value})
 
     def document(self) -> dict[str, Any]:
         """Return the recipe's tables."""
         models = [entry if len(entry) > 1 else entry["file"] for entry in self._models]
-        files = {"base_file": self._base, "merge_files": models}
         rules = {"tensors": self._rules} if self._rules else {}
-        return {**self._document, "models": files, **rules}
+        return {"base": self.base, "models": models, **self._document, **rules}
+
+    def layers(self) -> dict[str, Any]:
+        """Return the tables with the range of layers that the base, or the first model, has."""
+        spans = {given.model: given.span for given in self.part.inputs}
+        span = spans.get(self.base, self.part.inputs[0].span)
+        tables = self.document()
+        if not self._models:
+            return {"model": tables["base"], "range": list(span or ())}
+        return {"range": list(span or ()), **tables}
 
 
 # ---------------------------------------------------------------- changes to the base
@@ -118,40 +138,42 @@ def _convert_deltas(
     `drops` is the stage that makes a delta sparser, if there is one; `normalize` and `rescale` are
     defaults of parameters.
     """
-    base, models, shared = draft.required_base, draft.config.others(), draft.config.shared
-    draft.require(models, "only the base is given: there is nothing to merge into it")
+    draft.require_base()
+    models, shared = draft.part.others(), draft.part.shared
+    if not models:
+        return  # the base is copied
     weights = [numbers("weight", given) for given in models]
     normalize = flag_for_all("normalize", shared, default=normalize)
-    if elects:
-        if normalize:
-            _check_positive(weights, draft)
-        else:
-            draft.set_stage("ties", "divide_by", "nothing")
-        draft.differences.append(ELECTION)
-    elif normalize:
-        weights = _shares(weights, draft)
-
+    rescale = flag_for_all("rescale", shared, default=rescale)
     combine = "ties" if elects else "sum"
-    method = combine if drops in ("", "trim") else f"{drops}+{combine}"  # to trim is up to ties
-    names, scale = [given.model for given in models], number_for_all("lambda", shared, 1.0)
-    draft.merge(method, base, names, scale)
+    # To trim is up to ties, unless what is left is rescaled.
+    own = drops and (drops != "trim" or rescale)
+    method = f"{drops}+{combine}" if own else combine
+    draft.merge(method, models, number_for_all("lambda", shared, 1.0))
     draft.set_for_models(None, "weight", weights)
+    if not elects and normalize:
+        draft.set_stage("sum", "normalize", True)
+    elif elects and not normalize:
+        draft.set_stage("ties", "divide_by", "nothing")
+    elif elects and any(number < 0 for cases in weights for c in cases for number in c.numbers):
+        draft.set_stage("ties", "divide_by", "signed")
+    draft.differences += [ELECTION] * elects
     if drops:
-        _make_sparser(drops, flag_for_all("rescale", shared, default=rescale), draft)
+        _make_sparser("ties" if not own else drops, rescale, draft)
 
 
 def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
-    models, differences = draft.config.others(), draft.differences
+    models, differences = draft.part.others(), draft.differences
     densities = [_densities(given, draft) for given in models]
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
     if stage in ("dare", "della"):
         rates = [tuple(case.changed(_rate_of) for case in cases) for cases in densities]
         draft.set_for_models(stage, "drop_rate", rates)
         draft.set_stage(stage, "rescale", "l1" if rescale else False)
-        differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
-    elif rescale and drops_any:
-        fault = f"what {draft.config.method} leaves cannot be rescaled here; delete it"
-        raise resolve("rescale", draft.config.shared)[0].node.refuse(f"rescale: {fault}")
+        differences += [NEW_MASKS] * drops_any
+    elif rescale:
+        draft.set_stage(stage, "rescale", "l1")
+    differences += [TINY_NORM] * (rescale and drops_any)
     if stage == "della":  # its epsilon goes from the mean rate on, our window from the lowest
         epsilons = [numbers("epsilon", given, default=0.15) for given in models]
         for density, epsilon in zip(densities, epsilons, strict=True):
@@ -164,8 +186,8 @@ def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
         gammas = [numbers("gamma", given, default=0.01) for given in models]
         draft.set_for_models("breadcrumbs", "drop_largest", gammas)
         differences += [CUT, LAST_ONE] * drops_any
-    elif stage == "trim" and drops_any:
-        draft.set_for_models("ties", "keep_ratio", densities)
+    elif stage in ("trim", "ties") and drops_any:
+        draft.set_for_models(stage, "keep_ratio", densities)
         differences.append(CUT)
 
 
@@ -174,21 +196,13 @@ def _rate_of(density: float) -> float:
     return float(1 - Decimal(repr(density)))
 
 
-def _check_positive(weights: Sequence[Cases], draft: Draft) -> None:
-    fault = f"is negative, and {draft.config.method} divides by the sum of weights with their signs"
-    remedy = "so that the minus cancels; take the model's sign out of it"
-    for case in itertools.chain(*weights):
-        is_positive = all(number >= 0 for number in case.numbers)
-        case.node.require(is_positive, f"weight: {fault}, {remedy}")
-
-
 def _densities(given: Input, draft: Draft) -> Cases:
     cases = numbers("density", given, default=1.0)
     for case in cases:
         for number in case.numbers:
             text = f"density = {number:g}: must be above 0 and no more than 1 in"
             remedy = "to leave a model out, take it off the list or give it the weight 0"
-            case.node.require(0 < number <= 1, f"{text} {draft.config.method}; {remedy}")
+            case.node.require(0 < number <= 1, f"{text} {draft.part.method}; {remedy}")
     return cases
 
 
@@ -205,155 +219,155 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     )
 
 
-# ---------------------------------------------------------------- shares of a sum
+def _convert_sce(draft: Draft) -> None:
+    _combine(draft, "sce")
+    draft.set_shared("sce", "select_ratio", "select_topk")
+    draft.differences += [ELECTION, CUT]
 
 
-def _shares(weights: Sequence[Cases], draft: Draft) -> list[Cases]:
-    """Divide weights by their sum, which must not change from layer to layer."""
-    rows = [_divided(row, draft) for row in _by_filter(weights)]
-    return [tuple(row[model] for row in rows) for model in range(len(weights))]
+def _convert_ram(draft: Draft) -> None:
+    stage = "ram" if draft.part.method == "ram" else "ramplus"
+    _combine(draft, stage)
+    names = {"epsilon": "threshold", "r": "boost", "alpha": "most"}
+    for name in METHODS[draft.part.method].of_all:
+        draft.set_shared(stage, names[name], name)
 
 
-def _by_filter(weights: Sequence[Cases]) -> list[list[Case]]:
-    """Return every model's case for each filter; refuse models with filters of their own."""
-    filters: tuple[str | None, ...] = (None,)
-    for cases in weights:
-        texts = tuple(case.contains for case in cases)
-        cases[0].node.require(
-            texts == (None,) or filters in ((None,), texts),
-            "weight: to divide by the sum of weights the filters must be the same for every "
-            "model, in the same order",
-        )
-        filters = filters if texts == (None,) else texts
-    return [
-        [replace(cases[min(row, len(cases) - 1)], contains=text) for cases in weights]
-        for row, text in enumerate(filters)
+def _combine(draft: Draft, stage: str, models: int | None = None) -> None:
+    """Combine the changes of all models, or refuse another number of them."""
+    draft.require_base()
+    others = draft.part.others()
+    given = times(len(others), "is", "are")
+    text = f"{draft.part.method} merges {times(models or 0, 'model')} into the base; {given} given"
+    draft.require(models in (None, len(others)), text)
+    if others:
+        draft.merge(stage, others)
+
+
+def _convert_nearswap(draft: Draft) -> None:
+    _combine(draft, "nearswap+sum", 1)
+    _set_t(draft, "nearswap")
+
+
+def _convert_arcee_fusion(draft: Draft) -> None:
+    _combine(draft, "arcee_fusion", 1)
+    draft.differences.append(
+        "quantiles: the threshold is exact; of more than 1,000,000 elements mergekit draws a sample"
+    )
+
+
+def _convert_model_stock(draft: Draft) -> None:
+    _combine(draft, "model_stock")
+    count = len(draft.part.others())
+    text = f"model_stock needs two models besides the base; {times(count, 'is', 'are')} given"
+    draft.require(count > 1, text)
+    if flag_for_all("filter_wise", draft.part.shared, default=False):
+        draft.set_stage("model_stock", "each", "row")
+    draft.differences += [
+        "opposed models: where the models' changes point away from each other the base is kept; "
+        "mergekit goes on beyond it",
+        "small changes: every angle counts; mergekit takes changes for orthogonal whose lengths "
+        "multiply to less than 1e-6",
     ]
 
 
-def _divided(row: Sequence[Case], draft: Draft) -> list[Case]:
-    total = _constant_total(row)
-    if abs(total) < 1e-6 and draft.config.method == "linear":
-        raise row[0].node.refuse("weight: the weights add up to 0")
-    if abs(total) < 1e-8 or math.isclose(total, 1, rel_tol=1e-12):
-        return list(row)  # which mergekit does not divide by
-    if ROUNDED_SHARES not in draft.differences:
-        draft.differences.append(ROUNDED_SHARES)
-    return [case.changed(lambda weight: weight / total) for case in row]
+# ---------------------------------------------------------------- whole models
 
 
-def _constant_total(row: Sequence[Case]) -> float:
-    lists = [case for case in row if isinstance(case.value, list)]
-    lengths = {len(case.value) for case in lists}
-    totals = [
-        math.fsum(c.value[step] if isinstance(c.value, list) else c.value for c in row)
-        for step in range(min(lengths, default=1))
-    ]
-    if len(lengths) > 1 or not all(
-        math.isclose(total, totals[0], rel_tol=1e-12, abs_tol=1e-12) for total in totals
-    ):
-        fault = "the sum of the models' weights changes from layer to layer: cannot be converted"
-        remedy = "let the weights add up to the same number in every layer"
-        raise lists[0].node.refuse(f"weight: {fault}; {remedy}")
-    return totals[0]
-
-
-# ---------------------------------------------------------------- means and interpolations
+def _weigh(draft: Draft, models: Sequence[Input], weights: Sequence[Cases], divides: bool) -> None:
+    """Add up whole models, each times its weight."""
+    draft.merge("linear", models)
+    draft.set_stage("linear", "on", "weights")
+    if divides:
+        draft.set_stage("linear", "normalize", True)
+    draft.set_for_models(None, "weight", weights)
 
 
 def _convert_linear(draft: Draft) -> None:
-    """Write a mean of weights as a base and a mean of changes, if the shares add up to 1."""
-    inputs = draft.config.inputs
-    names = [given.model for given in inputs]
-    base = draft.config.base if draft.config.base in names else names[0]
-    draft.require(len(inputs) > 1, "a mean needs two models; one is given")
-    weights = [numbers("weight", given) for given in inputs]
-    if flag_for_all("normalize", draft.config.shared, default=True):
-        weights = _shares(weights, draft)
-    for cases in _by_filter(weights):
-        is_one = math.isclose(_constant_total(cases), 1, rel_tol=1e-9)
-        cases[0].node.require(is_one, "weight: without normalize the weights must add up to 1")
-    others = {name: cases for name, cases in zip(names, weights, strict=True) if name != base}
-    draft.merge("linear", base, list(others))
-    draft.set_for_models(None, "weight", list(others.values()))
-    same = "are averaged, which is the same mean but for rounding"
-    draft.differences.append(f"{base} is the base and the others' changes to it {same}")
+    inputs = draft.part.inputs
+    divides = flag_for_all("normalize", draft.part.shared, default=True)
+    _weigh(draft, inputs, [numbers("weight", given) for given in inputs], divides)
+
+
+def _convert_passthrough(draft: Draft) -> None:
+    """Copy a model, or weigh it alone."""
+    first, *others = draft.part.inputs
+    draft.require(not others, f"passthrough copies one model; {1 + len(others)} are given")
+    draft.base = first.model
+    if resolve("scale", first.scopes):
+        _weigh(draft, [first], [numbers("scale", first, default=1.0)], divides=False)
+
+
+def _set_t(draft: Draft, stage: str) -> None:
+    cases = resolve("t", draft.part.shared)
+    is_complete = cases and not cases[-1].words
+    draft.require(is_complete, "t is missing for some tensors; mergekit has no default")
+    draft.set_cases(stage, "t", as_numbers("t", cases))
 
 
 def _convert_slerp(draft: Draft) -> None:
-    base, others = draft.required_base, draft.config.others()
-    given = f"{times(len(others), 'is', 'are')} given"
-    text = f"slerp goes from the base to one other model, and {given}"
-    draft.require(len(others) == 1, text)
-    cases = resolve("t", draft.config.shared)
-    is_complete = cases and cases[-1].contains is None
-    draft.require(is_complete, "t is missing for some tensors; mergekit has no default")
-    draft.merge("slerp", base, [base, others[0].model])
-    draft.set_cases("slerp", "t", as_numbers("t", cases))
+    draft.require_base()
+    others = draft.part.others()
+    text = f"slerp goes from the base to one other model, and {times(len(others), 'is', 'are')}"
+    draft.require(len(others) == 1, f"{text} given")
+    draft.merge("slerp", sorted(draft.part.inputs, key=lambda given: given.model != draft.base))
+    _set_t(draft, "slerp")
     draft.differences.append(
-        "the angle to a tensor of zeros counts as zero, so that interpolation is straight; "
+        "zeros: the angle to a tensor of zeros counts as zero, so that interpolation is straight; "
         "mergekit takes a right angle"
     )
 
 
 def _convert_nuslerp(draft: Draft) -> None:
     """Convert angles of tensors, rows or columns; mergekit's rows run along the first dimension."""
-    others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
+    others, shared = draft.part.others(), draft.part.shared
     text = f"nuslerp merges two models besides the base; {times(len(others), 'is', 'are')} given"
     if len(others) == 1:
         text += "; delete base_model to interpolate between the two themselves"
     draft.require(len(others) == 2, text)
-    draft.merge("nuslerp", base or others[0].model, [given.model for given in others])
+    draft.merge("nuslerp", others)
     draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
-    draft.set_stage("nuslerp", "on", "weights" if base is None else "deltas")
+    draft.set_stage("nuslerp", "on", "weights" if draft.part.base is None else "deltas")
     by_column = flag_for_all("nuslerp_row_wise", shared, default=False)
     if flag_for_all("nuslerp_flatten", shared, default=True):
         draft.set_stage("nuslerp", "each", "tensor")
         if by_column:
-            draft.notes.append("nuslerp_row_wise: has no effect as long as nuslerp_flatten is on")
+            node = resolve("nuslerp_row_wise", shared)[0].node
+            node.note("nuslerp_row_wise", "has no effect as long as nuslerp_flatten is on")
     else:
         draft.set_stage("nuslerp", "each", "column" if by_column else "row")
         draft.differences.append(
-            "a tensor of more than two dimensions is a matrix of the first by all others; "
-            "mergekit's rows and columns run along one of them"
+            "convolutions: a tensor of more than two dimensions is a matrix of the first by all "
+            "others; mergekit's rows and columns run along one of them"
         )
     draft.differences.append(
-        "what has a cosine beyond ±0.9995, or is zero, is interpolated straight; mergekit does "
-        "that only where the two are parallel, and takes a right angle for zeros"
+        "straight lines: what has a cosine beyond ±0.9995, or is zero, is interpolated straight; "
+        "mergekit does that only where the two are parallel, and takes a right angle for zeros"
     )
+
+
+def _convert_multislerp(draft: Draft) -> None:
+    others = draft.part.others()
+    draft.merge("multislerp", others)
+    draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
+    draft.set_stage("multislerp", "on", "weights" if draft.part.base is None else "deltas")
+    divides = flag_for_all("normalize_weights", draft.part.shared, default=True)
+    draft.set_stage("multislerp", "normalize", divides)
 
 
 def _convert_karcher(draft: Draft) -> None:
     """Convert a mean of all models, the base among them if there is one."""
-    names, base = [given.model for given in draft.config.inputs], draft.config.base
-    draft.require(len(names) > 1, "a mean needs two models; one is given")
-    draft.merge("karcher", base or names[0], names)
-    steps = number_for_all("max_iter", draft.config.shared, 10)
-    tolerance = number_for_all("tol", draft.config.shared, 1e-5)
+    if len(draft.part.inputs) == 1:
+        return  # the mean of one model is that model
+    draft.merge("karcher", draft.part.inputs)
+    steps = number_for_all("max_iter", draft.part.shared, 10)
+    tolerance = number_for_all("tol", draft.part.shared, 1e-5)
     draft.differences += [
-        f"the mean is sought until it no longer moves; mergekit stops after {steps:g} steps, or "
-        f"when one is shorter than {tolerance:g}",
-        f"every tensor but zero has a direction; mergekit leaves out those shorter than "
-        f"{tolerance:g}",
-        "opposite tensors are averaged straight; mergekit goes from the first of them",
-    ]
-    if base is not None:
-        draft.notes.append(f"{base}: is one of the models that are averaged, as there")
-
-
-def _convert_model_stock(draft: Draft) -> None:
-    base, models = draft.required_base, draft.config.others()
-    text = f"model_stock needs two models besides the base; {times(len(models), 'is', 'are')} given"
-    draft.require(len(models) > 1, text)
-    if flag_for_all("filter_wise", draft.config.shared, default=False):
-        fault = "true: the angle is that of whole tensors here, not of rows; delete it"
-        raise resolve("filter_wise", draft.config.shared)[0].node.refuse(f"filter_wise: {fault}")
-    draft.merge("model_stock", base, [given.model for given in models])
-    draft.differences += [
-        "where the models' changes point away from each other the base is kept; mergekit goes on "
-        "beyond it",
-        "every angle counts; mergekit takes changes for orthogonal whose lengths multiply to less "
-        "than 1e-6",
+        f"steps: the mean is sought until it no longer moves; mergekit stops after {steps:g} "
+        f"steps, or when one is shorter than {tolerance:g}",
+        f"small tensors: every tensor but zero has a direction; mergekit leaves out those shorter "
+        f"than {tolerance:g}",
+        "opposed models: opposite tensors are averaged straight; mergekit goes from the first",
     ]
 
 
@@ -365,8 +379,8 @@ class Method:
     """The conversion of a method, and the parameters that mean something to it."""
 
     convert: Callable[[Draft], None]
-    of_models: tuple[str, ...]
-    of_all: tuple[str, ...]
+    of_models: tuple[str, ...] = ()
+    of_all: tuple[str, ...] = ()
 
 
 def _of_deltas(drops: str = "", *of_models: str, **usual: bool) -> Method:
@@ -389,17 +403,13 @@ METHODS = {
     "della_linear": _of_deltas("della", "epsilon", rescale=True),
     "slerp": Method(_convert_slerp, (), ("t",)),
     "nuslerp": Method(_convert_nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise")),
+    "multislerp": Method(_convert_multislerp, ("weight",), ("normalize_weights",)),
     "karcher": Method(_convert_karcher, (), ("max_iter", "tol")),
     "model_stock": Method(_convert_model_stock, (), ("filter_wise",)),
-}
-# The other methods of mergekit 0.1.5, and why they have no equal.
-NOT_CONVERTED = {
-    "multislerp": "it goes one step of the way to the mean on the sphere; karcher goes all of it",
-    "sce": "it weighs models by the squares of their changes; ties is the nearest",
-    "ram": "it adds what one model changes and averages what several change; no stage does that",
-    "ramplus_tl": "it adds what one model changes, scaled by its share, and averages what several "
-    "change; no stage does that",
-    "nearswap": "it takes what differs least from the base; no stage does that",
-    "arcee_fusion": "it selects by the divergence of softmax rows; no stage does that",
-    "passthrough": "it copies layers and merges nothing",
+    "sce": Method(_convert_sce, (), ("select_topk",)),
+    "ram": Method(_convert_ram, (), ("epsilon",)),
+    "ramplus_tl": Method(_convert_ram, (), ("epsilon", "r", "alpha")),
+    "nearswap": Method(_convert_nearswap, (), ("t",)),
+    "arcee_fusion": Method(_convert_arcee_fusion),
+    "passthrough": Method(_convert_passthrough, ("scale",)),
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.tensors.files import read_limited
@@ -29,21 +29,39 @@ MAX_DIGITS = 100
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A file that is read, and what comes to light."""
+
+    file: Path
+    notes: set[tuple[int, str]] = field(default_factory=set)  # with their lines
+    merges: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes of models by name
+
+
+@dataclass(frozen=True)
 class Node:
     """A value of the YAML file, and its line."""
 
     value: Any  # a scalar, a tuple of nodes, or a dict of nodes
-    file: Path
+    reading: Reading = field(repr=False)
     line: int
 
     def refuse(self, text: str) -> RecipeError:
         """Return the error that says what is wrong with this value, and where it stands."""
-        return RecipeError(f"{self.file}, line {self.line}: {text}")
+        return RecipeError(f"{self.place}: {text}")
 
     def require(self, holds: object, text: str) -> None:
         """Raise that error unless something holds."""
         if not holds:
             raise self.refuse(text)
+
+    def note(self, key: str, text: str) -> None:
+        """Take down that a key, whose value this is, is left out, and why."""
+        self.reading.notes.add((self.line, f"{key} (line {self.line}): {text}, and is left out"))
+
+    @property
+    def place(self) -> str:
+        """The file and the line, for messages."""
+        return f"{self.reading.file}, line {self.line}"
 
     @property
     def plain(self) -> Any:
@@ -55,8 +73,8 @@ class Node:
         return self.value
 
 
-def read_yaml(file: Path) -> Node:
-    """Read a YAML file; refuse one that is not valid, is empty or says a thing twice."""
+def read_yaml(file: Path) -> list[Node]:
+    """Read the documents of a file; refuse one that is not valid, empty or says a thing twice."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -65,12 +83,15 @@ def read_yaml(file: Path) -> Node:
         raise InputError(f"{file}: cannot read the configuration: {error}") from None
     try:
         loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        if root is None:
+        roots = []
+        while loader.check_node():
+            roots.append(loader.get_node())
+        if not roots:
             raise RecipeError(f"{file}: is empty")
-        if (values := _count(root, file, {})) > MAX_VALUES:
+        if (values := sum(_count(root, file, {}) for root in roots)) > MAX_VALUES:
             raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MAX_VALUES}")
-        return _from_yaml(root, loader, file, {})
+        reading = Reading(file)
+        return [_from_yaml(root, loader, reading, {}) for root in roots]
     except RecipeError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
@@ -94,20 +115,21 @@ def _count(node: Any, file: Path, seen: dict[int, float]) -> float:
     return seen[id(node)]
 
 
-def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Node:
+def _from_yaml(node: Any, loader: Any, reading: Reading, seen: dict[int, Node]) -> Node:
     """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
     line = node.start_mark.line + 1
     if id(node) in seen:
         return seen[id(node)]
     value: Any
     if node.id == "mapping":
-        _check_keys(node, file)
+        _check_keys(node, reading.file)
         loader.flatten_mapping(node)  # what << brings in, which own keys come after
-        value = {str(key.value): _from_yaml(child, loader, file, seen) for key, child in node.value}
+        pairs = [(str(key.value), child) for key, child in node.value]
+        value = {key: _from_yaml(child, loader, reading, seen) for key, child in pairs}
     elif node.id == "sequence":
-        value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
+        value = tuple(_from_yaml(child, loader, reading, seen) for child in node.value)
     else:
-        place = Node(None, file, line)
+        place = Node(None, reading, line)
         is_long = node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS
         place.require(not is_long, f"a number of more than {MAX_DIGITS} digits")
         value = loader.construct_object(node)
@@ -115,7 +137,7 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Nod
         place.require(not is_large, f"a number of more than {MAX_BITS} bits")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
             raise place.refuse(f"{value!a:.80} is not valid Unicode")
-    ours = seen[id(node)] = Node(value, file, line)
+    ours = seen[id(node)] = Node(value, reading, line)
     return ours
 
 
@@ -133,31 +155,22 @@ def _check_keys(node: Any, file: Path) -> None:
 # ---------------------------------------------------------------- checked values
 
 Table = Mapping[str, Node]
-# Keys that are often seen and cannot be converted, or that nothing reads, and why.
-REFUSED = {
-    "modules": "parts of a model cannot be configured apart; write models, and filters for the "
-    "names of a part's tensors",
-    "name": "means nothing to mergekit: delete the line",
-    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
-    "residual_weight": "cannot be converted",
-    **dict.fromkeys(
-        ("tokens", "pad_to_multiple_of"), "embeddings of single tokens cannot be chosen here"
-    ),
-}
 
 
 def as_table(
     node: Node, known: Iterable[str], what: str, *, required: str = "", keeps_null: bool = False
 ) -> Table:
-    """Return the keys and values of a node; refuse an unknown key, or one that is lacking."""
+    """Return the known keys of a node, and note the others; refuse one that is lacking."""
     node.require(isinstance(node.value, dict), f"{what}: must be a table of keys and values")
-    table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
-    for key, child in node.value.items():
-        child.require(key not in REFUSED or key not in table, f"{key}: {REFUSED.get(key)}")
-        if key not in known and key not in REFUSED:
-            remedy = "mergekit ignores it without a word: correct it or delete the line"
-            raise child.refuse(f"{key}: not known in {what}{did_you_mean(key, known)}; {remedy}")
-    node.require(not required or required in table, f"{required} is missing")
+    given = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
+    for key, child in given.items():
+        if key not in known:
+            hint = did_you_mean(key, known)
+            child.note(key, f"means nothing to mergekit in {what}{hint}")
+    table = {key: child for key, child in given.items() if key in known}
+    guesses = {key: did_you_mean(key, [required]) for key in given if key not in known}
+    slips = "".join(f"; {key}: not known{hint}" for key, hint in guesses.items() if hint)
+    node.require(not required or required in table, f"{required} is missing{slips}")
     return table
 
 
@@ -177,27 +190,45 @@ def as_text(node: Node, what: str) -> str:
 # ---------------------------------------------------------------- parameters
 
 
+class Scope(NamedTuple):
+    """Parameters, and the module that they are for, by texts in names.
+
+    None is the whole model, and a module without texts what other modules leave.
+    """
+
+    table: Table
+    module: tuple[str, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Input:
     """A model that is merged, and its parameters from the strongest scope to the weakest."""
 
     model: str
     node: Node
-    scopes: tuple[Table, ...]
+    scopes: tuple[Scope, ...]
+    span: tuple[int, int] | None = None  # its first layer, and the one after the last
 
 
 @dataclass(frozen=True)
 class Case:
-    """A value for the tensors whose names contain a text; None: for all."""
+    """A value for the tensors of a module whose names contain a text; None: for all."""
 
     contains: str | None
     value: Any  # a number, or a list of them for the layers; before it is checked, anything
     node: Node = field(compare=False)
+    module: tuple[str, ...] | None = None
 
     @property
     def numbers(self) -> list[Any]:
         """The numbers that it takes in any layer."""
         return self.value if isinstance(self.value, list) else [self.value]
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The keys of a rule that say which tensors it is for."""
+        words = {} if self.contains is None else {"contains": self.contains}
+        return words | ({"match": [f"*{text}*" for text in self.module]} if self.module else {})
 
     def changed(self, change: Callable[[Any], float]) -> Case:
         """Return the case with its number changed, or every number of its list."""
@@ -212,19 +243,21 @@ Cases = tuple[Case, ...]
 # ---------------------------------------------------------------- reading
 
 
-def _read_cases(name: str, node: Node) -> Iterator[Case]:
+def _read_cases(name: str, scope: Scope) -> Iterator[Case]:
+    node = scope.table[name]
     entries = node.value if isinstance(node.value, tuple) else (node,)
-    if all(isinstance(entry.value, dict) for entry in entries):
-        for entry in entries:
-            table = as_table(entry, ("filter", "value"), f"a value of {name}")
-            entry.require("value" in table, f"{name}: value is missing")
-            value = _plain_value(name, table["value"])
-            is_value = not isinstance(value, dict) and value != []
-            table["value"].require(is_value, f"{name}: must be a number or a list of numbers")
-            text = table["filter"].value if "filter" in table else None
-            yield Case(None if text in (None, "*", "") else str(text), value, table["value"])
-    else:
-        yield Case(None, _plain_value(name, node), node)
+    if not all(isinstance(entry.value, dict) for entry in entries):
+        yield Case(None, _plain_value(name, node), node, scope.module)
+        return
+    for entry in entries:
+        table = as_table(entry, ("filter", "value"), f"a value of {name}")
+        entry.require("value" in table, f"{name}: value is missing")
+        value = _plain_value(name, table["value"])
+        is_value = not isinstance(value, dict) and value != []
+        table["value"].require(is_value, f"{name}: must be a number or a list of numbers")
+        text = table["filter"].value if "filter" in table else None
+        contains = None if text in (None, "*", "") else str(text)
+        yield Case(contains, value, table["value"], scope.module)
 
 
 def _plain_value(name: str, node: Node) -> Any:
@@ -236,20 +269,20 @@ def _plain_value(name: str, node: Node) -> Any:
     return node.plain
 
 
-def has_gradient(table: Table) -> bool:
-    """Return whether a parameter of the table changes over the layers."""
-    cases = (case for key, node in table.items() for case in _read_cases(key, node))
-    return any(isinstance(case.value, list) for case in cases)
-
-
-def resolve(name: str, scopes: Sequence[Table]) -> Cases:
-    """Return the cases of all scopes, up to the first that is for all tensors."""
+def resolve(name: str, scopes: Sequence[Scope]) -> Cases:
+    """Return the cases of all scopes, up to the one from which all tensors have a value."""
     cases: list[Case] = []
+    modules = {scope.module for scope in scopes if scope.module is not None}
+    done: set[tuple[str, ...] | None] = set()
     for scope in scopes:
-        for case in _read_cases(name, scope[name]) if name in scope else ():
+        given = scope.module not in done and name in scope.table
+        for case in _read_cases(name, scope) if given else ():
             cases.append(case)
             if case.contains is None:
-                return tuple(cases)
+                done.add(scope.module)
+                break
+        if None in done or (modules and done >= modules):
+            return (*cases[:-1], replace(cases[-1], module=None))
     return tuple(cases)
 
 
@@ -259,7 +292,7 @@ def resolve(name: str, scopes: Sequence[Table]) -> Cases:
 def numbers(name: str, given: Input, default: float | None = None) -> Cases:
     """Return a model's number in every case; refuse if a tensor has none."""
     cases = resolve(name, given.scopes)
-    if not cases or cases[-1].contains is not None:
+    if not cases or cases[-1].words:
         lacking = "tensors that no filter matches" if cases else given.model
         text = f"{name} is missing for {lacking}; mergekit has no default"
         given.node.require(default is not None, text)
@@ -285,21 +318,21 @@ def _one_number(name: str, node: Node, value: Any) -> float:
 # ---------------------------------------------------------------- of the whole merge
 
 
-def _for_all(name: str, scopes: Sequence[Table]) -> Cases:
+def _for_all(name: str, scopes: Sequence[Scope]) -> Cases:
     """Return the one case of a parameter that must be the same for all tensors, or none."""
     cases = resolve(name, scopes)
     for case in cases:
-        is_one = case.contains is None and not isinstance(case.value, list)
+        is_one = not case.words and not isinstance(case.value, list)
         case.node.require(is_one, f"{name}: must be one value for all tensors to be converted")
     return cases
 
 
-def number_for_all(name: str, scopes: Sequence[Table], default: float) -> float:
+def number_for_all(name: str, scopes: Sequence[Scope], default: float) -> float:
     """Return a number of the whole merge."""
     return next((_one_number(name, c.node, c.value) for c in _for_all(name, scopes)), default)
 
 
-def flag_for_all(name: str, scopes: Sequence[Table], *, default: bool) -> bool:
+def flag_for_all(name: str, scopes: Sequence[Scope], *, default: bool) -> bool:
     """Return a switch of the whole merge."""
     for case in _for_all(name, scopes):
         value = {"true": True, "false": False}.get(str(case.value).lower(), case.value)
