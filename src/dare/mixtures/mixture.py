@@ -155,7 +155,10 @@ def _convert_yaml(path: Path) -> dict[str, Any]:
         }
         return {THEIRS.get(key, key): lists.get(key, node.plain) for key, node in table.items()}
 
-    document = convert(read_yaml(path), OF_MIXTURES, "a configuration of mergekit-moe")
+    first, *others = read_yaml(path)
+    for other in others:
+        raise other.refuse("a mixture is one document; give this one in a file of its own")
+    document = convert(first, OF_MIXTURES, "a configuration of mergekit-moe")
     word = str(document.get("architecture") or "").lower()
     found = (ours for name, ours in ARCHITECTURES.items() if word and name.startswith(word))
     return document | {"architecture": next(found, word or None)}
