@@ -41,7 +41,7 @@ def test_the_base_among_the_models_is_refused(folder):
         merge(folder, "base", "math")
 
 
-@pytest.mark.parametrize("method", ["slerp", "karcher", "nuslerp", "dare+slerp"])
+@pytest.mark.parametrize("method", ["slerp", "karcher", "multislerp", "nuslerp", "dare+slerp"])
 def test_an_interpolation_may_begin_at_the_base(folder, method):
     report = merge(folder, "base", "math", method=method)
     assert "equals_base" not in [notice.code for notice in report.warnings]

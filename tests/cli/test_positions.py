@@ -66,7 +66,10 @@ def test_what_cannot_be_meant_is_refused_with_what_to_do(line, folder):
 
 
 PAIR = ("math.safetensors", "code.safetensors")
-INTERPOLATING = ["slerp", "SLERP", "nuslerp", "karcher", "dare+slerp", "dare_slerp", "trim+karcher"]
+INTERPOLATING = [
+    *("slerp", "SLERP", "nuslerp", "karcher", "multislerp", "dare+slerp", "dare_slerp"),
+    "trim+karcher",
+]
 
 
 @pytest.mark.parametrize(

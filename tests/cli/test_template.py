@@ -51,11 +51,13 @@ VALUES = {
     "t": st.floats(0, 1),
     "on": st.sampled_from(["weights", "deltas"]),
     "keep_ratio": st.floats(0, 1, exclude_min=True),
-    "divide_by": st.sampled_from(["weights", "count", "nothing"]),
+    "divide_by": st.sampled_from(["weights", "signed", "count", "nothing"]),
     "vote": st.sampled_from(["sum", "count"]),
     "weighted": st.sampled_from(["true", "false"]),
     "scope": st.sampled_from(["tensor", "model"]),
+    "normalize": st.sampled_from(["true", "false"]),
 }
+OF_TRIM = {"rescale": st.sampled_from(["false", "l1"])}
 OTHERS = {
     "seed": seeds,
     "scale": shares,
@@ -91,13 +93,16 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     if draw(st.booleans()):
         line += [f"--model-seed={draw(seeds)}", f"--model-seed={draw(seeds)}"]
     own = {name: stage for stage in reversed(chain) for name in stage.parameters}
+    values = {
+        n: OF_TRIM.get(n, VALUES[n]) if s.name == "trim" else VALUES[n] for n, s in own.items()
+    }
     for name, stage in own.items():
         count = draw(st.sampled_from([0, 1, 2] if stage.kind == "delta" else [0, 1]))
         flag = f"--{name.replace('_', '-')}"
-        line += [f"{flag}={draw(VALUES[name])}" for _ in range(count)]
+        line += [f"{flag}={draw(values[name])}" for _ in range(count)]
     if own and draw(st.booleans()):
         for name in draw(st.lists(st.sampled_from(sorted(own)), max_size=3)):
-            line.append(f"--tensors={draw(names)}: {name}={draw(VALUES[name])}")
+            line.append(f"--tensors={draw(names)}: {name}={draw(values[name])}")
     if "drop_rate" in own and draw(st.booleans()):
         line.append(f"--embedding-drop-rate={draw(rates)}")
     return line
