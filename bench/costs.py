@@ -52,7 +52,7 @@ def main() -> None:
     for size in (shape, small):
         make_models(options.folder, size, MODELS)
     work = options.folder / shape.folder_name
-    stages = [STAGES[name] for name in options.only]
+    stages = [STAGES[name] for name in options.only if STAGES[name].models != 0]
     measured = list(map(chain_of, stages))
     yardsticks = [("linear", models) for _, models in measured]
     chains = list(dict.fromkeys([*yardsticks, *measured]))

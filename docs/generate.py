@@ -269,9 +269,11 @@ def names() -> str:
 
 def _fields(model: Any, homes: Mapping[str, str]) -> str:
     schema = model.model_json_schema(by_alias=False)
+    own = schema["$defs"][model.__name__] if "$ref" in schema else schema  # it contains itself
+    properties = own["properties"]
     rows = []
     for name, field in model.model_fields.items():
-        described = schema["properties"][name]
+        described = properties[name]
         default = (
             "required"
             if field.is_required()

@@ -149,7 +149,8 @@ def main() -> None:
     """Write all of them."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for stage in STAGES.values():
-        (FOLDER / f"{stage.name}.svg").write_text(draw(stage), "utf-8")
+        if stage.models != 0:
+            (FOLDER / f"{stage.name}.svg").write_text(draw(stage), "utf-8")
 
 
 if __name__ == "__main__":

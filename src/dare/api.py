@@ -32,7 +32,7 @@ from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.document import lift_recipes, overlaid
+from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request
 from dare.run.engine import execute, run, warn
@@ -61,9 +61,7 @@ def load_document(path: Path) -> dict[str, Any]:
     if path.suffix.lower() in YAML_SUFFIXES:
         return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)
-    if manifest_file is not None:
-        return repeating_document(path, manifest_file)
-    return lift_recipes(read_toml(path), (path,))
+    return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
 
 
 AnyPath = str | PathLike[str]
@@ -100,7 +98,6 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
         document, where = recipe.to_tables(), "recipe with arguments"
     elif recipe is None or isinstance(recipe, Mapping):
         document, where = copy.deepcopy(dict(recipe or {})), "recipe" if recipe else "arguments"
-        document = lift_recipes(document) if recipe else document
     elif not isinstance(recipe, str | PathLike):
         raise RecipeError(
             f"a recipe must be a file, a dict, a Recipe or an Advice, not {type(recipe).__name__}; "

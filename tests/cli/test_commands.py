@@ -34,6 +34,7 @@ OF_DELTA_FILES = {"not_smaller", "lossy", "fits_lora"}
 OF_COPIES = {"same_model", "equals_base"}
 OF_TYPES = {"float64", "plain_float8"}
 OF_DIRECTORIES = {"stop_tokens", "no_configuration"}
+OF_EXTRAS = {"extra_taken"}  # in place of "extra_dropped"
 
 RECIPE = """
 [dare]
@@ -373,7 +374,7 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     closing = outcome.out.partition("Merged ")[2].splitlines()
     labels = ("Note  ", "Warning  ", "Severe  ")
     kinds = [line.partition("  ")[2] for line in closing if line.startswith(labels)]
-    others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES
+    others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES | OF_EXTRAS
     assert sorted(kinds) == sorted(CATALOGUE[code].title for code in OF_MERGES - others)
     assert {"Note  leftovers", "Severe  not a number"} <= set(closing)
     rates = closing.index("Warning  high drop rate")

@@ -49,7 +49,7 @@ def recipe_file(folder: Path) -> Path:
 
 def test_every_field_of_a_recipe_has_a_flag():
     # each parameter's own flag; --quiet; dare search; a table of a recipe
-    elsewhere = {"stages", "verbose", "search", "tokens"}
+    elsewhere = {"stages", "verbose", "search", "tokens", "merges", "layers"}
     assert set(FIELDS) | elsewhere == set(KNOWN) - {"backend"}  # which is for Python alone
     assert not set(FIELDS) & elsewhere
 

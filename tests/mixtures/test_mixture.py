@@ -85,17 +85,11 @@ def test_experts_with_the_same_prompts_are_refused(tmp_path):
     load(tmp_path, text, gates="random")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("gate_mode", "gates", "line 3: gates: not known"),
-        ("  - source_model: prose\n    pos", "  - pos", "source_model is missing"),
-        ("noise_scale", "noise", "line 14: noise: not known.*noise_scale"),
-    ],
-)
-def test_mistakes_in_yaml_are_named_with_their_lines(tmp_path, old, new, message):
-    with pytest.raises(dare.RecipeError, match=message):
-        load(tmp_path, YAML.replace(old, new, 1), "yaml")
+def test_mistakes_in_yaml_are_named_with_their_lines(tmp_path):
+    with pytest.raises(dare.RecipeError, match="source_model is missing"):
+        load(tmp_path, YAML.replace("  - source_model: prose\n    pos", "  - pos", 1), "yaml")
+    with pytest.warns(dare.DareWarning, match=r"noise \(line 14\).*noise_scale"):
+        load(tmp_path, YAML.replace("noise_scale", "noise", 1), "yaml")
 
 
 def test_an_output_that_is_no_mixture_is_refused(tmp_path):

@@ -64,7 +64,7 @@ def test_what_a_merge_took_is_expected_of_the_next(file):
         assert not estimate(plan_of(**{"method": "sum", **other})).is_measured
 
 
-@pytest.mark.parametrize("method", STAGES)
+@pytest.mark.parametrize("method", [name for name, stage in STAGES.items() if stage.models != 0])
 def test_the_ends_are_at_most_four_times_apart(method):
     chain = f"{method}+linear" if STAGES[method].kind == "delta" else method
     for shape in ((), (0, 4), (8,), (64, 32), LARGE):

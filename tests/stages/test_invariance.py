@@ -36,7 +36,11 @@ SHAPES = {
 MATRIX = (97, 61)
 """In place of the largest, for matrix stages; enough for BLAS to use two threads."""
 NAMES = ("base", "math", "code", "chat")
-METHODS = [name if stage.kind == "combine" else f"{name}+linear" for name, stage in STAGES.items()]
+METHODS = [
+    name if stage.kind == "combine" else f"{name}+linear"
+    for name, stage in STAGES.items()
+    if stage.models != 0
+]
 MATRIX_METHODS = [method for method in METHODS if STAGES[method.partition("+")[0]].sees == "matrix"]
 
 QUICK = {"wudi": {"steps": 5}}

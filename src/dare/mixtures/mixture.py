@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from dare.documents.words import times
-from dare.errors import InputError, RecipeError
+from dare.errors import InputError, RecipeError, warn_caller
 from dare.output.receipt import find_manifest, output_of, read_manifest, resolve_path
 from dare.recipe.entries import AnyPath, Strict, as_tuple, read_toml
 from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
@@ -159,6 +159,8 @@ def _convert_yaml(path: Path) -> dict[str, Any]:
     for other in others:
         raise other.refuse("a mixture is one document; give this one in a file of its own")
     document = convert(first, OF_MIXTURES, "a configuration of mergekit-moe")
+    for _, text in sorted(first.reading.notes):
+        warn_caller(text)
     word = str(document.get("architecture") or "").lower()
     found = (ours for name, ours in ARCHITECTURES.items() if word and name.startswith(word))
     return document | {"architecture": next(found, word or None)}

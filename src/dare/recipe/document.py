@@ -140,10 +140,9 @@ def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> d
     >>> lift_recipes({"base": "b", "models": [{"recipe": {"base": "b", "models": ["m"]}}]})
     {'base': 'b', 'models': ['merge 1'], 'merges': {'merge 1': {'base': 'b', 'models': ['m']}}}
     """
-    lifted = in_our_form(document)
-    merges = lifted.pop("merges", {})
+    lifted, merges = dict(document), document.get("merges", {})
     if not isinstance(merges, Mapping):
-        return dict(document)  # which is refused later
+        return lifted  # which is refused later
     found = {name: _lift_inner(table, outer) for name, table in merges.items()}
 
     def lift(entry: Any) -> Any:
@@ -155,8 +154,9 @@ def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> d
             if path in outer:
                 raise RecipeError(f"{path}: is a part of itself; a recipe needs other models")
             name = str(path) if path.stem in found else path.stem
-            inner = lift_recipes(read_toml(path), (*outer, path))
-        found[name] = _lift_inner(inner, outer)
+            found[name] = _lift_inner(read_toml(path), (*outer, path))
+        else:
+            found[name] = _lift_inner(inner, outer)
         rest = {key: value for key, value in entry.items() if key != "recipe"}
         return {"file": name, **rest} if rest else name
 
@@ -170,7 +170,7 @@ def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> d
 
 
 def _lift_inner(table: Any, outer: tuple[Path, ...]) -> Any:
-    return lift_recipes(table, outer) if isinstance(table, Mapping) else table
+    return lift_recipes(in_our_form(table), outer) if isinstance(table, Mapping) else table
 
 
 def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
@@ -255,6 +255,7 @@ def overlaid(
     moved: dict[str, Any] = {}
     try:
         document, shown = find_files(document)
+        document = lift_recipes(document)
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
             moved = {name: given.pop(name) for name in ("base", "models") if name in given}
             if set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields):

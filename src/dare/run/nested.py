@@ -235,11 +235,12 @@ def _open_stack(
 def _align_ends(recipe: Recipe, parts: Sequence[Source]) -> Aligned:
     """Bring the rows of embedding and head into one order: they may be of two models."""
     first, *last = dict.fromkeys((parts[0], parts[-1]))
-    models = tuple(entry.base for entry in recipe.layers[1:][-1:])
-    method = {"method": "linear"} if models else {}
-    both = {"layers": (), "base": recipe.layers[0].base, "models": models, **method}
-    given = recipe.model_copy(update={**both, "input_digests": None})
-    aligned = align_rows(given, first, last, [part.folder for part in (first, *last)])
+    if not last:
+        return align_rows(recipe, first, (), [first.folder])
+    said = ("vocabulary", "tokens", "pad_to_multiple_of", "on_mismatch")
+    given = {name: getattr(recipe, name) for name in said if name in recipe.model_fields_set}
+    both = Recipe(base=recipe.layers[0].base, models=[recipe.layers[-1].base], **given)
+    aligned = align_rows(both, first, last, [first.folder, last[0].folder])
     if aligned.tokenizer:
         raise RecipeError("vocabulary: a stack has the tokens of its first range, or a union")
     return replace(
