@@ -23,7 +23,7 @@ from agreement import (
 
 WRITTEN = {"mergekits": "mergekit's", "peft": "PEFT", "elements own": "element's own"}
 """What the name of a function cannot hold."""
-MARK = "<!-- written by: pytest tests/peers/test_yaml.py --configurations FILE -->"
+MARK = "<!-- written by: pytest tests/peers/test_yaml.py --configurations=FILE -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -822,3 +822,15 @@ def test_a_slerp_converted_from_yaml_ends_at_its_models(llamas, tmp_path, monkey
         dare.merge(tmp_path / "their.yaml", output=output, verbose=False)
         for name, array in load_file(llamas / end / "model.safetensors").items():
             np.testing.assert_allclose(load_file(output)[name], array, rtol=0, atol=2e-7)
+
+
+def test_a_merge_says_in_a_line_what_is_unlike_mergekit(llamas, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(llamas)
+    file = tmp_path / "their.yml"
+    file.write_text(head("dare_linear", parameters="{density: 0.5, densty: 1}") + TWO)
+    assert main([str(file), "--output", str(tmp_path / "merged")]) == 0
+    told = capsys.readouterr().out.split("unlike mergekit")[1]
+    assert all(word in told for word in ("masks", "densty", "dare convert", "mergekit.md"))
+    file.write_text(head("task_arithmetic") + TWO)
+    assert main(["plan", str(file)]) == 0
+    assert "unlike mergekit" not in capsys.readouterr().out

@@ -152,7 +152,7 @@ def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:
     from dare.inputs.opening import convert_yaml
 
     summary = convert_yaml(path).summary
-    more = f"dare convert {shlex.quote(str(path))} says how, and {MERGEKIT_GUIDE} why"
+    more = f"dare convert {shlex.quote(str(path))} says more, {MERGEKIT_GUIDE} why"
     return (("unlike mergekit", f"{summary}; {more}"),) if summary else ()
 
 
