@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_models import INNER, LAYERS, WIDTH, write_models
+from small_models import INNER, LAYERS, WIDTH, write_models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dare

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from tiny_models import WORDS, write_models
+from small_models import WORDS, write_models
 
 import dare
 from dare.inputs.opening import open_model

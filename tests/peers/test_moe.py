@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from side_by_side import assert_near, assert_same, compares
-from tiny_models import write_models
+from small_models import write_models
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import dare

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from test_yaml import CONFIG, HIDDEN, SHAPES, run_mergekit
+from test_yaml import run_mergekit
+from tiny_models import CONFIG, HIDDEN, SHAPES
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -55,7 +55,10 @@ def folder(tmp_path_factory):
 def run_mergekit(file: Path, output: Path, *more: str) -> None:
     """Run mergekit's program in this process: to start one takes longer than to merge."""
     with warnings.catch_warnings(action="ignore"):  # it has many, and they are its own
+        from mergekit.io.tasks import LoaderCache
         from mergekit.scripts import moe, multimerge, run_yaml
+
+    LoaderCache.loaders.clear()  # by relative names, which are others elsewhere
 
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]

@@ -118,7 +118,9 @@ def test_a_plan_takes_its_stages_along_to_another_process(folder):
     files = [folder / "a.safetensors"]
     recipe = dare.Recipe(base=folder / "base.safetensors", models=files, method="shrink+sum")
     (folder / "plan").write_bytes(pickle.dumps(dare.plan(recipe)))
-    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).tensors[0].stages[0].name)"
+    code = (
+        "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).tensors[0].stages[0].name)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code, folder / "plan"], capture_output=True, text=True, check=True
     )
