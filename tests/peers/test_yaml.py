@@ -25,7 +25,7 @@ from configurations import (
 from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file
 from side_by_side import ROUNDING, compares
-from tiny_models import write_models
+from tiny_llamas import write_models
 from tokenizers import Tokenizer
 
 import dare
@@ -55,8 +55,10 @@ def folder(tmp_path_factory):
 def run_mergekit(file: Path, output: Path, *more: str) -> None:
     """Run mergekit's program in this process: to start one takes longer than to merge."""
     with warnings.catch_warnings(action="ignore"):  # it has many, and they are its own
+        from mergekit.io.tasks import LoaderCache
         from mergekit.scripts import moe, multimerge, run_yaml
 
+    LoaderCache.loaders.clear()  # of models of the same names in other folders
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]
     flags += ["--lora-merge-cache", str(scratch)]
