@@ -25,7 +25,7 @@ from configurations import (
 from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file
 from side_by_side import ROUNDING, compares
-from tiny_models import write_models
+from tiny_llamas import write_models
 from tokenizers import Tokenizer
 
 import dare
@@ -58,8 +58,7 @@ def run_mergekit(file: Path, output: Path, *more: str) -> None:
         from mergekit.io.tasks import LoaderCache
         from mergekit.scripts import moe, multimerge, run_yaml
 
-    LoaderCache.loaders.clear()  # by relative names, which are others elsewhere
-
+    LoaderCache.loaders.clear()  # of models of the same names in other folders
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]
     flags += ["--lora-merge-cache", str(scratch)]
@@ -150,10 +149,12 @@ def roundings_apart(ours, theirs, folder) -> float:
 
 def share_apart(ours, theirs) -> float:
     """Return the largest difference of a tensor, as a share of its norm."""
-    return max(
-        ((merged.double() - theirs[name].double()).norm() / theirs[name].double().norm()).item()
-        for name, merged in ours.items()
-    )
+    shares = []
+    for name, merged in ours.items():
+        other = theirs[name].double()
+        apart, norm = (merged.double() - other).norm().item(), other.norm().item()
+        shares.append(apart / norm if norm else apart)
+    return max(shares)
 
 
 def assert_alike(ours, theirs, folder) -> None:

@@ -174,7 +174,9 @@ def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, te
     more = ["--out-path", theirs, "-I", tmp_path] if text is TWO_STAGES else [theirs]
     flags = ["--quiet", "--no-copy-tokenizer", "--no-write-model-card"]
     command = [PEERS / "python", program, file, *more, *flags]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     found = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
     assert ours.state_dict().keys() == found.keys()
     assert differing(ours.state_dict(), found) == 0

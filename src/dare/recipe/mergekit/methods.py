@@ -68,10 +68,8 @@ class Draft:
     def merge(self, method: str, models: Sequence[Input], scale: float = 1.0) -> None:
         """Set the models that are merged, the method, and the scale of the merged delta."""
         self._document |= {"method": method} | ({} if scale == 1 else {"scale": scale})
-        spans = {given.model: given.span for given in self.part.inputs}
-        whole = spans.get(self.base, self.part.inputs[0].span)
         for given in models:
-            own = {} if given.span == whole else {"range": list(given.span or ())}
+            own = {} if given.span == self._span else {"range": list(given.span or ())}
             self._models.append({"file": given.model, **own})
 
     def set_stage(self, stage: str, parameter: str, value: Any) -> None:
@@ -118,13 +116,15 @@ class Draft:
         return {"base": self.base, "models": models, **self._document, **rules}
 
     def layers(self) -> dict[str, Any]:
-        """Return the tables with the range of layers that the base, or the first model, has."""
+        """Return the tables of a range of layers."""
+        span = {"range": list(self._span or ())}
+        return span | (self.document() if self._models else {"model": self.base})
+
+    @property
+    def _span(self) -> tuple[int, int] | None:
+        """The layers that the base has, or else the first model."""
         spans = {given.model: given.span for given in self.part.inputs}
-        span = spans.get(self.base, self.part.inputs[0].span)
-        tables = self.document()
-        if not self._models:
-            return {"model": tables["base"], "range": list(span or ())}
-        return {"range": list(span or ()), **tables}
+        return spans.get(self.base, self.part.inputs[0].span)
 
 
 # ---------------------------------------------------------------- changes to the base
