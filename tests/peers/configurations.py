@@ -1,6 +1,6 @@
 """Configurations of mergekit, and what is expected when both programs merge them.
 
-The models are those of `tiny_llamas`. Where no type is said, mergekit is told to compute in
+The models are those of `tiny_models`. Where no type is said, mergekit is told to compute in
 float32. Examples are those of mergekit's repository, with other models and fewer layers.
 """
 

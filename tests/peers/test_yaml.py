@@ -25,7 +25,7 @@ from configurations import (
 from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file
 from side_by_side import ROUNDING, compares
-from tiny_llamas import write_models
+from tiny_models import write_models
 from tokenizers import Tokenizer
 
 import dare
@@ -58,7 +58,8 @@ def run_mergekit(file: Path, output: Path, *more: str) -> None:
         from mergekit.io.tasks import LoaderCache
         from mergekit.scripts import moe, multimerge, run_yaml
 
-    LoaderCache.loaders.clear()  # of models of the same names in other folders
+    LoaderCache.loaders.clear()  # by relative names, which are others elsewhere
+
     text, scratch = file.read_text(), output.with_suffix(".scratch")
     flags = ["--no-write-model-card", "--quiet", "--random-seed", "1"]
     flags += ["--lora-merge-cache", str(scratch)]
