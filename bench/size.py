@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 44_100, "code": 27_900, "modules": 180, "pages": 6_200, "tests": 51_000}
+LIMITS = {"lines": 46_600, "code": 29_480, "modules": 190, "pages": 6_200, "tests": 54_800}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -131,6 +131,9 @@ def test_recipes_are_read_from_files_but_not_from_themselves(tmp_path):
     inner.write_text(f'base = "base.safetensors"\nmodels = [{{recipe = "{inner}"}}]\n')
     with pytest.raises(dare.RecipeError, match="part of itself"):
         dare.load_recipe(outer)
+    merges = {"first": recipe_of("second"), "second": recipe_of("first")}
+    with pytest.raises(dare.RecipeError, match=r"merges\.first.*part of itself"):
+        dare.plan(recipe_of("first", merges=merges))
 
 
 @pytest.mark.parametrize(

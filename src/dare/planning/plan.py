@@ -445,7 +445,7 @@ class Plan(PlanData, Shown):
                 {
                     "layers": [first, last],
                     "from": [{"model": name, "range": list(span)} for name, span in sources],
-                    "method": entry.method,
+                    "method": entry.methods,
                 }
             )
             first = last

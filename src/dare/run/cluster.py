@@ -344,8 +344,9 @@ class MergeWork:
         for file in self.stage_files:
             load_stages(file)
         options = self.request.options
-        how = {"rescales": False, "fetches": self.fetches}
-        recipe, inputs = open_recipe(self.request.recipe, options, **how)
+        recipe, inputs = open_recipe(
+            self.request.recipe, options, rescales=False, fetches=self.fetches
+        )
         plan = make_plan(
             recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=options
         )

@@ -57,22 +57,32 @@ _BLAS = threading.RLock()  # of those who limit its threads, one at a time
 
 
 def open_recipe(
-    recipe: Recipe, options: RunOptions = USUAL, *, rescales: bool = True, fetches: bool = True
+    recipe: Recipe,
+    options: RunOptions = USUAL,
+    *,
+    rescales: bool = True,
+    fetches: bool = True,
+    within: tuple[str, ...] = (),
 ) -> tuple[Recipe, Inputs]:
-    """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it."""
-    how = {"rescales": rescales, "fetches": fetches}
+    """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it.
+
+    `within` are the names of the merges that it is a part of.
+    """
+    how: dict[str, Any] = {"rescales": rescales, "fetches": fetches}
     merges: dict[str, Source] = {}
     pinned = dict(recipe.merges)
     files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
+    for name in files & set(within):
+        raise RecipeError(f"merges.{name}: is a part of itself; give it other models")
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
         inner = own.model_copy(update={"merges": {**others, **own.merges}})
-        found, inputs = open_recipe(inner, options, **how)
+        found, inputs = open_recipe(inner, options, **how, within=(*within, name))
         merges[name] = MergedSource(_plan(found, inputs, options))
         pinned[name] = found.model_copy(update={"merges": own.merges})
     if recipe.layers:
-        return _open_stack(recipe, options, how)
+        return _open_stack(recipe, options, {**how, "within": within})
     recipe, inputs = open_inputs(recipe, options, merges=merges, **how)
     update = {"merges": pinned, "output_digest": recipe.output_digest}
     return recipe.model_copy(update=update) if merges else recipe, inputs
@@ -197,7 +207,7 @@ class _Room(ArraySink):
 
 
 def _open_stack(
-    recipe: Recipe, options: RunOptions, how: Mapping[str, bool]
+    recipe: Recipe, options: RunOptions, how: Mapping[str, Any]
 ) -> tuple[Recipe, Inputs]:
     """Open a stack of layers as a base, into which nothing is merged."""
     stack, opened, notes = _Stack(), [], dict[Notice, None]()

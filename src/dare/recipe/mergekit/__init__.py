@@ -103,7 +103,7 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
         METHODS[draft.part.method].convert(draft)
         differences |= dict.fromkeys(draft.differences)
         _note_unused_keys(draft.part)
-    if config.computes_in != "float32":
+    if config.computes_in != "float32" and any(draft.merges for draft in drafts):
         kind = config.computes_in or "the type that the weights are stored in"
         text = f"arithmetic: mergekit computes in {kind}; here it is float32, and rounded once"
         differences[f"{text} at the end"] = None
