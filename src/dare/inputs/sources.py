@@ -528,7 +528,7 @@ class Opening:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The `config.json` beside the weights; empty where there is none."""
-        return read_config(self.path)
+        return {} if self.made and self.made.folder is None else read_config(self.path)
 
     @cached_property
     def stored(self) -> FileSource:

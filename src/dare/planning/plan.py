@@ -439,15 +439,10 @@ class Plan(PlanData, Shown):
         ranges, first = [], 0
         for entry in self.recipe.layers:
             last = first + entry.range[1] - entry.range[0]
-            models = [(str(e.file), e.range or entry.range) for e in entry.models]
-            sources = [(str(entry.base), entry.range), *models]
-            ranges.append(
-                {
-                    "layers": [first, last],
-                    "from": [{"model": name, "range": list(span)} for name, span in sources],
-                    "method": entry.methods,
-                }
-            )
+            models = ((each.file, each.range or entry.range) for each in entry.models)
+            sources = ((entry.base, entry.range), *models)
+            origin = [{"model": str(file), "range": list(span)} for file, span in sources]
+            ranges.append({"layers": [first, last], "from": origin, "method": entry.methods})
             first = last
         return ranges
 
@@ -502,8 +497,7 @@ class Plan(PlanData, Shown):
 
 def _span_text(span: Sequence[int]) -> str:
     """Return layers as people count them, from the first to the last."""
-    first, end = span
-    return f"{first} to {end - 1}" if end - first > 1 else str(first)
+    return f"{span[0]} to {span[1] - 1}" if span[1] - span[0] > 1 else str(span[0])
 
 
 STACK_COLUMNS: dict[str, Callable[[Any], str]] = {

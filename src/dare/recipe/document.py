@@ -48,6 +48,7 @@ SHARED = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
 )
+OF_THE_WHOLE = ("output", "shard_size", "copy_from", "chat_template", "search")  # not of parts
 PASSTHROUGH = "passthrough"
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
@@ -121,7 +122,7 @@ def _build_merge(
         return table
     if not isinstance(table, Mapping):
         raise RecipeError(f"{where}: must be a table with the keys of a recipe")
-    for key in table.keys() & {"output", "search", *RunOptions.model_fields}:
+    for key in table.keys() & {*OF_THE_WHOLE, *RunOptions.model_fields}:
         raise RecipeError(f"{where}: {key} is for the whole merge; move it to the top level")
     try:
         document, shown = find_files({**(shared or {}), **table})

@@ -613,10 +613,8 @@ class Layers(Recipe, init=False):
     def to_tables(self) -> dict[str, Any]:
         """Return it as people write it: a range of a model as it is has nothing else."""
         tables = super().to_tables()
-        if self.models:
-            return tables
-        base = tables.pop("base")
-        return {"model": base, **{k: v for k, v in tables.items() if k not in ("models", "method")}}
+        rest = {k: v for k, v in tables.items() if k not in ("base", "models", "method")}
+        return tables if self.models else {"model": tables["base"], **rest}
 
 
 Recipe.model_rebuild()

@@ -90,7 +90,7 @@ def open_recipe(
 
 def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
     """Plan a merge whose result is read by one thread at a time, or by several for themselves."""
-    if inputs.aligned.tokenizer_files:
+    if inputs.aligned.tokenizer_files or inputs.aligned.tokenizer:
         raise RecipeError(
             "a merge inside another cannot change the tokens; write its result first, or set "
             "vocabulary where it is used"
@@ -156,9 +156,10 @@ class MergedSource(Source):
             if self._concluded is None:
                 self._concluded = draw_conclusions(self._plan) if self._plan.censuses else {}
             if tensor.name not in self._surveyed:
-                results = self._surveyed[tensor.name] = dict(self._concluded)
+                results = dict(self._concluded)
                 for step in list_surveys(tensor, conclusions_of(self._plan), 0):
                     results[step.id] = maker.do(step, results)
+                self._surveyed[tensor.name] = results
                 if len(self._surveyed) > self._most_surveyed:
                     self._surveyed.popitem(last=False)
             return self._surveyed[tensor.name]
@@ -253,12 +254,8 @@ def _align_ends(recipe: Recipe, parts: Sequence[Source]) -> Aligned:
     aligned = align_rows(both, first, last, [first.folder, last[0].folder])
     if aligned.tokenizer:
         raise RecipeError("vocabulary: a stack has the tokens of its first range, or a union")
-    return replace(
-        aligned,
-        rows=aligned.rows[:2],
-        token_ids=aligned.token_ids[:1],
-        tokens=aligned.tokens[:2],
-    )
+    aligned = replace(aligned, rows=aligned.rows[:2], tokens=aligned.tokens[:2])
+    return replace(aligned, token_ids=aligned.token_ids[:1])
 
 
 class _Stack:

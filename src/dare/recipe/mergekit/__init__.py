@@ -81,6 +81,9 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         root.require(config.name not in recipes, _twice(config.name))
         recipes[config.name] = _tables(config, differences)
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
+    for tables in recipes.values():  # a part has no template of its own
+        template = tables.pop("chat_template", None)
+        document = ({"chat_template": template} if template else {}) | document
     merges = {str(name): tables for name, tables in recipes.items()} | reading.merges
     return Conversion(
         file,
@@ -103,7 +106,7 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
         METHODS[draft.part.method].convert(draft)
         differences |= dict.fromkeys(draft.differences)
         _note_unused_keys(draft.part)
-    if config.computes_in != "float32" and any(draft.merges for draft in drafts):
+    if config.computes_in != "float32" and any(draft.document()["models"] for draft in drafts):
         kind = config.computes_in or "the type that the weights are stored in"
         text = f"arithmetic: mergekit computes in {kind}; here it is float32, and rounded once"
         differences[f"{text} at the end"] = None

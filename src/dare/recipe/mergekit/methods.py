@@ -115,15 +115,10 @@ class Draft:
         rules = {"tensors": self._rules} if self._rules else {}
         return {"base": self.base, "models": models, **self._document, **rules}
 
-    @property
-    def merges(self) -> bool:
-        """True if something is computed, and not only copied."""
-        return bool(self._models)
-
     def layers(self) -> dict[str, Any]:
         """Return the tables of a range of layers."""
         span = {"range": list(self._span or ())}
-        return span | (self.document() if self.merges else {"model": self.base})
+        return span | (self.document() if self._models else {"model": self.base})
 
     @property
     def _span(self) -> tuple[int, int] | None:
