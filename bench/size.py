@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 46_600, "code": 29_472, "modules": 190, "pages": 6_200, "tests": 54_800}
+LIMITS = {"lines": 46_600, "code": 29_472, "modules": 191, "pages": 6_200, "tests": 54_800}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,7 +117,7 @@ class MergedSource(Source):
         ahead = sum(source.cost.ahead_bytes for source in plan.sources)
         assert plan.options.max_memory is not None
         self.cost = Cost(plan.options.max_memory, ahead)
-        self._local = threading.local()
+        self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
         self._lock = _BLAS if self._takes_matrices else threading.RLock()
         self._concluded: Results | None = None
@@ -131,24 +132,16 @@ class MergedSource(Source):
         return [self._plan.fingerprint]
 
     def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        tensor, end = self._planned[name], start + into.size
-        maker = self._maker()
+        tensor, end, maker = self._planned[name], start + into.size, self._maker
         for number in range(start // CHUNK, -(-end // CHUNK)):
             first, count = chunk_span(number, tensor.elements)
             make = Make(("make", name, number), (), 0, count, name, number)
-            maker.do(make, self._surveys(tensor, maker))
+            maker.do(make, self._surveys(tensor))
             made = maker.room[: count * tensor.dtype.itemsize].view(into.dtype)
             low, high = max(start, first), min(end, first + count)
             into[low - start : high - start] = made[low - first : high - first]
 
-    def _maker(self) -> _Maker:
-        """Return what makes chunks for the thread that asks."""
-        if not hasattr(self._local, "maker"):
-            self._local.maker = _Maker(self._plan)
-        maker: _Maker = self._local.maker
-        return maker
-
-    def _surveys(self, tensor: TensorPlan, maker: _Maker) -> Results:
+    def _surveys(self, tensor: TensorPlan) -> Results:
         """Return what stages have found in a whole tensor; one thread looks for all of them."""
         if not self._plan.is_surveyed(tensor):
             return {}
@@ -158,7 +151,7 @@ class MergedSource(Source):
             if tensor.name not in self._surveyed:
                 results = dict(self._concluded)
                 for step in list_surveys(tensor, conclusions_of(self._plan), 0):
-                    results[step.id] = maker.do(step, results)
+                    results[step.id] = self._maker.do(step, results)
                 self._surveyed[tensor.name] = results
                 if len(self._surveyed) > self._most_surveyed:
                     self._surveyed.popitem(last=False)
@@ -178,14 +171,22 @@ class MergedSource(Source):
             source.__exit__(*error)
 
 
-class _Maker:
-    """The means of one thread to make chunks, each in the same room."""
+class _Maker(threading.local):
+    """The means of each thread to make chunks, one after the other in the same room."""
 
     def __init__(self, plan: Plan) -> None:
-        backend = open_backend(plan)
-        self.room = np.empty(CHUNK * plan.cost.widest, np.uint8)
+        self._plan = plan
+
+    @cached_property
+    def room(self) -> Bytes:
+        """The bytes of the last chunk."""
+        return np.empty(CHUNK * self._plan.cost.widest, np.uint8)
+
+    @cached_property
+    def _worker(self) -> Worker:
+        plan, backend = self._plan, open_backend(self._plan)
         merger = Merger(plan, backend, _Room(self.room))
-        self._worker = Worker(plan, backend, merger, lambda _nbytes: None, threading.Event())
+        return Worker(plan, backend, merger, lambda _nbytes: None, threading.Event())
 
     def do(self, step: Step, results: Results) -> Any:
         """Do one step, and return its result."""
