@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from dense_models import INNER, LAYERS, WIDTH, write_models
 from safetensors.torch import load_file
-from small_models import INNER, LAYERS, WIDTH, write_models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dare

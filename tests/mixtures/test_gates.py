@@ -6,10 +6,10 @@ import hashlib
 
 import numpy as np
 import pytest
+from dense_models import WORDS, write_models
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from small_models import WORDS, write_models
 
 import dare
 from dare.inputs.opening import open_model

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 import yaml
+from dense_models import write_models
 from safetensors.torch import load_file
 from side_by_side import assert_near, assert_same, compares
-from small_models import write_models
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import dare
