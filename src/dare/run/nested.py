@@ -114,15 +114,12 @@ class MergedSource(Source):
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
         self.ties, self.layers = plan.base.ties, plan.base.layers
-        ahead = sum(source.cost.ahead_bytes for source in plan.sources)
-        assert plan.options.max_memory is not None
-        self.cost = Cost(plan.options.max_memory, ahead)
+        self.cost = Cost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
         self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
-        self._lock = _BLAS if self._takes_matrices else threading.RLock()
+        self._lock, self._locks = threading.Lock(), dict[str, Any]()  # of all, and by tensor
         self._concluded: Results | None = None
         self._surveyed: OrderedDict[str, dict[Id, Any]] = OrderedDict()
-        self._most_surveyed = 1 if self._takes_matrices else SURVEYS_KEPT
 
     @property
     def folder(self) -> Path | None:
@@ -135,8 +132,8 @@ class MergedSource(Source):
         tensor, end, maker = self._planned[name], start + into.size, self._maker
         for number in range(start // CHUNK, -(-end // CHUNK)):
             first, count = chunk_span(number, tensor.elements)
-            make = Make(("make", name, number), (), 0, count, name, number)
-            maker.do(make, self._surveys(tensor))
+            step = Make(("make", name, number), (), 0, count, name, number)
+            maker.do(step, self._surveys(tensor))
             made = maker.room[: count * tensor.dtype.itemsize].view(into.dtype)
             low, high = max(start, first), min(end, first + count)
             into[low - start : high - start] = made[low - first : high - first]
@@ -145,17 +142,21 @@ class MergedSource(Source):
         """Return what stages have found in a whole tensor; one thread looks for all of them."""
         if not self._plan.is_surveyed(tensor):
             return {}
-        with self._lock, one_blas_thread() if self._takes_matrices else nullcontext():
+        with self._lock:
             if self._concluded is None:
                 self._concluded = draw_conclusions(self._plan) if self._plan.censuses else {}
-            if tensor.name not in self._surveyed:
+            lock = self._locks.setdefault(tensor.name, threading.Lock())
+        with _BLAS if self._takes_matrices else lock:
+            results = self._surveyed.get(tensor.name)
+            if results is None:
                 results = dict(self._concluded)
-                for step in list_surveys(tensor, conclusions_of(self._plan), 0):
-                    results[step.id] = self._maker.do(step, results)
+                with one_blas_thread() if self._takes_matrices else nullcontext():
+                    for step in list_surveys(tensor, conclusions_of(self._plan), 0):
+                        results[step.id] = self._maker.do(step, results)
                 self._surveyed[tensor.name] = results
-                if len(self._surveyed) > self._most_surveyed:
+                if len(self._surveyed) > (1 if self._takes_matrices else SURVEYS_KEPT):
                     self._surveyed.popitem(last=False)
-            return self._surveyed[tensor.name]
+            return results
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         tensor = self._planned[name]
