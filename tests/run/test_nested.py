@@ -266,6 +266,20 @@ def test_lists_of_a_configuration_have_the_values_of_their_layers(tmp_path):
     assert written["vision_config"] == {"num_hidden_layers": 4}
 
 
+def test_embedding_and_head_of_a_stack_have_the_same_rows(tmp_path):
+    layers = [{"model": MATH, "range": [0, 2]}, {"model": CODE, "range": [2, 4]}]
+    merge({"layers": layers}, tmp_path / "out.safetensors", pad_to_multiple_of=64)
+    out = load_file(tmp_path / "out.safetensors")
+    rows = {out[name].shape[0] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert rows == {-(-ROWS // 64) * 64}
+    short = {n: t[:-1] if n == "lm_head.weight" else t for n, t in load_file(CODE).items()}
+    save(tmp_path / "short.safetensors", short)
+    with pytest.raises(dare.RecipeError, match="different tokens"):
+        dare.plan(
+            {"layers": [layers[0], {**layers[1], "model": str(tmp_path / "short.safetensors")}]}
+        )
+
+
 def test_a_model_is_passed_through_in_another_type(tmp_path):
     recipe = {"base": MATH, "models": [], "method": "passthrough"}
     merge(recipe, tmp_path / "out.safetensors", dtype="F32")

@@ -27,7 +27,6 @@ from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
-    Aligned,
     Cost,
     Raw,
     RenamedSource,
@@ -236,28 +235,27 @@ def _open_stack(
         whole = recipe.model_copy(update={"layers": ()})
         folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
-    aligned = _align_ends(recipe, stack.parts)
-    parts = [aligned.base, *stack.parts[1:-1], *aligned.models]
-    homes = {name: (part, name) for part in parts for name in part.tensors}
+    _check_tokens(recipe, stack.parts[0], stack.parts[-1])
+    homes = {name: (part, name) for part in stack.parts for name in part.tensors}
     folder = folders[str(recipe.base)]
-    stacked = replace(aligned, base=StackedSource(homes, folder, stack.layers), models=())
-    inputs = Inputs((), (folder,), stacked, (*notes, *aligned.notes))
+    aligned = align_rows(recipe, StackedSource(homes, folder, stack.layers), (), [folder])
+    inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
     return recipe.model_copy(update=pinned), inputs
 
 
-def _align_ends(recipe: Recipe, parts: Sequence[Source]) -> Aligned:
-    """Bring the rows of embedding and head into one order: they may be of two models."""
-    first, *last = dict.fromkeys((parts[0], parts[-1]))
-    if not last:
-        return align_rows(recipe, first, (), [first.folder])
-    said = ("vocabulary", "tokens", "pad_to_multiple_of", "on_mismatch")
-    given = {name: getattr(recipe, name) for name in said if name in recipe.model_fields_set}
-    both = Recipe(base=recipe.layers[0].base, models=[recipe.layers[-1].base], **given)
-    aligned = align_rows(both, first, last, [first.folder, last[0].folder])
-    if aligned.tokenizer:
-        raise RecipeError("vocabulary: a stack has the tokens of its first range, or a union")
-    aligned = replace(aligned, rows=aligned.rows[:2], tokens=aligned.tokens[:2])
-    return replace(aligned, token_ids=aligned.token_ids[:1])
+def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
+    """Refuse a stack whose embedding and head are of different tokens, or that takes others'."""
+    given = [recipe.vocabulary_of, *(number for number, _ in recipe.token_rows.values())]
+    if any(isinstance(number, int) and number > 0 for number in given):
+        raise RecipeError("vocabulary, tokens: those of a stack are of its first range")
+    both = Recipe(base=recipe.layers[0].base, models=[recipe.layers[-1].base])
+    try:
+        align_rows(both, first, [last], [first.folder, last.folder])
+    except MismatchError as error:
+        raise RecipeError(
+            "[[layers]]: embedding and head are of different tokens; take the first and the last "
+            f"range from models that have the same: {error}"
+        ) from None
 
 
 class _Stack:
