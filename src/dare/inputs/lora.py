@@ -12,7 +12,8 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from dare import kernels
 from dare.errors import InputError
+from dare.inputs.adapted import Magnitudes, TrainedRows
 from dare.inputs.sources import (
     DeltaInfo,
     FileSource,
@@ -42,22 +44,30 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 F32 = STORAGE_TYPES["F32"]
 
+MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
 # Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
-    "use_dora": f"DoRA's magnitudes depend on the base's weights; {MERGE_WITH_PEFT}",
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "layer_replication": "its base has repeated layers, and this base does not",
     "alora_invocation_tokens": "an activated LoRA applies only to some tokens",
-    "target_parameters": "LoRA on bare parameters (experts) is not supported",
     "arrow_config": "Arrow chooses adapters for each token, so it is no change of the weights",
     "kasa_config": "KaSA changes the weights of the base too",
-    "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
 
 # Model types whose layers are Conv1D, which stores inputs × outputs.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+
+# Model types whose experts are stored inputs × outputs, which PEFT asks the modules about.
+TURNED_EXPERTS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
+# Parameters in the order that modules have them. PEFT wraps a module once for each parameter that
+# has a LoRA, the first one innermost, and the file does not say which is which.
+PARAMETERS = [
+    name + end
+    for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    for end in ("", "_bias")
+]
 
 # Ways to initialise that take a part out of the base's own weights.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -72,6 +82,8 @@ _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
 _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
+_MAGNITUDE = re.compile(r"^(.*)\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?$")
+_TOKENS = re.compile(r"^(.*)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?$")
 _PREFIX = "base_model.model."
 
 
@@ -131,15 +143,33 @@ class Adapter:
     fan_in_fan_out: bool
     base_name: str | None
     ensure_weight_tying: bool = False  # True if a tied tensor has one adapter under all its names
+    rank: float = 0
+    rank_pattern: Mapping[ModulePattern, float] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
+    use_dora: bool = False
+    # The tokens with trained rows, by the ends of names of embeddings.
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
-        try:
-            patterns = self.alpha_pattern.items()
-            alpha = next((a for pattern, a in patterns if pattern.matches(module)), self.alpha)
-        except ValueError as error:
-            raise InputError(f"{CONFIG_NAME}: alpha_pattern {error}") from None
+        alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def count_experts(self, parameter: str, rows: int) -> int:
+        """Return the number of experts that a parameter's lora_A with so many rows is for."""
+        rank = _matching("rank_pattern", self.rank_pattern, parameter, self.rank)
+        if not rank >= 1 or rows % rank:
+            raise InputError(f"{CONFIG_NAME}: {parameter} has {rows} directions, and r is {rank}")
+        return int(rows // rank)
+
+
+def _matching(
+    setting: str, patterns: Mapping[ModulePattern, float], name: str, usual: float
+) -> float:
+    try:
+        return next((v for pattern, v in patterns.items() if pattern.matches(name)), usual)
+    except ValueError as error:
+        raise InputError(f"{CONFIG_NAME}: {setting} {error}") from None
 
 
 class LoraSource(SourceView):
@@ -148,11 +178,21 @@ class LoraSource(SourceView):
     tensors: dict[str, TensorInfo]
 
     def __init__(
-        self, path: Path, adapter: Adapter, stored: FileSource, *, is_conv1d: bool | None = None
+        self,
+        path: Path,
+        adapter: Adapter,
+        stored: FileSource,
+        *,
+        model_type: str | None = None,
+        base: Source | None = None,
     ) -> None:
         self.path = path
         self.adapter = adapter
-        self._is_conv1d = is_conv1d
+        self._model_type, self._base = model_type, base  # as far as they are known
+        self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
+        self._base_names: dict[str, str] = {}  # of tensors that the base calls something else
+        # Weights that are made of the base's: they are no change.
+        self._adapted: dict[str, Magnitudes | TrainedRows] = {}
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
@@ -161,10 +201,14 @@ class LoraSource(SourceView):
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
         self._sort()
+        if self._adapted and base is not None:
+            self._opened = (stored, base)
         self._count_cost()
 
     def _sort(self) -> None:
         factors: dict[tuple[str, str], dict[str, str]] = {}
+        magnitudes: dict[str, str] = {}
+        tokens: dict[str, str] = {}
         for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
             if factor := _FACTOR.match(name):
@@ -178,10 +222,16 @@ class LoraSource(SourceView):
                     raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
                 continue
+            if self.adapter.use_dora and (magnitude := _MAGNITUDE.match(name)):
+                magnitudes[magnitude[1]] = key
+                continue
+            if trained := _TOKENS.match(name):
+                tokens[trained[1]] = key
+                continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
             name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
-            name = re.sub(r"\.base_layer\.", ".", name)
+            name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
             if name in self._whole:
                 raise self._refusal(key, self._whole[name])
             self._add(replace(info, name=name))
@@ -191,13 +241,47 @@ class LoraSource(SourceView):
             for (module, kind), pair in factors.items()
             if kind != "bias" and "A" in pair
         }
+        parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
-            if kind == "bias":
+            if module in parameters:
+                self._add_parameter(parameters[module], pair)
+            elif kind == "bias":
                 scale = self.adapter.scaling(module, ranks.get(module, 1))
                 info = replace(self._stored.tensors[pair["B"]], name=f"{module}.bias")
                 self._add(info, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
+        for module in sorted(magnitudes.keys() | {m for m, _ in factors if self.adapter.use_dora}):
+            self._add_magnitudes(f"{module}.weight", magnitudes.get(module))
+        for module, key in tokens.items():
+            self._add_tokens(module, key)
+
+    def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
+        """Return the parameters that have a LoRA of their own, by the names of their factors."""
+        found: dict[str, str] = {}
+        levels: dict[str, list[str]] = {}
+        for module in sorted(dict.fromkeys(modules), key=len, reverse=True):
+            levels.setdefault(module.replace(".base_layer", ""), []).append(module)
+        for module, wrapped in levels.items():
+            names = self._targets_in(module)
+            if len(names) > 1:
+                names = [name for name in PARAMETERS if name in names]
+            if len(wrapped) > 1 and len(names) != len(wrapped):
+                text = f"target_parameters do not say which parameters of {module} have a LoRA"
+                raise InputError(f"{self.path}: {text}; {MERGE_WITH_PEFT}")
+            if len(names) == len(wrapped):
+                found |= {each: f"{module}.{n}" for each, n in zip(wrapped, names, strict=True)}
+        return found
+
+    def _targets_in(self, module: str) -> list[str]:
+        """Return the parameters of a module that `target_parameters` names."""
+        found = {}
+        for target in self.adapter.target_parameters:
+            name = target.rpartition(".")[2]
+            if f".{module}.{name}".endswith(f".{target}") and not f".{module}".endswith(f".{name}"):
+                found[name] = f"{module}.{name}" in self._base_tensors
+        is_known = any(found.values()) or f"{module}.weight" in self._base_tensors
+        return [name for name in found if found[name] or not is_known]
 
     def _refusal(self, key: str, other: str | None = None) -> InputError:
         reason = f"{other} and {key} are for the same tensor; save one, or {MERGE_WITH_PEFT}"
@@ -205,29 +289,92 @@ class LoraSource(SourceView):
             reason = f"{key} is not a known kind of tensor; {MERGE_WITH_PEFT}"
         return InputError(f"{self.path}: {reason}")
 
-    def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
+    def _factors(self, module: str, pair: Mapping[str, str]) -> tuple[TensorInfo, TensorInfo]:
+        """Return lora_A and lora_B; refuse those that do not fit."""
         if set(pair) != {"A", "B"}:
             missing = "AB".replace(next(iter(pair)), "")
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
-        rank, height = down.shape[0], up.shape[0]
-        if math.prod(up.shape[1:]) != rank or not rank:
+        if math.prod(up.shape[1:]) != down.shape[0] or not down.shape[0]:
             forms = f"lora_A is {down.form}, lora_B {up.form}"
             raise InputError(f"{self.path}: {module}: {forms}; they do not fit")
-        scale = self.adapter.scaling(module, rank)
+        return down, up
+
+    def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
+        down, up = self._factors(module, pair)
+        scale = self.adapter.scaling(module, down.shape[0])
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
-            shape: tuple[int, ...] = math.prod(down.shape[1:]), height
+            shape: tuple[int, ...] = math.prod(down.shape[1:]), up.shape[0]
         else:
             product = Product(pair["B"], pair["A"], False, scale)
-            shape = height, *down.shape[1:]
+            shape = up.shape[0], *down.shape[1:]
         self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
         """Return whether the base has inputs × outputs there; PEFT notes only the last layer's."""
-        if self._is_conv1d is None:
+        if self._model_type is None:
             return self.adapter.fan_in_fan_out
-        return self._is_conv1d and not module.endswith(("lm_head", "score"))
+        return self._model_type in CONV1D_MODELS and not module.endswith(("lm_head", "score"))
+
+    def _add_parameter(self, name: str, pair: Mapping[str, str]) -> None:
+        """Take in the LoRA of a parameter: a matrix, or one for each of several experts."""
+        down, up = self._factors(name, pair)
+        experts = self.adapter.count_experts(name, down.shape[0])
+        scale = self.adapter.scaling(name, down.shape[0] // experts)
+        known = self._base_tensors[name].shape if name in self._base_tensors else ()
+        sides = up.shape[0], math.prod(down.shape[1:])
+        is_turned = experts > 1 and self._model_type in TURNED_EXPERTS
+        if experts > 1 and known and sides[0] != sides[1]:
+            is_turned = known[-2:] == sides[::-1]
+        left, right = (pair["A"], pair["B"]) if is_turned else (pair["B"], pair["A"])
+        shape = (
+            *((experts,) if experts > 1 or len(known) == 3 else ()),
+            *sides[:: 1 - 2 * is_turned],
+        )
+        self._add(TensorInfo(name, F32, shape, 0), Product(left, right, is_turned, scale, experts))
+
+    def _add_magnitudes(self, name: str, key: str | None) -> None:
+        (product,) = self._products.get(name, (None,))
+        if key is None or product is None or product.experts > 1:
+            raise InputError(f"{self.path}: {name} has DoRA in part only; the adapter is damaged")
+        rows, _, columns = product.sides(self._stored)
+        made = Magnitudes(key, rows, columns, by_column=product.transposed)
+        magnitudes = self._stored.tensors[key]
+        admit(magnitudes, (), str(self.path), as_weight=True)
+        if magnitudes.elements != (columns if made.by_column else rows):
+            raise InputError(f"{self.path}: {key} is {magnitudes.form}; it does not fit {name}")
+        self._adapted[name] = made
+
+    def _add_tokens(self, module: str, key: str) -> None:
+        """Take in the trained rows of an embedding, which the base or the adapter has in full."""
+        name, trained = f"{module}.weight", self._stored.tensors[key]
+        held = {**self._base_tensors, **self.tensors}
+        ends = (n for n in held if f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}"))
+        info = held.get(name if name in held else next(ends, ""))
+        ids = (ids for end, ids in self.adapter.tokens.items() if module.endswith(end))
+        rows = next(ids, ())
+        if info is None or name in self._products:
+            what = "also a LoRA" if info else "no such embedding in the base"
+            raise InputError(f"{self.path}: {key}: there is {what}; {MERGE_WITH_PEFT}")
+        admit(trained, (), str(self.path), as_weight=True)
+        fits = len(info.shape) == 2 and trained.shape == (len(rows), info.shape[1])
+        if not fits or not all(0 <= row < info.shape[0] for row in rows):
+            what = f"{key} is {trained.form}, for {len(rows)} rows of an embedding of {info.form}"
+            raise InputError(f"{self.path}: {what}; they do not fit")
+        self._add(TensorInfo(name, F32, info.shape, 0))
+        self._products[name] = ()
+        self._adapted[name] = TrainedRows(key, info.shape[1], rows)
+
+    def bind(self, names: Mapping[str, str]) -> None:
+        """Take the base's names of tensors, by their names here, to read what is made of them."""
+        self._base_names = dict(names)
+        for name in self._adapted.keys() - self._whole.keys():
+            info = self._base_tensors.get(names.get(name, name))
+            if info is None or info.shape != self.tensors[name].shape:
+                found = "lacks it" if info is None else f"has {info.form}"
+                what = f"{name} is made of the base's, which {found}"
+                raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
         """Take in a tensor stored in full, or a change, which may be added to one."""
@@ -242,6 +389,8 @@ class LoraSource(SourceView):
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
         saved = [name for name in names if name not in self._products]
+        if others and not self._adapted.keys().isdisjoint(names):
+            raise InputError(f"{self.path}: {first} is tied in the base; {MERGE_WITH_PEFT}")
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
             raise InputError(f"{self.path}: {saved[0]} is tied in the base; {MERGE_WITH_PEFT}")
@@ -267,20 +416,36 @@ class LoraSource(SourceView):
         return self.path
 
     def delta_of(self, name: str) -> DeltaInfo:
-        return DeltaInfo(is_change=name in self._products and name not in self._whole)
+        whole = self._whole.keys() | self._adapted.keys()
+        return DeltaInfo(is_change=name in self._products and name not in whole)
 
     def fingerprint(self) -> list[Any]:
-        return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
+        made = [self._products, self._adapted] if self._adapted else [self._products]
+        return [*super().fingerprint(), repr(self.adapter), *map(repr, made)]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
-        first, *others = self._products[name]
-        first.fill(self._stored, start, into)
+        read = partial(self._read_tuned, name)
+        if name in self._adapted:
+            self._adapted[name].fill(read, self._stored, start, into)
+        else:
+            read(start, into)
+
+    def _read_tuned(self, name: str, start: int, into: Floats) -> None:
+        """Compute the change by all factors, and add what it is a change of, if that is known."""
+        first, *others = self._products[name] or (None,)
+        if first is None:
+            into[:] = 0
+        else:
+            first.fill(self._stored, start, into)
         for product in others:
             further = np.empty_like(into)
             product.fill(self._stored, start, further)
             into += further
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
+        elif name in self._adapted:
+            assert self._base is not None  # or it would not have been opened
+            into += read_floats(self._base, self._base_names.get(name, name), start, into.size)
 
     def _count_cost(self) -> None:
         """Count the pieces of a product's factors, and the tensor that is added to it."""
@@ -291,6 +456,12 @@ class LoraSource(SourceView):
         most = max((product.reading_bytes(self._stored) for product in products), default=0)
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
         self.cost = self._stored.cost.with_reading(CHUNK * added + most)
+        if self._adapted and self._base is not None:
+            itemsize = max((info.dtype.itemsize for info in self._base_tensors.values()), default=0)
+            made = max(each.reading_bytes for each in self._adapted.values())
+            self.cost = self.cost.with_reading(
+                self._base.cost.reading_bytes + CHUNK * (4 + itemsize) + made
+            )
 
 
 def looks_like(path: Path) -> bool:
@@ -300,13 +471,17 @@ def looks_like(path: Path) -> bool:
 
 def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
-    return open_adapter(opening.path, opening.base_config, opening.most_ahead_bytes)
+    return open_adapter(
+        opening.path, opening.base_config, opening.most_ahead_bytes, base=opening.base
+    )
 
 
 def open_adapter(
     path: Path,
     base_config: Mapping[str, Any] | None = None,
     most_ahead_bytes: int | None = None,
+    *,
+    base: Source | None = None,
 ) -> LoraSource:
     """Read an adapter's configuration and header; `base_config` is its base's config.json."""
     adapter = read_config(path)
@@ -314,9 +489,20 @@ def open_adapter(
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
-    is_conv1d = None if kind is None else kind in CONV1D_MODELS
     stored = FileSource(weights, most_ahead_bytes)
-    return LoraSource(path, adapter, stored, is_conv1d=is_conv1d)
+    if base is None and (adapter.use_dora or adapter.tokens):
+        raise InputError(f"{path}: its weights are made of the base's; {MERGE_INTO_BASE}")
+    return LoraSource(path, adapter, stored, model_type=kind, base=base)
+
+
+def bind_base(model: Source) -> None:
+    """Tell an adapter, seen through other names, what the base calls its tensors."""
+    names, view = {name: name for name in model.tensors}, model
+    while isinstance(view, SourceView) and not isinstance(view, LoraSource):
+        names = {name: view.names.get(inner, inner) for name, inner in names.items()}
+        view = view.inner
+    if isinstance(view, LoraSource):
+        view.bind({inner: name for name, inner in reversed(names.items())})
 
 
 def read_config(path: Path) -> Adapter:
@@ -335,18 +521,33 @@ def read_config(path: Path) -> Adapter:
         how = "save it with PEFT's path_initial_model_for_weight_conversion"
         raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
-    alphas = config.get("alpha_pattern") or {}
     try:
         return Adapter(
             alpha=_finite(config["lora_alpha"]),
-            alpha_pattern={ModulePattern(str(key)): _finite(a) for key, a in alphas.items()},
+            alpha_pattern=_read_pattern(config, "alpha_pattern"),
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
+            rank=_finite(config.get("r") or 0),
+            rank_pattern=_read_pattern(config, "rank_pattern"),
+            target_parameters=tuple(map(str, config.get("target_parameters") or ())),
+            use_dora=bool(config.get("use_dora")),
+            tokens=_read_tokens(config.get("trainable_token_indices") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{file}: lora_alpha or alpha_pattern cannot be used: {error}") from None
+        raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
+
+
+def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
+    found = config.get(setting) or {}
+    return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
+
+
+def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
+    """Read the numbers of trained tokens: those of the input embedding, or of several by name."""
+    tables = given.items() if isinstance(given, dict) else [("", given)]
+    return {str(end): tuple(int(row) for row in rows) for end, rows in tables}
 
 
 def _finite(value: Any) -> float:
@@ -361,55 +562,76 @@ class Product:
     """A delta as a product: scale · left·right, each a stored tensor or its transpose.
 
     The left factor is read a piece at a time. An element is the sum of its products in the order of
-    the rank, so its bits do not depend on the pieces.
+    the rank, so its bits do not depend on the pieces. Several experts have one such matrix each:
+    lora_A has the directions of one after those of another, lora_B has them side by side.
     """
 
     left: str
     right: str | None  # None is a column of ones: the delta is `left` itself
-    transposed: bool
+    transposed: bool  # True if `left` is lora_A, False if it is lora_B
     scale: float
+    experts: int = 1
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
-        """Return rows, rank and columns."""
+        """Return rows, rank and columns, of one expert."""
         if self.right is None:
             return stored.tensors[self.left].elements, 1, 1
         left, right = (_as_matrix(stored, key) for key in (self.left, self.right))
         if self.transposed:
-            return left[1], left[0], right[0]
-        return left[0], left[1], right[1]
+            return left[1], left[0] // self.experts, right[0]
+        return left[0], left[1] // self.experts, right[1]
 
     def reading_bytes(self, stored: Source) -> int:
         """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
         rows, rank, columns = self.sides(stored)
-        height = min(rows, max(1, PIECE // max(1, rank)), CHUNK // max(1, columns) + 2)
+        height = min(rows, self._most_rows(rank), CHUNK // max(1, columns) + 2)
         keys = (key for key in (self.left, self.right) if key is not None)
         itemsize = max(4, *(stored.tensors[key].dtype.itemsize for key in keys))
-        return rank * (4 * (height + columns) + itemsize * max(height, columns))
+        of_others = (self.experts - 1) * (columns if self.transposed else height)
+        copied = height if self.experts > 1 else 0
+        stored_bytes = itemsize * (max(height, columns) + of_others)
+        return rank * (4 * (height + columns + of_others + copied) + stored_bytes)
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
-        if not into.size:
-            return
+        rows, _, columns = self.sides(stored)
+        size, end = max(1, rows * columns), start + into.size
+        for expert in range(start // size, -(-end // size)):
+            begin, last = max(start, expert * size), min(end, (expert + 1) * size)
+            part = into[begin - start : last - start]
+            self._fill_expert(stored, expert, begin - expert * size, part)
+
+    def _fill_expert(self, stored: Source, expert: int, start: int, into: Floats) -> None:
         _, rank, columns = self.sides(stored)
         right = np.ones((1, 1), np.float32)
-        if self.right is not None:
-            right = self._read(stored, self.right, 0, rank)
-        end, most = start + into.size, max(1, PIECE // max(1, rank))
+        if self.right is not None and self.transposed:
+            right = np.ascontiguousarray(self._read_up(stored, self.right, expert, 0, columns).T)
+        elif self.right is not None:
+            right = read_block(stored, self.right, expert * rank, (expert + 1) * rank)
+        end, most = start + into.size, self._most_rows(rank)
         last = -(-end // columns)
         for top in range(start // columns, last, most):
             bottom, begin = min(top + most, last), max(start, top * columns)
-            left = self._read(stored, self.left, top, bottom)
+            left = self._read_left(stored, expert, rank, top, bottom)
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
             del left  # before the next is read, for memory's sake
 
-    def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
-        """Read some rows of a factor, which are columns if it is stored transposed."""
+    def _most_rows(self, rank: int) -> int:
+        return max(1, PIECE // max(1, rank * self.experts))
+
+    def _read_left(self, stored: Source, expert: int, rank: int, top: int, bottom: int) -> Floats:
+        """Read some rows of the left factor, which are columns if it is stored transposed."""
         if not self.transposed:
-            return read_block(stored, key, top, bottom)
-        height = stored.tensors[key].shape[0]
-        return np.ascontiguousarray(read_block(stored, key, 0, height, top, bottom).T)
+            return self._read_up(stored, self.left, expert, top, bottom)
+        first, last = expert * rank, (expert + 1) * rank
+        return np.ascontiguousarray(read_block(stored, self.left, first, last, top, bottom).T)
+
+    def _read_up(self, stored: Source, key: str, expert: int, top: int, bottom: int) -> Floats:
+        """Read some rows of lora_B, as far as they are an expert's."""
+        block = read_block(stored, key, top, bottom)
+        return np.ascontiguousarray(block[:, expert :: self.experts])
 
 
 def read_block(
