@@ -30,6 +30,7 @@ from dare.inputs.sources import (
     Raw,
     Source,
     SourceView,
+    StackedSource,
     decoded,
     hold_same,
     read_floats,
@@ -46,6 +47,7 @@ F32 = STORAGE_TYPES["F32"]
 
 MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
+CONVERT_WITH_PEFT = "save it with PEFT's path_initial_model_for_weight_conversion"
 # Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
@@ -69,8 +71,10 @@ PARAMETERS = [
     for end in ("", "_bias")
 ]
 
-# Ways to initialise that take a part out of the base's own weights.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Ways to initialise that take the initial product out of the base's own weights. LoftQ leaves
+# something else there.
+CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+INITIAL = "initial:"  # before the names of the initial factors, of a start of that kind
 
 PIECE = 1 << 20
 MAX_PATTERN_CHARACTERS = 1000
@@ -149,6 +153,12 @@ class Adapter:
     use_dora: bool = False
     # The tokens with trained rows, by the ends of names of embeddings.
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    initial: Path | None = None  # the adapter before training, if it was taken out of the base
+
+    @property
+    def needs_base(self) -> bool:
+        """True if what it changes is not the product of its factors alone."""
+        return self.use_dora or bool(self.tokens) or self.initial is not None
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
@@ -181,7 +191,7 @@ class LoraSource(SourceView):
         self,
         path: Path,
         adapter: Adapter,
-        stored: FileSource,
+        stored: Source,
         *,
         model_type: str | None = None,
         base: Source | None = None,
@@ -210,6 +220,8 @@ class LoraSource(SourceView):
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
         for key, info in self._stored.tensors.items():
+            if key.startswith(INITIAL):
+                continue
             name = key.removeprefix(_PREFIX)
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
@@ -255,6 +267,8 @@ class LoraSource(SourceView):
             self._add_magnitudes(f"{module}.weight", magnitudes.get(module))
         for module, key in tokens.items():
             self._add_tokens(module, key)
+        if self.adapter.initial is not None:
+            self._subtract_initial()
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the parameters that have a LoRA of their own, by the names of their factors."""
@@ -366,6 +380,19 @@ class LoraSource(SourceView):
         self._products[name] = ()
         self._adapted[name] = TrainedRows(key, info.shape[1], rows)
 
+    def _subtract_initial(self) -> None:
+        """Subtract the product of the initial factors, which was taken out of the base."""
+        stored = self._stored.tensors
+        for name, products in self._products.items():
+            for product in products:
+                left, right = (f"{INITIAL}{key}" for key in (product.left, product.right))
+                pairs = ((left, product.left), (right, str(product.right)))
+                if any(i not in stored or stored[i].shape != stored[k].shape for i, k in pairs):
+                    what = f"{self.adapter.initial}: does not have the factors of {name}"
+                    raise InputError(f"{what}; give the adapter as it was before training")
+                initial = replace(product, left=left, right=right, scale=-product.scale)
+                self._products[name] = product, initial
+
     def bind(self, names: Mapping[str, str]) -> None:
         """Take the base's names of tensors, by their names here, to read what is made of them."""
         self._base_names = dict(names)
@@ -383,8 +410,8 @@ class LoraSource(SourceView):
         if product is not None:
             self._products[info.name] = (product,)
 
-    def tie(self, names: Sequence[str]) -> bool:
-        """Take tensors for one, the first, as the base does; return whether changes are added."""
+    def tie(self, names: Sequence[str]) -> str:
+        """Take tensors for one, the first, as the base does; return the code of a due notice."""
         first, *others = names
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
@@ -409,7 +436,7 @@ class LoraSource(SourceView):
         if parts:
             self._products[first] = tuple(parts[:1] if is_one else parts)
         self._count_cost()
-        return not is_one and len(parts) > 1
+        return "" if is_one or not parts else "added_changes" if len(parts) > 1 else "tied_change"
 
     @property
     def folder(self) -> Path | None:
@@ -489,9 +516,13 @@ def open_adapter(
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
-    stored = FileSource(weights, most_ahead_bytes)
-    if base is None and (adapter.use_dora or adapter.tokens):
-        raise InputError(f"{path}: its weights are made of the base's; {MERGE_INTO_BASE}")
+    if base is None and adapter.needs_base:
+        raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
+    stored: Source = FileSource(weights, most_ahead_bytes)
+    if adapter.initial is not None:
+        first = FileSource(adapter.initial / WEIGHTS_NAME, most_ahead_bytes)
+        homes: dict[str, tuple[Source, str]] = {key: (stored, key) for key in stored.tensors}
+        stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
     return LoraSource(path, adapter, stored, model_type=kind, base=base)
 
 
@@ -515,11 +546,6 @@ def read_config(path: Path) -> Adapter:
     for setting, reason in REFUSED.items():
         if config.get(setting):
             raise InputError(f"{file}: {setting} is set: {reason}")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
-        how = "save it with PEFT's path_initial_model_for_weight_conversion"
-        raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
     try:
         return Adapter(
@@ -534,6 +560,7 @@ def read_config(path: Path) -> Adapter:
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             use_dora=bool(config.get("use_dora")),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
+            initial=_find_initial(path, str(config.get("init_lora_weights")).lower()),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
@@ -542,6 +569,21 @@ def read_config(path: Path) -> Adapter:
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
     found = config.get(setting) or {}
     return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
+
+
+def _find_initial(path: Path, start: str) -> Path | None:
+    """Find the adapter as it was before training, if its product was taken out of the base."""
+    kind = next(filter(start.startswith, CHANGES_BASE), None)
+    if kind is None:
+        return None
+    folders = [folder / f"{kind}_init" for folder in (path, path.parent)]
+    found = next(filter(looks_like, folders), None) if kind != "loftq" else None
+    if found is None:
+        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
+        how = f"put the adapter as it was before training into {folders[0]}"
+        how = MERGE_WITH_PEFT if kind == "loftq" else f"{how}, or {CONVERT_WITH_PEFT}"
+        raise InputError(f"{path / CONFIG_NAME}: {what}; {how}")
+    return found
 
 
 def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
