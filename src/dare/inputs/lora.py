@@ -537,9 +537,13 @@ def bind_base(model: Source) -> None:
 
 
 def read_config(path: Path) -> Adapter:
-    """Read `adapter_config.json`; refuse what is not plain LoRA, with the reason."""
+    """Read `adapter_config.json`."""
     file = path / CONFIG_NAME
-    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    return parse_config(parse_json(read_limited(file, MAX_CONFIG_BYTES), file), file)
+
+
+def parse_config(config: Any, file: Path) -> Adapter:
+    """Take the settings of an adapter; refuse what is not LoRA, with the reason."""
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
@@ -549,18 +553,18 @@ def read_config(path: Path) -> Adapter:
     name = config.get("base_model_name_or_path")
     try:
         return Adapter(
-            alpha=_finite(config["lora_alpha"]),
+            alpha=finite(config["lora_alpha"]),
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
-            rank=_finite(config.get("r") or 0),
+            rank=finite(config.get("r") or 0),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             use_dora=bool(config.get("use_dora")),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
-            initial=_find_initial(path, str(config.get("init_lora_weights")).lower()),
+            initial=_find_initial(file, str(config.get("init_lora_weights")).lower()),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
@@ -568,21 +572,21 @@ def read_config(path: Path) -> Adapter:
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
     found = config.get(setting) or {}
-    return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
+    return {ModulePattern(str(key)): finite(value) for key, value in found.items()}
 
 
-def _find_initial(path: Path, start: str) -> Path | None:
+def _find_initial(file: Path, start: str) -> Path | None:
     """Find the adapter as it was before training, if its product was taken out of the base."""
     kind = next(filter(start.startswith, CHANGES_BASE), None)
     if kind is None:
         return None
-    folders = [folder / f"{kind}_init" for folder in (path, path.parent)]
+    folders = [folder / f"{kind}_init" for folder in file.parents[:2]]
     found = next(filter(looks_like, folders), None) if kind != "loftq" else None
     if found is None:
         what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
         how = f"put the adapter as it was before training into {folders[0]}"
         how = MERGE_WITH_PEFT if kind == "loftq" else f"{how}, or {CONVERT_WITH_PEFT}"
-        raise InputError(f"{path / CONFIG_NAME}: {what}; {how}")
+        raise InputError(f"{file}: {what}; {how}")
     return found
 
 
@@ -592,7 +596,8 @@ def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
     return {str(end): tuple(int(row) for row in rows) for end, rows in tables}
 
 
-def _finite(value: Any) -> float:
+def finite(value: Any) -> float:
+    """Return a number that float32 can hold; ValueError if it is none."""
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
@@ -613,6 +618,7 @@ class Product:
     transposed: bool  # True if `left` is lora_A, False if it is lora_B
     scale: float
     experts: int = 1
+    offset: int = 0  # elements of the tensor before it; it changes nothing there, nor behind it
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
         """Return rows, rank and columns, of one expert."""
@@ -637,9 +643,12 @@ class Product:
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
         rows, _, columns = self.sides(stored)
-        size, end = max(1, rows * columns), start + into.size
-        for expert in range(start // size, -(-end // size)):
-            begin, last = max(start, expert * size), min(end, (expert + 1) * size)
+        start, size = start - self.offset, rows * columns
+        first, end = max(0, start), min(start + into.size, size * self.experts)
+        if end - first < into.size:
+            into[:] = 0
+        for expert in range(first // max(1, size), -(-end // max(1, size))):
+            begin, last = max(first, expert * size), min(end, (expert + 1) * size)
             part = into[begin - start : last - start]
             self._fill_expert(stored, expert, begin - expert * size, part)
 
