@@ -55,7 +55,7 @@ KOHYA = {
     "down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_q": "input_blocks.2.1.{}.to_q",
     "input_blocks_1_1_transformer_blocks_0_attn1_to_q": "input_blocks.1.1.{}.to_q",
     "mid_block_attentions_0_transformer_blocks_0_attn1_to_k": "middle_block.1.{}.to_k",
-    "up_blocks_3_attentions_2_transformer_blocks_0_attn1_to_out_0": "output_blocks.11.1.{}.to_out.0",
+    "up_blocks_3_attentions_2_transformer_blocks_0_attn1_to_v": "output_blocks.11.1.{}.to_v",
     "down_blocks_1_downsamplers_0_conv": "input_blocks.6.0.op",
     "up_blocks_0_upsamplers_0_conv": "output_blocks.2.1.conv",
     "up_blocks_2_upsamplers_0_conv": "output_blocks.8.2.conv",

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
 _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
-_MAGNITUDE = re.compile(r"^(.*)\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?$")
-_TOKENS = re.compile(r"^(.*)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?$")
+_MADE = re.compile(
+    r"^(.*)\.(lora_magnitude_vector|token_adapter\.trainable_tokens_delta)(?:\..+)?$"
+)
 _PREFIX = "base_model.model."
 
 
@@ -155,11 +157,6 @@ class Adapter:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     initial: Path | None = None  # the adapter before training, if it was taken out of the base
 
-    @property
-    def needs_base(self) -> bool:
-        """True if what it changes is not the product of its factors alone."""
-        return self.use_dora or bool(self.tokens) or self.initial is not None
-
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
         alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
@@ -219,6 +216,8 @@ class LoraSource(SourceView):
         factors: dict[tuple[str, str], dict[str, str]] = {}
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
+        kinds = {"lora_magnitude_vector": magnitudes} if self.adapter.use_dora else {}
+        kinds["token_adapter.trainable_tokens_delta"] = tokens
         for key, info in self._stored.tensors.items():
             if key.startswith(INITIAL):
                 continue
@@ -234,11 +233,8 @@ class LoraSource(SourceView):
                     raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
                 continue
-            if self.adapter.use_dora and (magnitude := _MAGNITUDE.match(name)):
-                magnitudes[magnitude[1]] = key
-                continue
-            if trained := _TOKENS.match(name):
-                tokens[trained[1]] = key
+            if (made := _MADE.match(name)) and made[2] in kinds:
+                kinds[made[2]][made[1]] = key
                 continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
@@ -309,7 +305,8 @@ class LoraSource(SourceView):
             missing = "AB".replace(next(iter(pair)), "")
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
-        if math.prod(up.shape[1:]) != down.shape[0] or not down.shape[0]:
+        rank = math.prod(up.shape[1:]) if up.shape else 0
+        if not rank or down.shape[:1] != (rank,):
             forms = f"lora_A is {down.form}, lora_B {up.form}"
             raise InputError(f"{self.path}: {module}: {forms}; they do not fit")
         return down, up
@@ -338,14 +335,13 @@ class LoraSource(SourceView):
         scale = self.adapter.scaling(name, down.shape[0] // experts)
         known = self._base_tensors[name].shape if name in self._base_tensors else ()
         sides = up.shape[0], math.prod(down.shape[1:])
-        is_turned = experts > 1 and self._model_type in TURNED_EXPERTS
-        if experts > 1 and known and sides[0] != sides[1]:
+        is_turned = self._model_type in TURNED_EXPERTS
+        if known and sides[0] != sides[1]:
             is_turned = known[-2:] == sides[::-1]
+        is_turned = is_turned and experts > 1
         left, right = (pair["A"], pair["B"]) if is_turned else (pair["B"], pair["A"])
-        shape = (
-            *((experts,) if experts > 1 or len(known) == 3 else ()),
-            *sides[:: 1 - 2 * is_turned],
-        )
+        of_experts = (experts,) if experts > 1 or len(known) == 3 else ()
+        shape = *of_experts, *(sides[::-1] if is_turned else sides)
         self._add(TensorInfo(name, F32, shape, 0), Product(left, right, is_turned, scale, experts))
 
     def _add_magnitudes(self, name: str, key: str | None) -> None:
@@ -364,21 +360,21 @@ class LoraSource(SourceView):
         """Take in the trained rows of an embedding, which the base or the adapter has in full."""
         name, trained = f"{module}.weight", self._stored.tensors[key]
         held = {**self._base_tensors, **self.tensors}
-        ends = (n for n in held if f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}"))
-        info = held.get(name if name in held else next(ends, ""))
-        ids = (ids for end, ids in self.adapter.tokens.items() if module.endswith(end))
-        rows = next(ids, ())
-        if info is None or name in self._products:
-            what = "also a LoRA" if info else "no such embedding in the base"
-            raise InputError(f"{self.path}: {key}: there is {what}; {MERGE_WITH_PEFT}")
+        leaf = name.split(".")[-2:]  # what is before it may have another name in the base's files
+        alike = (other for other in held if other.split(".")[-2:] == leaf)
+        info = held.get(name if name in held else next(alike, ""))
+        rows = next((ids for e, ids in self.adapter.tokens.items() if module.endswith(e)), ())
+        if info is None or name in self._products or len(info.shape) != 2:
+            what = "has a LoRA as well" if name in self._products else "is no embedding of the base"
+            raise InputError(f"{self.path}: {name} {what}; {MERGE_WITH_PEFT}")
         admit(trained, (), str(self.path), as_weight=True)
-        fits = len(info.shape) == 2 and trained.shape == (len(rows), info.shape[1])
-        if not fits or not all(0 <= row < info.shape[0] for row in rows):
+        height, width = info.shape
+        if trained.shape != (len(rows), width) or not all(0 <= row < height for row in rows):
             what = f"{key} is {trained.form}, for {len(rows)} rows of an embedding of {info.form}"
             raise InputError(f"{self.path}: {what}; they do not fit")
         self._add(TensorInfo(name, F32, info.shape, 0))
         self._products[name] = ()
-        self._adapted[name] = TrainedRows(key, info.shape[1], rows)
+        self._adapted[name] = TrainedRows(key, width, rows)
 
     def _subtract_initial(self) -> None:
         """Subtract the product of the initial factors, which was taken out of the base."""
@@ -426,7 +422,7 @@ class LoraSource(SourceView):
         if len({(info.shape, info.dtype) for info in infos}) > 1 or not are_same:
             tied = " and ".join(names)
             raise InputError(f"{self.path}: {tied} are tied in the base; {MERGE_WITH_PEFT}")
-        parts = [product for name in names for product in self._products.get(name, ())]
+        parts = [self._products[name] for name in names if self._products.get(name)]
         if held:
             self._whole[first] = self._whole[held[0]]
         for name in others:
@@ -434,7 +430,7 @@ class LoraSource(SourceView):
             self._whole.pop(name, None)
             self._products.pop(name, None)
         if parts:
-            self._products[first] = tuple(parts[:1] if is_one else parts)
+            self._products[first] = parts[0] if is_one else tuple(chain(*parts))
         self._count_cost()
         return "" if is_one or not parts else "added_changes" if len(parts) > 1 else "tied_change"
 
@@ -459,15 +455,14 @@ class LoraSource(SourceView):
 
     def _read_tuned(self, name: str, start: int, into: Floats) -> None:
         """Compute the change by all factors, and add what it is a change of, if that is known."""
-        first, *others = self._products[name] or (None,)
-        if first is None:
-            into[:] = 0
-        else:
-            first.fill(self._stored, start, into)
-        for product in others:
-            further = np.empty_like(into)
-            product.fill(self._stored, start, further)
-            into += further
+        into[:] = 0
+        part = into
+        for place, product in enumerate(self._products[name]):
+            if place == 1:
+                part = np.empty_like(into)
+            product.fill(self._stored, start, part)
+            if place:
+                into += part
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
         elif name in self._adapted:
@@ -486,9 +481,8 @@ class LoraSource(SourceView):
         if self._adapted and self._base is not None:
             itemsize = max((info.dtype.itemsize for info in self._base_tensors.values()), default=0)
             made = max(each.reading_bytes for each in self._adapted.values())
-            self.cost = self.cost.with_reading(
-                self._base.cost.reading_bytes + CHUNK * (4 + itemsize) + made
-            )
+            made += self._base.cost.reading_bytes + CHUNK * (4 + itemsize)
+            self.cost = self.cost.with_reading(made)
 
 
 def looks_like(path: Path) -> bool:
@@ -516,7 +510,7 @@ def open_adapter(
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
-    if base is None and adapter.needs_base:
+    if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
         raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
     stored: Source = FileSource(weights, most_ahead_bytes)
     if adapter.initial is not None:
