@@ -29,10 +29,11 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.deltas.restoring import open_delta
 from dare.inputs import directory, vocabulary
+from dare.inputs.arrays import array_source
 from dare.inputs.delta_files import INDEX, DeltaSource
 from dare.inputs.gguf import MAGIC, GgufSource
-from dare.inputs.lora import open_adapter
-from dare.inputs.opening import convert_yaml
+from dare.inputs.lora import bind_base, open_adapter
+from dare.inputs.opening import convert_yaml, open_model
 from dare.inputs.sources import Source, open_source
 from dare.output.targets import seal
 from dare.output.verification import verify
@@ -518,37 +519,57 @@ class Adapters(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.names = (folder.name,)
-        self.config = json.dumps(
-            {
-                "peft_type": "LORA",
-                "r": 2,
-                "lora_alpha": 4,
-                "alpha_pattern": {r"layers\.(0|1)\..*": 8, "q_proj": 2},
-                "rank_pattern": {"q_proj": 2},
-                "target_modules": ["q_proj", "embed"],
-                "use_rslora": False,
-                "fan_in_fan_out": False,
-                "modules_to_save": ["head"],
-                "init_lora_weights": True,
-                "base_model_name_or_path": "base",
-            }
-        ).encode()
+        plain = {
+            "peft_type": "LORA",
+            "r": 2,
+            "lora_alpha": 4,
+            "alpha_pattern": {r"layers\.(0|1)\..*": 8, "q_proj": 2},
+            "rank_pattern": {"q_proj": 2},
+            "target_modules": ["q_proj", "embed"],
+            "use_rslora": False,
+            "fan_in_fan_out": False,
+            "modules_to_save": ["head"],
+            "init_lora_weights": True,
+            "base_model_name_or_path": "base",
+        }
         prefix = "base_model.model.layers.0"
-        self.weights = json.dumps(
-            {
-                f"{prefix}.q_proj.lora_A.weight": ["F32", [2, 4]],
-                f"{prefix}.q_proj.lora_B.weight": ["F32", [3, 2]],
-                f"{prefix}.conv.lora_A.weight": ["F16", [2, 2, 1, 1]],
-                f"{prefix}.conv.lora_B.weight": ["BF16", [3, 2, 1, 1]],
-                "base_model.model.embed.lora_embedding_A": ["F32", [2, 5]],
-                "base_model.model.embed.lora_embedding_B": ["F32", [4, 2]],
-                "base_model.model.head.modules_to_save.default.weight": ["F32", [2, 2]],
-                f"{prefix}.q_proj.lora_B.bias": ["F32", [3]],
-            }
-        ).encode()
+        pair = {
+            f"{prefix}.q_proj.lora_A.weight": ["F32", [2, 4]],
+            f"{prefix}.q_proj.lora_B.weight": ["F32", [3, 2]],
+        }
+        others = {
+            f"{prefix}.conv.lora_A.weight": ["F16", [2, 2, 1, 1]],
+            f"{prefix}.conv.lora_B.weight": ["BF16", [3, 2, 1, 1]],
+            "base_model.model.embed.lora_embedding_A": ["F32", [2, 5]],
+            "base_model.model.embed.lora_embedding_B": ["F32", [4, 2]],
+            "base_model.model.head.modules_to_save.default.weight": ["F32", [2, 2]],
+            f"{prefix}.q_proj.lora_B.bias": ["F32", [3]],
+        }
+        made = {
+            f"{prefix}.q_proj.lora_magnitude_vector": ["F32", [3]],
+            "base_model.model.embed.token_adapter.trainable_tokens_delta": ["F32", [2, 4]],
+        }
+        experts = {
+            f"{prefix}.experts.base_layer.lora_A.weight": ["F32", [4, 2]],
+            f"{prefix}.experts.base_layer.lora_B.weight": ["F32", [6, 4]],
+            f"{prefix}.experts.lora_A.weight": ["F32", [4, 3]],
+            f"{prefix}.experts.lora_B.weight": ["F32", [2, 4]],
+        }
+        parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        self.seeds = [
+            (plain, pair | others),
+            (plain | {"use_dora": True, "trainable_token_indices": {"embed": [1, 3]}}, pair | made),
+            (plain | {"target_parameters": parameters}, experts),
+        ]
+        shapes = {
+            "layers.0.q_proj.weight": (3, 4),
+            "embed.weight": (5, 4),
+            "layers.0.experts.down_proj": (2, 2, 3),
+        }
+        self.base = array_source({n: np.ones(s, np.float32) for n, s in shapes.items()}, "base")
 
     def make(self, random: Random) -> tuple[bytes, bytes]:
-        config, weights = self.config, self.weights
+        config, weights = (json.dumps(part).encode() for part in random.choice(self.seeds))
         if random.random() < 0.6:
             config = change_json(random, config)
         if random.random() < 0.6:
@@ -558,19 +579,69 @@ class Adapters(Target):
     def read(self, case: tuple[bytes, bytes]) -> None:
         config, weights = case
         (self.folder / "adapter_config.json").write_bytes(config)
-        header, position = {}, 0
-        entries = json.loads(weights)
-        for name, value in entries.items() if isinstance(entries, dict) else ():
-            kind, shape = value if isinstance(value, list) and len(value) == 2 else ("F32", [1])
-            is_shape = isinstance(shape, list) and all(type(side) is int for side in shape)
-            size = (4 if kind == "F32" else 2) * (math.prod(shape) if is_shape else 1)
-            size = size if 0 <= size < MOST_ELEMENTS else 4
-            header[name] = entry(kind, shape, position, position + size)
-            position += size
-        data = file_bytes(header, bytes(position))
-        (self.folder / "adapter_model.safetensors").write_bytes(data)
-        source = open_adapter(self.folder)
+        (self.folder / "adapter_model.safetensors").write_bytes(zeros(weights))
+        source = open_adapter(self.folder, base=self.base)
+        bind_base(source)
         read_some(source)
+
+
+class LoraFiles(Target):
+    """LoRA files of diffusion models: names, shapes, and what diffusers notes in them."""
+
+    names = ("lora.safetensors",)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        noted = {"unet.lora_alpha": 3, "unet.r": 2, "unet.alpha_pattern": {"conv_in": 1}}
+        self.metadata = json.dumps(noted)
+        self.weights = json.dumps(
+            {
+                "unet.conv_in.lora_A.weight": ["F32", [2, 4, 1, 1]],
+                "unet.conv_in.lora_B.weight": ["F32", [3, 2, 1, 1]],
+                "lora_te_text_model_q.lora_down.weight": ["F16", [2, 4]],
+                "lora_te_text_model_q.lora_up.weight": ["F16", [3, 2]],
+                "lora_te_text_model_q.alpha": ["F32", []],
+                "unet.double_blocks.0.img_attn.qkv.lora_A.weight": ["F32", [2, 4]],
+                "unet.double_blocks.0.img_attn.qkv.lora_B.weight": ["F32", [12, 2]],
+                "unet.transformer_blocks.1.attn.to_k.lora_A.weight": ["F32", [2, 4]],
+                "unet.transformer_blocks.1.attn.to_k.lora_B.weight": ["F32", [4, 2]],
+            }
+        ).encode()
+        shapes = {
+            "conv_in.weight": (3, 4, 1, 1),
+            "text_model.q.weight": (3, 4),
+            "double_blocks.0.img_attn.qkv.weight": (12, 4),
+            "double_blocks.1.img_attn.qkv.weight": (12, 4),
+        }
+        self.base = array_source({n: np.ones(s, np.float32) for n, s in shapes.items()}, "base")
+
+    def make(self, random: Random) -> tuple[str, bytes]:
+        noted, weights = self.metadata, self.weights
+        if random.random() < 0.4:
+            noted = change_json(random, noted.encode()).decode("latin-1")
+        if random.random() < 0.7:
+            weights = json.dumps(change_values(random, json.loads(weights))).encode()
+        return noted, weights
+
+    def read(self, case: tuple[str, bytes]) -> None:
+        noted, weights = case
+        file = self.folder / "lora.safetensors"
+        file.write_bytes(zeros(weights, {"lora_adapter_metadata": noted}))
+        read_some(open_model(file, base=self.base))
+
+
+def zeros(weights: bytes, metadata: dict[str, str] | None = None) -> bytes:
+    """A file of zeros, by a table of names, types and shapes, which may be nonsense."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position, entries = 0, json.loads(weights)
+    for name, value in entries.items() if isinstance(entries, dict) else ():
+        kind, shape = value if isinstance(value, list) and len(value) == 2 else ("F32", [1])
+        is_shape = isinstance(shape, list) and all(type(side) is int for side in shape)
+        size = (4 if kind == "F32" else 2) * (math.prod(shape) if is_shape else 1)
+        size = size if 0 <= size < MOST_ELEMENTS else 4
+        header[name] = entry(kind, shape, position, position + size)
+        position += size
+    return file_bytes(header, bytes(position))
 
 
 class Tokenizers(Target):
@@ -736,6 +807,7 @@ TARGETS: dict[str, type[Target]] = {
     "recipes": Recipes,
     "yaml": Yaml,
     "adapters": Adapters,
+    "lora_files": LoraFiles,
     "tokenizers": Tokenizers,
     "manifests": Manifests,
     "analyses": Analyses,

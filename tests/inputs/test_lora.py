@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from dare import Request, merge, plan
 from dare.errors import InputError, RecipeError
+from dare.inputs.arrays import array_source
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, looks_like, open_adapter
 from dare.kernels import native, reference
 from helpers import read_elements
@@ -137,6 +138,32 @@ def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path):
             open_adapter(write_adapter(tmp_path, NESTED, **config))
 
 
+START = {"init_lora_weights": "pissa", "use_rslora": True}
+
+
+@pytest.mark.parametrize("place", ["adapter/pissa_init", "pissa_init"])
+def test_what_was_taken_out_of_the_base_is_subtracted(tmp_path, place):
+    base = array_source({"m.q_proj.weight": floats(4, 3)}, "base")
+    first = {name: floats(*value.shape, seed=9) for name, value in PAIR.items()}
+    write_adapter(tmp_path / place, first)
+    source = open_adapter(write_adapter(tmp_path / "adapter", PAIR, **START), base=base)
+    before, after = first["m.q_proj.lora_B.weight"] @ first["m.q_proj.lora_A.weight"], B @ A
+    expected = np.float32(4 / 2**0.5) * (after.astype(np.float64) - before)
+    np.testing.assert_allclose(read_all(source, "m.q_proj.weight"), expected, atol=1e-6)
+
+
+def test_a_start_that_cannot_be_subtracted_is_refused(tmp_path):
+    base = array_source({"m.q_proj.weight": floats(4, 3)}, "base")
+    folder = write_adapter(tmp_path / "adapter", PAIR, **START)
+    with pytest.raises(InputError, match=r"pissa_init, or save it with PEFT's path_initial"):
+        open_adapter(folder, base=base)
+    write_adapter(tmp_path / "pissa_init", {"m.q_proj.lora_A.weight": A})
+    with pytest.raises(InputError, match=r"m\.q_proj\.weight; give the adapter as it was"):
+        open_adapter(folder, base=base)
+    with pytest.raises(InputError, match="dare merge BASE ADAPTER"):
+        open_adapter(folder)
+
+
 sizes = st.integers(1, 9)
 
 
@@ -160,7 +187,10 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
     ("config", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only 'LORA' adapters can be merged"),
-        ({"init_lora_weights": "pissa_niter_16"}, "which changes the weights of the base too"),
+        (
+            {"init_lora_weights": "loftq"},
+            "which changes the weights of the base too; merge it with",
+        ),
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
         ({"lora_alpha": "much"}, "a number or pattern cannot be used"),
         ({"alpha_pattern": [1]}, "a number or pattern cannot be used"),

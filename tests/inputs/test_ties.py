@@ -244,7 +244,10 @@ def base_folder(path, *, stores_both):
 def test_an_adapter_of_a_tied_tensor_gives_what_peft_gives(tmp_path, config, is_one, stores_both):
     base = base_folder(tmp_path / "base", stores_both=stores_both)
     path = adapter(tmp_path / "math", llama(), **config)
-    result, _ = merge_files(tmp_path, base, path, method="sum", stages={})
+    result, notes = merge_files(tmp_path, base, path, method="sum", stages={})
+    codes = {note.code for note in notes} & {"tied_change", "added_changes"}
+    both = len(config["target_modules"]) > 1
+    assert codes == (set() if is_one else {"added_changes" if both else "tied_change"})
     if is_one:  # merging adds the one delta twice, and the adapter that is loaded uses it once
         loaded = PeftModel.from_pretrained(llama(), path)
         tokens = torch.arange(40)[None]

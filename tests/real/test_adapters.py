@@ -172,3 +172,50 @@ def test_dora(tmp_path, kind, config):
 def test_tokens(tmp_path, kind, tokens):
     modules = ["c_attn"] if kind == "gpt2" else ["q_proj"]
     check(tmp_path, kind, target_modules=modules, trainable_token_indices=tokens)
+
+
+# ---------------------------------------------------------------- starts that change the base
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("way", ["inside", "beside", "converted"])
+def test_starts_that_change_the_base(tmp_path, start, way):
+    save_base(build("llama"), tmp_path / "base")
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
+    tuned = get_peft_model(load(tmp_path / "base"), LoraConfig(init_lora_weights=start, **config))
+    initial = (tmp_path / "adapter" if way == "inside" else tmp_path) / f"{start[:5]}_init"
+    tuned.peft_config["default"].init_lora_weights = True
+    tuned.save_pretrained(initial)
+    tuned.peft_config["default"].init_lora_weights = start
+    settings = {"path_initial_model_for_weight_conversion": initial} if way == "converted" else {}
+    train(tuned).save_pretrained(tmp_path / "adapter", **settings)
+    train(tuned, scale=0)
+    result, _ = merged(tmp_path)
+    off = difference(result, tuned.eval())
+    print(f"{start} {way}: {off:.1e}")
+    assert off < TOLERANCE
+
+
+@pytest.mark.parametrize("start", ["eva", "orthogonal", "gaussian"])
+def test_starts_that_leave_the_base(tmp_path, start):
+    config = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": start}
+    check(tmp_path, "llama", r=4, lora_alpha=6, **config)
+
+
+# ---------------------------------------------------------------- biases and embeddings
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"target_modules": ["q_proj", "o_proj"], "lora_bias": True, "use_rslora": True}),
+        ("gpt2", {"target_modules": ["c_attn"], "lora_bias": True, "fan_in_fan_out": True}),
+        ("llama", {"target_modules": ["q_proj"], "bias": "all"}),
+        ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("llama", {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("tied", {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}),
+    ],
+)
+def test_biases_and_embeddings(tmp_path, kind, config):
+    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, **config})

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dare.inputs.sources import (
     Raw,
     Source,
     SourceView,
+    StackedSource,
     decoded,
     hold_same,
     read_floats,
@@ -46,6 +48,7 @@ F32 = STORAGE_TYPES["F32"]
 
 MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
+CONVERT_WITH_PEFT = "save it with PEFT's path_initial_model_for_weight_conversion"
 # Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
@@ -69,8 +72,10 @@ PARAMETERS = [
     for end in ("", "_bias")
 ]
 
-# Ways to initialise that take a part out of the base's own weights.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Ways to initialise that take the initial product out of the base's own weights. LoftQ leaves
+# something else there.
+CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+INITIAL = "initial:"  # before the names of the initial factors, of a start of that kind
 
 PIECE = 1 << 20
 MAX_PATTERN_CHARACTERS = 1000
@@ -82,8 +87,9 @@ _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
 _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
-_MAGNITUDE = re.compile(r"^(.*)\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?$")
-_TOKENS = re.compile(r"^(.*)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?$")
+_MADE = re.compile(
+    r"^(.*)\.(lora_magnitude_vector|token_adapter\.trainable_tokens_delta)(?:\..+)?$"
+)
 _PREFIX = "base_model.model."
 
 
@@ -149,6 +155,7 @@ class Adapter:
     use_dora: bool = False
     # The tokens with trained rows, by the ends of names of embeddings.
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    initial: Path | None = None  # the adapter before training, if it was taken out of the base
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
@@ -181,7 +188,7 @@ class LoraSource(SourceView):
         self,
         path: Path,
         adapter: Adapter,
-        stored: FileSource,
+        stored: Source,
         *,
         model_type: str | None = None,
         base: Source | None = None,
@@ -209,7 +216,11 @@ class LoraSource(SourceView):
         factors: dict[tuple[str, str], dict[str, str]] = {}
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
+        kinds = {"lora_magnitude_vector": magnitudes} if self.adapter.use_dora else {}
+        kinds["token_adapter.trainable_tokens_delta"] = tokens
         for key, info in self._stored.tensors.items():
+            if key.startswith(INITIAL):
+                continue
             name = key.removeprefix(_PREFIX)
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
@@ -222,11 +233,8 @@ class LoraSource(SourceView):
                     raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
                 continue
-            if self.adapter.use_dora and (magnitude := _MAGNITUDE.match(name)):
-                magnitudes[magnitude[1]] = key
-                continue
-            if trained := _TOKENS.match(name):
-                tokens[trained[1]] = key
+            if (made := _MADE.match(name)) and made[2] in kinds:
+                kinds[made[2]][made[1]] = key
                 continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
@@ -255,6 +263,8 @@ class LoraSource(SourceView):
             self._add_magnitudes(f"{module}.weight", magnitudes.get(module))
         for module, key in tokens.items():
             self._add_tokens(module, key)
+        if self.adapter.initial is not None:
+            self._subtract_initial()
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the parameters that have a LoRA of their own, by the names of their factors."""
@@ -295,7 +305,8 @@ class LoraSource(SourceView):
             missing = "AB".replace(next(iter(pair)), "")
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
-        if math.prod(up.shape[1:]) != down.shape[0] or not down.shape[0]:
+        rank = math.prod(up.shape[1:]) if up.shape else 0
+        if not rank or down.shape[:1] != (rank,):
             forms = f"lora_A is {down.form}, lora_B {up.form}"
             raise InputError(f"{self.path}: {module}: {forms}; they do not fit")
         return down, up
@@ -324,14 +335,13 @@ class LoraSource(SourceView):
         scale = self.adapter.scaling(name, down.shape[0] // experts)
         known = self._base_tensors[name].shape if name in self._base_tensors else ()
         sides = up.shape[0], math.prod(down.shape[1:])
-        is_turned = experts > 1 and self._model_type in TURNED_EXPERTS
-        if experts > 1 and known and sides[0] != sides[1]:
+        is_turned = self._model_type in TURNED_EXPERTS
+        if known and sides[0] != sides[1]:
             is_turned = known[-2:] == sides[::-1]
+        is_turned = is_turned and experts > 1
         left, right = (pair["A"], pair["B"]) if is_turned else (pair["B"], pair["A"])
-        shape = (
-            *((experts,) if experts > 1 or len(known) == 3 else ()),
-            *sides[:: 1 - 2 * is_turned],
-        )
+        of_experts = (experts,) if experts > 1 or len(known) == 3 else ()
+        shape = *of_experts, *(sides[::-1] if is_turned else sides)
         self._add(TensorInfo(name, F32, shape, 0), Product(left, right, is_turned, scale, experts))
 
     def _add_magnitudes(self, name: str, key: str | None) -> None:
@@ -350,21 +360,34 @@ class LoraSource(SourceView):
         """Take in the trained rows of an embedding, which the base or the adapter has in full."""
         name, trained = f"{module}.weight", self._stored.tensors[key]
         held = {**self._base_tensors, **self.tensors}
-        ends = (n for n in held if f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}"))
-        info = held.get(name if name in held else next(ends, ""))
-        ids = (ids for end, ids in self.adapter.tokens.items() if module.endswith(end))
-        rows = next(ids, ())
-        if info is None or name in self._products:
-            what = "also a LoRA" if info else "no such embedding in the base"
-            raise InputError(f"{self.path}: {key}: there is {what}; {MERGE_WITH_PEFT}")
+        leaf = name.split(".")[-2:]  # what is before it may have another name in the base's files
+        alike = (other for other in held if other.split(".")[-2:] == leaf)
+        info = held.get(name if name in held else next(alike, ""))
+        rows = next((ids for e, ids in self.adapter.tokens.items() if module.endswith(e)), ())
+        if info is None or name in self._products or len(info.shape) != 2:
+            what = "has a LoRA as well" if name in self._products else "is no embedding of the base"
+            raise InputError(f"{self.path}: {name} {what}; {MERGE_WITH_PEFT}")
         admit(trained, (), str(self.path), as_weight=True)
-        fits = len(info.shape) == 2 and trained.shape == (len(rows), info.shape[1])
-        if not fits or not all(0 <= row < info.shape[0] for row in rows):
+        height, width = info.shape
+        if trained.shape != (len(rows), width) or not all(0 <= row < height for row in rows):
             what = f"{key} is {trained.form}, for {len(rows)} rows of an embedding of {info.form}"
             raise InputError(f"{self.path}: {what}; they do not fit")
         self._add(TensorInfo(name, F32, info.shape, 0))
         self._products[name] = ()
-        self._adapted[name] = TrainedRows(key, info.shape[1], rows)
+        self._adapted[name] = TrainedRows(key, width, rows)
+
+    def _subtract_initial(self) -> None:
+        """Subtract the product of the initial factors, which was taken out of the base."""
+        stored = self._stored.tensors
+        for name, products in self._products.items():
+            for product in products:
+                left, right = (f"{INITIAL}{key}" for key in (product.left, product.right))
+                pairs = ((left, product.left), (right, str(product.right)))
+                if any(i not in stored or stored[i].shape != stored[k].shape for i, k in pairs):
+                    what = f"{self.adapter.initial}: does not have the factors of {name}"
+                    raise InputError(f"{what}; give the adapter as it was before training")
+                initial = replace(product, left=left, right=right, scale=-product.scale)
+                self._products[name] = product, initial
 
     def bind(self, names: Mapping[str, str]) -> None:
         """Take the base's names of tensors, by their names here, to read what is made of them."""
@@ -383,8 +406,8 @@ class LoraSource(SourceView):
         if product is not None:
             self._products[info.name] = (product,)
 
-    def tie(self, names: Sequence[str]) -> bool:
-        """Take tensors for one, the first, as the base does; return whether changes are added."""
+    def tie(self, names: Sequence[str]) -> str:
+        """Take tensors for one, the first, as the base does; return the code of a due notice."""
         first, *others = names
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
@@ -399,7 +422,7 @@ class LoraSource(SourceView):
         if len({(info.shape, info.dtype) for info in infos}) > 1 or not are_same:
             tied = " and ".join(names)
             raise InputError(f"{self.path}: {tied} are tied in the base; {MERGE_WITH_PEFT}")
-        parts = [product for name in names for product in self._products.get(name, ())]
+        parts = [self._products[name] for name in names if self._products.get(name)]
         if held:
             self._whole[first] = self._whole[held[0]]
         for name in others:
@@ -407,9 +430,9 @@ class LoraSource(SourceView):
             self._whole.pop(name, None)
             self._products.pop(name, None)
         if parts:
-            self._products[first] = tuple(parts[:1] if is_one else parts)
+            self._products[first] = parts[0] if is_one else tuple(chain(*parts))
         self._count_cost()
-        return not is_one and len(parts) > 1
+        return "" if is_one or not parts else "added_changes" if len(parts) > 1 else "tied_change"
 
     @property
     def folder(self) -> Path | None:
@@ -432,15 +455,14 @@ class LoraSource(SourceView):
 
     def _read_tuned(self, name: str, start: int, into: Floats) -> None:
         """Compute the change by all factors, and add what it is a change of, if that is known."""
-        first, *others = self._products[name] or (None,)
-        if first is None:
-            into[:] = 0
-        else:
-            first.fill(self._stored, start, into)
-        for product in others:
-            further = np.empty_like(into)
-            product.fill(self._stored, start, further)
-            into += further
+        into[:] = 0
+        part = into
+        for place, product in enumerate(self._products[name]):
+            if place == 1:
+                part = np.empty_like(into)
+            product.fill(self._stored, start, part)
+            if place:
+                into += part
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
         elif name in self._adapted:
@@ -459,9 +481,8 @@ class LoraSource(SourceView):
         if self._adapted and self._base is not None:
             itemsize = max((info.dtype.itemsize for info in self._base_tensors.values()), default=0)
             made = max(each.reading_bytes for each in self._adapted.values())
-            self.cost = self.cost.with_reading(
-                self._base.cost.reading_bytes + CHUNK * (4 + itemsize) + made
-            )
+            made += self._base.cost.reading_bytes + CHUNK * (4 + itemsize)
+            self.cost = self.cost.with_reading(made)
 
 
 def looks_like(path: Path) -> bool:
@@ -489,9 +510,13 @@ def open_adapter(
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
-    stored = FileSource(weights, most_ahead_bytes)
-    if base is None and (adapter.use_dora or adapter.tokens):
-        raise InputError(f"{path}: its weights are made of the base's; {MERGE_INTO_BASE}")
+    if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
+        raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
+    stored: Source = FileSource(weights, most_ahead_bytes)
+    if adapter.initial is not None:
+        first = FileSource(adapter.initial / WEIGHTS_NAME, most_ahead_bytes)
+        homes: dict[str, tuple[Source, str]] = {key: (stored, key) for key in stored.tensors}
+        stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
     return LoraSource(path, adapter, stored, model_type=kind, base=base)
 
 
@@ -506,34 +531,34 @@ def bind_base(model: Source) -> None:
 
 
 def read_config(path: Path) -> Adapter:
-    """Read `adapter_config.json`; refuse what is not plain LoRA, with the reason."""
+    """Read `adapter_config.json`."""
     file = path / CONFIG_NAME
-    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    return parse_config(parse_json(read_limited(file, MAX_CONFIG_BYTES), file), file)
+
+
+def parse_config(config: Any, file: Path) -> Adapter:
+    """Take the settings of an adapter; refuse what is not LoRA, with the reason."""
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
     for setting, reason in REFUSED.items():
         if config.get(setting):
             raise InputError(f"{file}: {setting} is set: {reason}")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
-        how = "save it with PEFT's path_initial_model_for_weight_conversion"
-        raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
     try:
         return Adapter(
-            alpha=_finite(config["lora_alpha"]),
+            alpha=finite(config["lora_alpha"]),
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
-            rank=_finite(config.get("r") or 0),
+            rank=finite(config.get("r") or 0),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             use_dora=bool(config.get("use_dora")),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
+            initial=_find_initial(file, str(config.get("init_lora_weights")).lower()),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
@@ -541,7 +566,22 @@ def read_config(path: Path) -> Adapter:
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
     found = config.get(setting) or {}
-    return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
+    return {ModulePattern(str(key)): finite(value) for key, value in found.items()}
+
+
+def _find_initial(file: Path, start: str) -> Path | None:
+    """Find the adapter as it was before training, if its product was taken out of the base."""
+    kind = next(filter(start.startswith, CHANGES_BASE), None)
+    if kind is None:
+        return None
+    folders = [folder / f"{kind}_init" for folder in file.parents[:2]]
+    found = next(filter(looks_like, folders), None) if kind != "loftq" else None
+    if found is None:
+        what = f"init_lora_weights is {start!r}, which changes the weights of the base too"
+        how = f"put the adapter as it was before training into {folders[0]}"
+        how = MERGE_WITH_PEFT if kind == "loftq" else f"{how}, or {CONVERT_WITH_PEFT}"
+        raise InputError(f"{file}: {what}; {how}")
+    return found
 
 
 def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
@@ -550,7 +590,8 @@ def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
     return {str(end): tuple(int(row) for row in rows) for end, rows in tables}
 
 
-def _finite(value: Any) -> float:
+def finite(value: Any) -> float:
+    """Return a number that float32 can hold; ValueError if it is none."""
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
@@ -571,6 +612,7 @@ class Product:
     transposed: bool  # True if `left` is lora_A, False if it is lora_B
     scale: float
     experts: int = 1
+    offset: int = 0  # elements of the tensor before it; it changes nothing there, nor behind it
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
         """Return rows, rank and columns, of one expert."""
@@ -595,9 +637,12 @@ class Product:
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
         rows, _, columns = self.sides(stored)
-        size, end = max(1, rows * columns), start + into.size
-        for expert in range(start // size, -(-end // size)):
-            begin, last = max(start, expert * size), min(end, (expert + 1) * size)
+        start, size = start - self.offset, rows * columns
+        first, end = max(0, start), min(start + into.size, size * self.experts)
+        if end - first < into.size:
+            into[:] = 0
+        for expert in range(first // max(1, size), -(-end // max(1, size))):
+            begin, last = max(first, expert * size), min(end, (expert + 1) * size)
             part = into[begin - start : last - start]
             self._fill_expert(stored, expert, begin - expert * size, part)
 

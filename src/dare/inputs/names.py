@@ -266,8 +266,8 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> S
         stored = [names.pop(name) for name in held]
         names[first] = stored[0]
         changed |= held != [first]
-        if adapter.tie(stored):
-            notes.append(notice("added_changes", given.name, names=", ".join(stored)))
+        if code := adapter.tie(stored):
+            notes.append(notice(code, given.name, names=", ".join(stored)))
     if changed and isinstance(source, LayoutSource):
         return LayoutSource(adapter, names, source.made)
     return RenamedSource(adapter, names) if changed else source

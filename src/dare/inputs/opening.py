@@ -8,6 +8,7 @@ of a tensor, from any thread, the same bytes whatever the range.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -54,6 +55,11 @@ def _may_be_quantised(opening: Opening) -> bool:
     )
 
 
+# Names in LoRA files of diffusion models, which have nothing else in them.
+_OF_LORA = re.compile(
+    r"[._]lora(_linear_layer)?[._]|\.(alpha|dora_scale|diff|diff_b|on_input)$|\.(hada|lokr|oft)_"
+)
+
 # The forms of models, each with the sign it is known by; the first that fits is taken. A form is a
 # module of this folder, imported only when a model has it, whose `open_form` opens one.
 FORMS: dict[str, Callable[[Opening], bool]] = {
@@ -61,6 +67,9 @@ FORMS: dict[str, Callable[[Opening], bool]] = {
     "gguf": lambda opening: opening.path.suffix == ".gguf" or begins_with(opening.path, b"GGUF"),
     "torch_bin": lambda opening: (
         opening.path.suffix in (".bin", ".pt", ".pth", ".ckpt") or _has_pickles_only(opening)
+    ),
+    "lora_files": lambda opening: (
+        bool(opening.stored.tensors) and all(map(_OF_LORA.search, opening.stored.tensors))
     ),
     "delta_files": lambda opening: opening.stored.has_note("dare.delta"),
     "quantised": _may_be_quantised,
