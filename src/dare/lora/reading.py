@@ -7,9 +7,11 @@ its tensor is that name with `.weight`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +49,38 @@ class Pair:
         return ".lora_embedding_" in self.down.name
 
 
+@dataclass(frozen=True)
+class Module:
+    """One module of the result: the adapters that have it, and how its factors are stored."""
+
+    name: str
+    owners: tuple[int, ...]  # the adapters that have it, by their place
+    pairs: tuple[Pair, ...]  # the factors in each of those
+    order: Literal["C", "F"]  # the base's order of B·A: by rows, or its transpose
+    has_bias: bool
+
+    @property
+    def tensor(self) -> str:
+        """The base's tensor that it changes."""
+        return f"{self.name}.weight"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank in each adapter that has it."""
+        return tuple(pair.rank for pair in self.pairs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of lora_B, columns of lora_A."""
+        return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
+
+    @property
+    def core_shape(self) -> tuple[int, int]:
+        """Rows and columns in the space that all of its adapters span."""
+        rows, columns = self.shape
+        return min(rows, sum(self.ranks)), min(columns, sum(self.ranks))
+
+
 class AdapterFile(LoraSource):
     """An adapter whose deltas are presented without what it holds in full, which is apart."""
 
@@ -71,10 +105,10 @@ class AdapterFile(LoraSource):
             self.pairs[module] = Pair(down, up, product.scale)
 
     def read_pair(self, module: str) -> tuple[Floats, Floats]:
-        """Read lora_A as rank × columns, and lora_B as rows × rank."""
+        """Read lora_A as experts × rank × columns, and lora_B as experts × rows × rank."""
         pair = self.pairs[module]
         down, up = (read_block(self._stored, f.name, 0, f.shape[0]) for f in (pair.down, pair.up))
-        return down, up
+        return down[None], up[None]
 
 
 def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
