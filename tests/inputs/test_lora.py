@@ -102,6 +102,41 @@ def test_what_is_stored_in_full_and_as_a_lora_is_the_sum(tmp_path):
     assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
 
 
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
+NESTED = {  # two experts, of rank 1; the innermost is for the parameter that the module has first
+    "m.experts.base_layer.lora_A.weight": floats(2, 3, seed=2),
+    "m.experts.base_layer.lora_B.weight": floats(8, 2, seed=3),
+    "m.experts.lora_A.weight": floats(2, 4, seed=4),
+    "m.experts.lora_B.weight": floats(3, 2, seed=5),
+}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_factors_of_experts_are_for_one_expert_each(tmp_path, is_turned):
+    config = {"r": 1, "alpha_pattern": {"m.experts.down_proj": 3}, "target_parameters": FUSED}
+    folder = write_adapter(tmp_path, NESTED, **config)
+    source = open_adapter(folder, {"model_type": "gpt_oss"} if is_turned else {})
+    for name, level, scaling in (("gate_up_proj", ".base_layer", 4), ("down_proj", "", 3)):
+        down, up = (NESTED[f"m.experts{level}.lora_{letter}.weight"] for letter in "AB")
+        expected = [scaling * np.outer(up[:, e], down[e]) for e in (0, 1)]
+        expected = np.array([each.T if is_turned else each for each in expected])
+        assert source.delta_of(f"m.experts.{name}").is_change
+        assert read_all(source, f"m.experts.{name}").tolist() == expected.tolist()
+
+
+def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path):
+    for config in (
+        {"r": 1},
+        {"r": 1, "target_parameters": ["experts.a", "experts.b"]},
+        {"r": 1, "target_parameters": FUSED[:1]},
+        {"r": 3, "target_parameters": FUSED},
+        {"r": 0, "target_parameters": FUSED},
+        {"target_parameters": FUSED, "rank_pattern": {"down_proj": -1}},
+    ):
+        with pytest.raises(InputError, match=r"m\.experts"):
+            open_adapter(write_adapter(tmp_path, NESTED, **config))
+
+
 sizes = st.integers(1, 9)
 
 
@@ -128,8 +163,8 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
         ({"use_dora": True}, "use_dora is set: DoRA's magnitudes depend on the base's weights"),
         ({"init_lora_weights": "pissa_niter_16"}, "which changes the weights of the base too"),
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
-        ({"lora_alpha": "much"}, "lora_alpha or alpha_pattern cannot be used"),
-        ({"alpha_pattern": [1]}, "lora_alpha or alpha_pattern cannot be used"),
+        ({"lora_alpha": "much"}, "lora_alpha, r or a pattern cannot be used"),
+        ({"alpha_pattern": [1]}, "lora_alpha, r or a pattern cannot be used"),
         ({"alpha_pattern": {"q(": 1}}, r"'q\(': not a regular expression: missing \)"),
         ({"alpha_pattern": {r"(q+)*": 1}}, r"name the modules"),
     ],

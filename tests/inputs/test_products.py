@@ -42,16 +42,59 @@ def test_any_elements_in_any_pieces_are_those_of_the_whole(sides, piece, transpo
     assert found.tobytes() == expected.tobytes()
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    sides=st.tuples(*[st.integers(1, 5)] * 4),
+    piece=st.integers(1, 40),
+    transposed=st.booleans(),
+    data=st.data(),
+)
+def test_each_expert_has_a_product_of_its_own(sides, piece, transposed, data):
+    experts, rows, rank, columns = sides
+    source, left, right = expert_factors(experts, rows, rank, columns, transposed)
+    start = data.draw(st.integers(0, experts * rows * columns - 1))
+    count = data.draw(st.integers(1, experts * rows * columns - start))
+    found = np.empty(count, np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora, "PIECE", piece)
+        Product("left", "right", transposed, 0.7, experts).fill(source, start, found)
+    expected = np.empty((experts, rows * columns), np.float32)
+    for expert in range(experts):
+        reference.low_rank(left[expert], right[expert], 0, np.float32(0.7), expected[expert])
+    assert found.tobytes() == expected.reshape(-1)[start : start + count].tobytes()
+
+
+def expert_factors(experts, rows, rank, columns, transposed):
+    """Factors as PEFT stores them: lora_A by expert and direction, lora_B the other way."""
+    generator = np.random.default_rng(0)
+    left = generator.standard_normal((experts, rows, rank), np.float32)
+    right = generator.standard_normal((experts, rank, columns), np.float32)
+    ups = right.transpose(0, 2, 1) if transposed else left
+    downs = left.transpose(0, 2, 1) if transposed else right
+    up = ups.transpose(1, 2, 0).reshape(-1, rank * experts)
+    down = downs.reshape(rank * experts, -1)
+    kept = {"left": down if transposed else up, "right": up if transposed else down}
+    return array_source({n: v.copy() for n, v in kept.items()}, "adapter"), left, right
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    "sides", [(900, 256, 1000), (30, 64, 9000), (8, 1024, 900), (9000, 1024, 8)]
+    ("sides", "experts"),
+    [
+        ((900, 256, 1000), 1),
+        ((30, 64, 9000), 1),
+        ((8, 1024, 900), 1),
+        ((9000, 1024, 8), 1),
+        ((300, 64, 200), 4),
+        ((20, 8, 3000), 8),
+    ],
 )
-def test_memory_is_what_is_said(sides, transposed, monkeypatch):
+def test_memory_is_what_is_said(sides, experts, transposed, monkeypatch):
     monkeypatch.setattr(lora, "PIECE", 1 << 16)
     monkeypatch.setattr(lora, "CHUNK", 1 << 16)
     rows, _, columns = sides
-    source, _, _ = factors(*sides, transposed)
-    product = Product("left", "right", transposed, 1.0)
+    source, _, _ = expert_factors(experts, *sides, transposed)
+    product = Product("left", "right", transposed, 1.0, experts)
     into = np.empty(min(1 << 16, rows * columns), np.float32)
     product.fill(source, 0, into[:1])  # compiles
     tracemalloc.start()

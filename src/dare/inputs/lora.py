@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ REFUSED = {
     "use_bdlora": "block-diagonal LoRA is not supported",
     "layer_replication": "its base has repeated layers, and this base does not",
     "alora_invocation_tokens": "an activated LoRA applies only to some tokens",
-    "target_parameters": "LoRA on bare parameters (experts) is not supported",
     "arrow_config": "Arrow chooses adapters for each token, so it is no change of the weights",
     "kasa_config": "KaSA changes the weights of the base too",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
@@ -58,6 +57,16 @@ REFUSED = {
 
 # Model types whose layers are Conv1D, which stores inputs × outputs.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+
+# Model types whose experts are stored inputs × outputs, which PEFT asks the modules about.
+TURNED_EXPERTS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
+# Parameters in the order that modules have them. PEFT wraps a module once for each parameter that
+# has a LoRA, the first one innermost, and the file does not say which is which.
+PARAMETERS = [
+    name + end
+    for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    for end in ("", "_bias")
+]
 
 # Ways to initialise that take a part out of the base's own weights.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -73,6 +82,7 @@ _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
 _PREFIX = "base_model.model."
+_NOTHING: Mapping[str, Any] = {}
 
 
 class ModulePattern:
@@ -131,15 +141,30 @@ class Adapter:
     fan_in_fan_out: bool
     base_name: str | None
     ensure_weight_tying: bool = False  # True if a tied tensor has one adapter under all its names
+    rank: float = 0
+    rank_pattern: Mapping[ModulePattern, float] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
-        try:
-            patterns = self.alpha_pattern.items()
-            alpha = next((a for pattern, a in patterns if pattern.matches(module)), self.alpha)
-        except ValueError as error:
-            raise InputError(f"{CONFIG_NAME}: alpha_pattern {error}") from None
+        alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def count_experts(self, parameter: str, rows: int) -> int:
+        """Return the number of experts that a parameter's lora_A with so many rows is for."""
+        rank = _matching("rank_pattern", self.rank_pattern, parameter, self.rank)
+        if not rank >= 1 or rows % rank:
+            raise InputError(f"{CONFIG_NAME}: {parameter} has {rows} directions, and r is {rank}")
+        return int(rows // rank)
+
+
+def _matching(
+    setting: str, patterns: Mapping[ModulePattern, float], name: str, usual: float
+) -> float:
+    try:
+        return next((v for pattern, v in patterns.items() if pattern.matches(name)), usual)
+    except ValueError as error:
+        raise InputError(f"{CONFIG_NAME}: {setting} {error}") from None
 
 
 class LoraSource(SourceView):
@@ -148,11 +173,17 @@ class LoraSource(SourceView):
     tensors: dict[str, TensorInfo]
 
     def __init__(
-        self, path: Path, adapter: Adapter, stored: FileSource, *, is_conv1d: bool | None = None
+        self,
+        path: Path,
+        adapter: Adapter,
+        stored: FileSource,
+        *,
+        model_type: str | None = None,
+        base: Mapping[str, TensorInfo] = _NOTHING,
     ) -> None:
         self.path = path
         self.adapter = adapter
-        self._is_conv1d = is_conv1d
+        self._model_type, self._base_tensors = model_type, base  # of the base, if they are known
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
@@ -191,13 +222,43 @@ class LoraSource(SourceView):
             for (module, kind), pair in factors.items()
             if kind != "bias" and "A" in pair
         }
+        parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
-            if kind == "bias":
+            if module in parameters:
+                self._add_parameter(parameters[module], pair)
+            elif kind == "bias":
                 scale = self.adapter.scaling(module, ranks.get(module, 1))
                 info = replace(self._stored.tensors[pair["B"]], name=f"{module}.bias")
                 self._add(info, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
+
+    def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
+        """Return the parameters that have a LoRA of their own, by the names of their factors."""
+        found: dict[str, str] = {}
+        levels: dict[str, list[str]] = {}
+        for module in sorted(dict.fromkeys(modules), key=len, reverse=True):
+            levels.setdefault(module.replace(".base_layer", ""), []).append(module)
+        for module, wrapped in levels.items():
+            names = self._targets_in(module)
+            if len(names) > 1:
+                names = [name for name in PARAMETERS if name in names]
+            if len(wrapped) > 1 and len(names) != len(wrapped):
+                text = f"target_parameters do not say which parameters of {module} have a LoRA"
+                raise InputError(f"{self.path}: {text}; {MERGE_WITH_PEFT}")
+            if len(names) == len(wrapped):
+                found |= {each: f"{module}.{n}" for each, n in zip(wrapped, names, strict=True)}
+        return found
+
+    def _targets_in(self, module: str) -> list[str]:
+        """Return the parameters of a module that `target_parameters` names."""
+        found = {}
+        for target in self.adapter.target_parameters:
+            name = target.rpartition(".")[2]
+            if f".{module}.{name}".endswith(f".{target}") and not f".{module}".endswith(f".{name}"):
+                found[name] = f"{module}.{name}" in self._base_tensors
+        is_known = any(found.values()) or f"{module}.weight" in self._base_tensors
+        return [name for name in found if found[name] or not is_known]
 
     def _refusal(self, key: str, other: str | None = None) -> InputError:
         reason = f"{other} and {key} are for the same tensor; save one, or {MERGE_WITH_PEFT}"
@@ -205,29 +266,50 @@ class LoraSource(SourceView):
             reason = f"{key} is not a known kind of tensor; {MERGE_WITH_PEFT}"
         return InputError(f"{self.path}: {reason}")
 
-    def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
+    def _factors(self, module: str, pair: Mapping[str, str]) -> tuple[TensorInfo, TensorInfo]:
+        """Return lora_A and lora_B; refuse those that do not fit."""
         if set(pair) != {"A", "B"}:
             missing = "AB".replace(next(iter(pair)), "")
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
-        rank, height = down.shape[0], up.shape[0]
-        if math.prod(up.shape[1:]) != rank or not rank:
+        if math.prod(up.shape[1:]) != down.shape[0] or not down.shape[0]:
             forms = f"lora_A is {down.form}, lora_B {up.form}"
             raise InputError(f"{self.path}: {module}: {forms}; they do not fit")
-        scale = self.adapter.scaling(module, rank)
+        return down, up
+
+    def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
+        down, up = self._factors(module, pair)
+        scale = self.adapter.scaling(module, down.shape[0])
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
-            shape: tuple[int, ...] = math.prod(down.shape[1:]), height
+            shape: tuple[int, ...] = math.prod(down.shape[1:]), up.shape[0]
         else:
             product = Product(pair["B"], pair["A"], False, scale)
-            shape = height, *down.shape[1:]
+            shape = up.shape[0], *down.shape[1:]
         self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
         """Return whether the base has inputs × outputs there; PEFT notes only the last layer's."""
-        if self._is_conv1d is None:
+        if self._model_type is None:
             return self.adapter.fan_in_fan_out
-        return self._is_conv1d and not module.endswith(("lm_head", "score"))
+        return self._model_type in CONV1D_MODELS and not module.endswith(("lm_head", "score"))
+
+    def _add_parameter(self, name: str, pair: Mapping[str, str]) -> None:
+        """Take in the LoRA of a parameter: a matrix, or one for each of several experts."""
+        down, up = self._factors(name, pair)
+        experts = self.adapter.count_experts(name, down.shape[0])
+        scale = self.adapter.scaling(name, down.shape[0] // experts)
+        known = self._base_tensors[name].shape if name in self._base_tensors else ()
+        sides = up.shape[0], math.prod(down.shape[1:])
+        is_turned = experts > 1 and self._model_type in TURNED_EXPERTS
+        if experts > 1 and known and sides[0] != sides[1]:
+            is_turned = known[-2:] == sides[::-1]
+        left, right = (pair["A"], pair["B"]) if is_turned else (pair["B"], pair["A"])
+        shape = (
+            *((experts,) if experts > 1 or len(known) == 3 else ()),
+            *sides[:: 1 - 2 * is_turned],
+        )
+        self._add(TensorInfo(name, F32, shape, 0), Product(left, right, is_turned, scale, experts))
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
         """Take in a tensor stored in full, or a change, which may be added to one."""
@@ -300,13 +382,17 @@ def looks_like(path: Path) -> bool:
 
 def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
-    return open_adapter(opening.path, opening.base_config, opening.most_ahead_bytes)
+    return open_adapter(
+        opening.path, opening.base_config, opening.most_ahead_bytes, base=opening.base
+    )
 
 
 def open_adapter(
     path: Path,
     base_config: Mapping[str, Any] | None = None,
     most_ahead_bytes: int | None = None,
+    *,
+    base: Source | None = None,
 ) -> LoraSource:
     """Read an adapter's configuration and header; `base_config` is its base's config.json."""
     adapter = read_config(path)
@@ -314,9 +400,9 @@ def open_adapter(
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
-    is_conv1d = None if kind is None else kind in CONV1D_MODELS
     stored = FileSource(weights, most_ahead_bytes)
-    return LoraSource(path, adapter, stored, is_conv1d=is_conv1d)
+    tensors = {} if base is None else base.tensors
+    return LoraSource(path, adapter, stored, model_type=kind, base=tensors)
 
 
 def read_config(path: Path) -> Adapter:
@@ -335,18 +421,25 @@ def read_config(path: Path) -> Adapter:
         how = "save it with PEFT's path_initial_model_for_weight_conversion"
         raise InputError(f"{file}: {what}; {how}")
     name = config.get("base_model_name_or_path")
-    alphas = config.get("alpha_pattern") or {}
     try:
         return Adapter(
             alpha=_finite(config["lora_alpha"]),
-            alpha_pattern={ModulePattern(str(key)): _finite(a) for key, a in alphas.items()},
+            alpha_pattern=_read_pattern(config, "alpha_pattern"),
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
+            rank=_finite(config.get("r") or 0),
+            rank_pattern=_read_pattern(config, "rank_pattern"),
+            target_parameters=tuple(map(str, config.get("target_parameters") or ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{file}: lora_alpha or alpha_pattern cannot be used: {error}") from None
+        raise InputError(f"{file}: lora_alpha, r or a pattern cannot be used: {error}") from None
+
+
+def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
+    found = config.get(setting) or {}
+    return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
 
 
 def _finite(value: Any) -> float:
@@ -361,55 +454,76 @@ class Product:
     """A delta as a product: scale · left·right, each a stored tensor or its transpose.
 
     The left factor is read a piece at a time. An element is the sum of its products in the order of
-    the rank, so its bits do not depend on the pieces.
+    the rank, so its bits do not depend on the pieces. Several experts have one such matrix each:
+    lora_A has the directions of one after those of another, lora_B has them side by side.
     """
 
     left: str
     right: str | None  # None is a column of ones: the delta is `left` itself
-    transposed: bool
+    transposed: bool  # True if `left` is lora_A, False if it is lora_B
     scale: float
+    experts: int = 1
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
-        """Return rows, rank and columns."""
+        """Return rows, rank and columns, of one expert."""
         if self.right is None:
             return stored.tensors[self.left].elements, 1, 1
         left, right = (_as_matrix(stored, key) for key in (self.left, self.right))
         if self.transposed:
-            return left[1], left[0], right[0]
-        return left[0], left[1], right[1]
+            return left[1], left[0] // self.experts, right[0]
+        return left[0], left[1] // self.experts, right[1]
 
     def reading_bytes(self, stored: Source) -> int:
         """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
         rows, rank, columns = self.sides(stored)
-        height = min(rows, max(1, PIECE // max(1, rank)), CHUNK // max(1, columns) + 2)
+        height = min(rows, self._most_rows(rank), CHUNK // max(1, columns) + 2)
         keys = (key for key in (self.left, self.right) if key is not None)
         itemsize = max(4, *(stored.tensors[key].dtype.itemsize for key in keys))
-        return rank * (4 * (height + columns) + itemsize * max(height, columns))
+        of_others = (self.experts - 1) * (columns if self.transposed else height)
+        copied = height if self.experts > 1 else 0
+        stored_bytes = itemsize * (max(height, columns) + of_others)
+        return rank * (4 * (height + columns + of_others + copied) + stored_bytes)
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
-        if not into.size:
-            return
+        rows, _, columns = self.sides(stored)
+        size, end = max(1, rows * columns), start + into.size
+        for expert in range(start // size, -(-end // size)):
+            begin, last = max(start, expert * size), min(end, (expert + 1) * size)
+            part = into[begin - start : last - start]
+            self._fill_expert(stored, expert, begin - expert * size, part)
+
+    def _fill_expert(self, stored: Source, expert: int, start: int, into: Floats) -> None:
         _, rank, columns = self.sides(stored)
         right = np.ones((1, 1), np.float32)
-        if self.right is not None:
-            right = self._read(stored, self.right, 0, rank)
-        end, most = start + into.size, max(1, PIECE // max(1, rank))
+        if self.right is not None and self.transposed:
+            right = np.ascontiguousarray(self._read_up(stored, self.right, expert, 0, columns).T)
+        elif self.right is not None:
+            right = read_block(stored, self.right, expert * rank, (expert + 1) * rank)
+        end, most = start + into.size, self._most_rows(rank)
         last = -(-end // columns)
         for top in range(start // columns, last, most):
             bottom, begin = min(top + most, last), max(start, top * columns)
-            left = self._read(stored, self.left, top, bottom)
+            left = self._read_left(stored, expert, rank, top, bottom)
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
             del left  # before the next is read, for memory's sake
 
-    def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
-        """Read some rows of a factor, which are columns if it is stored transposed."""
+    def _most_rows(self, rank: int) -> int:
+        return max(1, PIECE // max(1, rank * self.experts))
+
+    def _read_left(self, stored: Source, expert: int, rank: int, top: int, bottom: int) -> Floats:
+        """Read some rows of the left factor, which are columns if it is stored transposed."""
         if not self.transposed:
-            return read_block(stored, key, top, bottom)
-        height = stored.tensors[key].shape[0]
-        return np.ascontiguousarray(read_block(stored, key, 0, height, top, bottom).T)
+            return self._read_up(stored, self.left, expert, top, bottom)
+        first, last = expert * rank, (expert + 1) * rank
+        return np.ascontiguousarray(read_block(stored, self.left, first, last, top, bottom).T)
+
+    def _read_up(self, stored: Source, key: str, expert: int, top: int, bottom: int) -> Floats:
+        """Read some rows of lora_B, as far as they are an expert's."""
+        block = read_block(stored, key, top, bottom)
+        return np.ascontiguousarray(block[:, expert :: self.experts])
 
 
 def read_block(

@@ -1,0 +1,141 @@
+"""Every kind of adapter: the merged model has the logits of the model that PEFT loads."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import dare
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    import transformers
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import save_file
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = 1e-5  # of the range of the logits
+TOKENS = torch.arange(48).reshape(2, 24) % 40
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "llama": ("Llama", SIZES | {"attention_bias": True}),
+    "tied": ("Llama", SIZES | {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "mixtral": ("Mixtral", SIZES | EXPERTS),
+    "qwen3_moe": ("Qwen3Moe", SIZES | EXPERTS | {"moe_intermediate_size": 16}),
+    "square": ("GptOss", SIZES | EXPERTS | {"intermediate_size": 32}),
+    "gpt_oss": ("GptOss", SIZES | EXPERTS),
+}
+HEADS = {"GPT2": "GPT2LMHeadModel"}
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def build(kind):
+    name, settings = MODELS[kind]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, HEADS.get(name, f"{name}ForCausalLM"))(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def save_base(model, folder):
+    """Write a model under the names that it has in memory: experts stay fused."""
+    folder.mkdir(parents=True)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    (folder / "config.json").write_text(model.config.to_json_string())
+    return folder
+
+
+def train(model, seed=1, scale=0.1):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits.double().numpy()
+
+
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def merged(folder):
+    receipt = dare.merge(
+        base=folder / "base",
+        models=[folder / "adapter"],
+        output=folder / "out",
+        method="linear",
+        verbose=False,
+    )
+    return load(folder / "out"), receipt
+
+
+def difference(one, other):
+    """Return the largest difference of two models' logits, as a part of their range."""
+    found, expected = logits(one), logits(other)
+    return np.abs(found - expected).max() / np.ptp(expected)
+
+
+def check(folder, kind, **config):
+    """Merge a random adapter and compare with PEFT; it must have changed the logits by far more."""
+    save_base(build(kind), folder / "base")
+    tuned = get_peft_model(load(folder / "base"), LoraConfig(**config))
+    train(tuned).save_pretrained(folder / "adapter")
+    peft = PeftModel.from_pretrained(load(folder / "base"), folder / "adapter")
+    result, receipt = merged(folder)
+    off = difference(result, peft)
+    print(f"{kind} {config}: {off:.1e}")
+    assert difference(load(folder / "base"), peft) > 0.01
+    assert off < TOLERANCE
+    return receipt
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("mixtral", {"target_parameters": FUSED}),
+        ("mixtral", {"target_parameters": FUSED[1:], "target_modules": ["q_proj"]}),
+        ("qwen3_moe", {"target_parameters": FUSED, "use_rslora": True, "lora_alpha": 5}),
+        (
+            "qwen3_moe",
+            {
+                "target_parameters": ["gate_up_proj", "down_proj", "mlp.gate.weight"],
+                "rank_pattern": {"experts.down_proj": 3, "q_proj": 2},
+                "alpha_pattern": {r".*\.1\..*gate_up_proj": 3, "gate.weight": 2},
+                "target_modules": ["q_proj"],
+            },
+        ),
+        ("gpt_oss", {"target_parameters": FUSED}),
+        ("square", {"target_parameters": [*FUSED, "experts.gate_up_proj_bias"]}),
+        ("square", {"target_parameters": FUSED[1:]}),
+    ],
+)
+def test_parameters(tmp_path, kind, config):
+    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, "target_modules": [], **config})
