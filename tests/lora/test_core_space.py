@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from peft_models import read_adapter, write_adapter
 
 from dare.errors import InputError, RecipeError
+from dare.inputs.lora import open_adapter
+from dare.inputs.sources import read_floats
 from dare.lora import merge_adapters, plan_adapters
 
 Q, V = "m.q_proj", "m.v_proj"
@@ -149,6 +151,33 @@ def test_a_weight_for_each_tensor_and_an_adapter_without_one(three, tmp_path):
     merge_adapters(three, tmp_path / "out", **given)
     assert_near(delta(tmp_path / "out"), delta(three[0]) + delta(three[2]))
     assert_near(delta(tmp_path / "out", V), sum(delta(path, V) for path in three))
+
+
+def test_each_expert_has_a_space_of_its_own(tmp_path):
+    parameter, experts, rank = "m.experts.up_proj", 3, 2
+    generator = np.random.default_rng(0)
+    paths, alone = [], [[], []]
+    for number in range(2):
+        downs, ups = gaussian(generator, experts, rank, 8), gaussian(generator, experts, 9, rank)
+        tensors = {  # as PEFT has them: all directions of an expert, or a direction of all experts
+            "m.experts.lora_A.weight": downs.reshape(-1, 8),
+            "m.experts.lora_B.weight": np.ascontiguousarray(ups.transpose(1, 2, 0)).reshape(9, -1),
+        }
+        target = {"target_parameters": [parameter], "target_modules": []}
+        paths.append(write_adapter(tmp_path / str(number), tensors, **target))
+        for place in range(experts):
+            own = {f"{Q}.lora_A.weight": downs[place], f"{Q}.lora_B.weight": ups[place]}
+            alone[number].append(write_adapter(tmp_path / f"{number}{place}", own))
+    report = merge_adapters(paths, tmp_path / "out", method="ties", space="core")
+    assert [(module.name, module.rank) for module in report.modules] == [(parameter, 4)]
+    with open_adapter(tmp_path / "out") as found:
+        assert found.tensors[parameter].shape == (3, 9, 8)
+        merged = read_floats(found, parameter, 0, 3 * 9 * 8).reshape(3, 9, 8)
+    for place in range(experts):
+        same = in_the_paper([alone[0][place], alone[1][place]], lambda parts: elect(parts, 1))
+        assert_near(merged[place], same)
+    with pytest.raises(RecipeError, match=r"tsv would take the experts of m\.experts\.up_proj"):
+        plan_adapters(paths, method="tsv", space="core")
 
 
 def test_what_cannot_be_merged_there_is_refused(three, tmp_path):

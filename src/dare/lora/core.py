@@ -29,7 +29,8 @@ class Core:
 
     def expand(self, merged: Floats, wanted: Wanted | None, where: str) -> Iterator[LowRank]:
         """Yield each expert's factors of the change that a merged matrix stands for."""
-        cores = merged.reshape(next(iter(self.matrices.values())).shape).astype(np.float64)
+        shape = len(self.left), self.left.shape[2], self.right.shape[1]
+        cores = merged.reshape(shape).astype(np.float64)
         check_finite(cores, where=where)
         wanted = wanted or Wanted(rank=max(1, cores.size))
         for left, core, right in zip(self.left, cores, self.right, strict=True):
@@ -70,7 +71,8 @@ def keep_last(adapters: Sequence[AdapterFile]) -> FindCore:
 def core_bytes(module: Module) -> int:
     """Estimate the memory of finding the space of a module: factors and vectors, each twice."""
     rank = sum(module.ranks)
-    return 4 * 8 * rank * sum(module.shape) + 16 * len(module.ranks) * rank**2
+    one = 4 * 8 * rank * sum(module.shape) + 16 * len(module.ranks) * rank**2
+    return module.experts * one
 
 
 class CoreSource(SourceView):

@@ -32,6 +32,7 @@ from dare.lora.svd import (
     LowRank,
     Wanted,
     check_finite,
+    join_experts,
     truncate_matrix,
     truncate_product,
     working_bytes,
@@ -120,8 +121,9 @@ class AdapterPlan(Shown):
         if self.space == "core":
             return core_bytes(module)
         if self.wanted is not None and not self.is_additive:
-            return working_bytes(module.shape, self.wanted)
-        factors = sum(module.ranks) * sum(module.shape) * 4
+            others = 4 * (module.experts - 1) * math.prod(module.shape)
+            return working_bytes(module.shape, self.wanted) + others
+        factors = module.experts * sum(module.ranks) * sum(module.shape) * 4
         return factors * (2 if self.wanted is None else 6)
 
     @cached_property
@@ -216,6 +218,11 @@ def _check_method(plan: AdapterPlan) -> None:
         if combine.needs_base(recipe.combine_settings_for(tensor)):
             fault = f"{combine.name} needs the base"
             raise RecipeError(f"{where}: {fault}; take one of changes alone, as ties, {HOW_ELSE}")
+    for module in plan.modules if plan.space == "core" else ():
+        stages = [stage for stage, _ in recipe.chain_for(module.tensor) if stage.sees == "matrix"]
+        if module.experts > 1 and stages:
+            fault = f"{stages[0].name} would take the experts of {module.name} for one matrix"
+            raise RecipeError(f"{where}: {fault}; take a method without it for them, {HOW_ELSE}")
     if plan.wanted is None and not plan.is_additive and plan.space == "full":
         remedy = 'set rank = 16 or energy = 0.9, or merge in the core space: space = "core"'
         raise RecipeError(f"{where}: changes whole matrices; {remedy}")
@@ -250,14 +257,16 @@ class MergeAdapters(AdapterWork[AdapterReport]):
 
     def fill(self, run: Run) -> Made[AdapterReport]:
         plan, modules = self._plan, []
-        for module, merged, bias in _summed(plan) if plan.is_stacked else _by_engine(plan):
+        for module, parts, bias in _summed(plan) if plan.is_stacked else _by_engine(plan):
+            merged = join_experts(parts)
             if merged.rank == 0:
                 continue
             self._put(module, merged)
             if bias is not None:
                 self.put(f"{module.name}.lora_B.bias", bias)
             norm = math.sqrt(merged.squared)
-            modules.append(ModuleReport(module.name, module.ranks, merged.rank, norm, merged.error))
+            rank = merged.rank // len(parts)
+            modules.append(ModuleReport(module.name, module.ranks, rank, norm, merged.error))
         if not modules:
             raise InputError("the merged change is zero in every module; there is nothing to write")
         averaged = _write_averages(plan, {module.name for module in modules}, self)
@@ -306,7 +315,7 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
         owners = [
             place
             for place, adapter in enumerate(adapters)
-            if name in adapter.pairs and recipe.weight_for(f"{name}.weight", place) != 0
+            if (pair := adapter.pairs.get(name)) and recipe.weight_for(pair.tensor, place) != 0
         ]
         if owners:
             pairs = tuple(adapters[place].pairs[name] for place in owners)
@@ -343,22 +352,24 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
 
 # ---------------------------------------------------------------- the modules
 
-# A module, its merged factors, and the bias of lora_B where there is one.
-Merged = tuple[Module, LowRank, Floats | None]
+# A module, the merged factors of each expert, and the bias of lora_B where there is one.
+Merged = tuple[Module, list[LowRank], Floats | None]
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
     """Merge modules by a weighted sum, from their factors alone."""
     with hold_open(plan.adapters, checks=True):
         for module in plan.modules:
-            merged = _stack(plan, module)
-            if plan.wanted is not None:
-                cut = truncate_product(merged.left, merged.right, plan.wanted, module.name)
-                merged = replace(cut, squared=merged.squared)
+            merged = list(_stack(plan, module))
+            if (wanted := plan.wanted) is not None:
+                cuts = (truncate_product(m.left, m.right, wanted, module.name) for m in merged)
+                merged = [
+                    replace(cut, squared=m.squared) for cut, m in zip(cuts, merged, strict=True)
+                ]
             yield module, merged, _bias_sum(plan, module) if module.has_bias else None
 
 
-def _stack(plan: AdapterPlan, module: Module) -> LowRank:
+def _stack(plan: AdapterPlan, module: Module) -> Iterator[LowRank]:
     """Put all factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
@@ -366,11 +377,12 @@ def _stack(plan: AdapterPlan, module: Module) -> LowRank:
         weight = plan.recipe.weight_for(module.tensor, owner)
         lefts.append(up * np.float32(weight * plan.recipe.scale * pair.scaling))
         rights.append(down)
-    (left,), (right,) = np.concatenate(lefts, axis=2), np.concatenate(rights, axis=1)
-    check_finite(left, right, where=module.name)
-    wide, tall = right.astype(np.float64), left.astype(np.float64)
-    squared = float(np.sum((tall.T @ tall) * (wide @ wide.T)))
-    return LowRank(left, right, max(squared, 0.0), lost=0.0)
+    both = np.concatenate(lefts, axis=2), np.concatenate(rights, axis=1)
+    check_finite(*both, where=module.name)
+    for left, right in zip(*both, strict=True):
+        wide, tall = right.astype(np.float64), left.astype(np.float64)
+        squared = float(np.sum((tall.T @ tall) * (wide @ wide.T)))
+        yield LowRank(left, right, max(squared, 0.0), lost=0.0)
 
 
 def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
@@ -399,11 +411,12 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
     for module in plan.modules:
         values = merge(module.tensor)
         if plan.space == "core":
-            (merged,) = plan.find_core(module).expand(values, plan.wanted, module.name)
+            merged = list(plan.find_core(module).expand(values, plan.wanted, module.name))
         else:
             assert plan.wanted is not None  # or the rank would be full
-            matrix = values.reshape(module.shape, order=module.order)
-            merged = truncate_matrix(matrix, plan.wanted, module.name)
+            flat = values.reshape(module.experts, -1)
+            matrices = (each.reshape(module.shape, order=module.order) for each in flat)
+            merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
         yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
@@ -432,6 +445,7 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
     base = plan.adapters[0].adapter.base_name
     return peft_config(
         {module.name: module.rank for module in modules},
+        {module.name for module in plan.modules if module.pairs[0].is_parameter},
         base_model_name_or_path=short_name(base) if base and Path(base).is_absolute() else base,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         bias=next((c["bias"] for c in configs if c.get("bias") not in (None, "none")), "none"),

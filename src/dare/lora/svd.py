@@ -16,6 +16,7 @@ machines to about 1e-5 of their norm, and not bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -107,6 +108,20 @@ def truncate_core(left: Doubles, core: Doubles, right: Doubles, wanted: Wanted) 
     wide = (roots[:, None] * other_inner[:rank]) @ right
     lost = float(energies[rank:].sum())
     return LowRank(*_oriented(tall, wide), float(energies.sum()), lost)
+
+
+def join_experts(parts: Sequence[LowRank]) -> LowRank:
+    """Put the factors of several experts into one pair, as PEFT stores them, of the largest rank.
+
+    lora_A has the directions of one expert after those of another, lora_B has the first direction
+    of all experts, then the second.
+    """
+    rank = max(part.rank for part in parts)
+    lefts = [np.pad(part.left, ((0, 0), (0, rank - part.rank))) for part in parts]
+    rights = [np.pad(part.right, ((0, rank - part.rank), (0, 0))) for part in parts]
+    left = np.stack(lefts, axis=2).reshape(len(lefts[0]), -1)
+    sums = (sum(part.squared for part in parts), sum(part.lost for part in parts))
+    return LowRank(left, np.concatenate(rights), *sums)
 
 
 def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
