@@ -3,8 +3,7 @@
 An adapter names modules in memory. transformers 5 gives many of them other names than checkpoints
 do, and holds all experts of a layer as one parameter. The names of common language models stay as
 they are (a table, which a test compares with transformers); for all others transformers is asked,
-which builds the model without weights. A model that neither knows is refused. The other way round,
-an adapter that PEFT trained is brought to the names of the base's files.
+which builds the model without weights. A model that neither knows is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +25,7 @@ from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.sources import CONFIG, RenamedSource, Source, read_config
+from dare.inputs.sources import CONFIG, read_config
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
@@ -101,28 +100,6 @@ def find_places(
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
 
 
-def under_stored_names(
-    adapter: Source, base: Source, path: Path, config: Mapping[str, Any]
-) -> Source:
-    """Return an adapter with the names of its base's files, where those in memory differ."""
-    unknown = set(adapter.tensors) - set(base.tensors)
-    if not (adapter.is_partial and unknown and "model_type" in config):
-        return adapter
-    try:
-        places, _ = find_places(path, config, base.tensors, MERGE_FIRST)
-    except InputError:
-        if len(unknown) < len(adapter.tensors):  # then it is for the plan to say what is missing
-            return adapter
-        raise
-    fused = {place.name for place in places.values() if place.kind == "fused"}
-    if parts := sorted(unknown & fused):
-        raise InputError(f"{path}: stores the adapter's {parts[0]} in several; {MERGE_FIRST}")
-    stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
-    names = {stored.get(name, name): name for name in adapter.tensors}
-    is_other = set(names) != set(adapter.tensors) and len(names) == len(adapter.tensors)
-    return RenamedSource(adapter, names) if is_other else adapter
-
-
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Return the class that a configuration names for its model, or empty text."""
     classes = config.get("architectures")
@@ -173,27 +150,15 @@ def _by_transformers(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
-    try:
-        import transformers
-        from transformers import conversion_mapping, core_model_loading
-    except ImportError:
-        kind = config["model_type"]
-        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
-    model = _without_weights(where, config, remedy)
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
-    hindered = dict.fromkeys(_expert_layers(converters), OF_EXPERTS)
+    model = build_without_weights(where, config, remedy)
+    tables = Tables.of(model)
+    state = tables.state
+    hindered = dict.fromkeys(_expert_layers(tables.converters), OF_EXPERTS)
     hindered |= dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
-    state = model.state_dict(keep_vars=True)
     owners = Counter(map(id, state.values()))
     places = {}
-    for name in sorted(tensors, key=core_model_loading.dot_natural_key):  # as they are loaded
-        new, converter = core_model_loading.rename_source_key(
-            name, renamings, converters, model.base_model_prefix, state
-        )
-        if new not in state and name in state:
-            new, converter = name, None
+    for name in tables.in_order(tensors):  # as they are loaded
+        new, converter = tables.find(name)
         if new not in state:
             places[name] = LoadedTensor(name, "absent")
         elif converter is not None or tuple(state[new].shape) != tensors[name].shape:
@@ -210,8 +175,63 @@ def _by_transformers(
             both = f"{other} and {name} are one tensor"
             raise InputError(f"{folder}: {both}; save it with transformers")
     moved = sum(name != place.name for name, place in places.items())
-    note = notice("other_names", count=moved, by=transformers.__version__)
+    note = notice("other_names", count=moved, by=sys.modules["transformers"].__version__)
     return places, (note,) if moved else ()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables by which transformers brings the stored tensors of a model into memory."""
+
+    model: Any
+    transforms: Sequence[Any]  # renamings and converters, which note whether they were used
+
+    @classmethod
+    def of(cls, model: Any) -> Tables:
+        """Return those of a model, not used yet."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return cls(model, get_model_conversion_mapping(model))
+
+    def backwards(self) -> Tables:
+        """Return those that save a model in the layout that it was loaded from by these."""
+        used = [each for each in self.transforms if each.was_used()]
+        return Tables(self.model, [each.reverse_transform() for each in reversed(used)])
+
+    @cached_property
+    def state(self) -> Mapping[str, Any]:
+        """The tensors of the model in memory."""
+        state: Mapping[str, Any] = self.model.state_dict(keep_vars=True)
+        return state
+
+    @cached_property
+    def renamings(self) -> list[Any]:
+        """The tables that change names alone."""
+        return [each for each in self.transforms if not hasattr(each, "operations")]
+
+    @cached_property
+    def converters(self) -> list[Any]:
+        """The tables that join, cut or turn tensors."""
+        return [each for each in self.transforms if hasattr(each, "operations")]
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Return names in the order in which transformers takes them: numbers as numbers."""
+        from transformers.core_model_loading import dot_natural_key
+
+        return sorted(names, key=dot_natural_key)
+
+    def rename(self, name: str, *given: Any) -> tuple[str, str | None]:
+        """Return a tensor's other name, and the pattern of its converter if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        new, pattern = rename_source_key(name, *given)
+        return new, pattern
+
+    def find(self, name: str) -> tuple[str, str | None]:
+        """Return the name in memory of a stored tensor, and the pattern of its converter."""
+        prefix = self.model.base_model_prefix
+        new, pattern = self.rename(name, self.renamings, self.converters, prefix, self.state)
+        return (name, None) if new not in self.state and name in self.state else (new, pattern)
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
@@ -223,10 +243,14 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
                 yield plain.removesuffix(".weight").rpartition(".")[2]
 
 
-def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
+def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
     """Build the model that a configuration describes, without memory for its weights."""
-    import transformers
-
+    try:
+        import transformers
+        import transformers.core_model_loading
+    except ImportError:
+        kind = config["model_type"]
+        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
     for table in tables_of(dict(config)):
         for key, value in table.items():
             if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:

@@ -22,6 +22,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
+from dare.inputs.layouts import LayoutSource
 from dare.inputs.sources import RenamedSource, Source, hold_same
 from dare.tensors.names import (
     is_tied_embedding,
@@ -252,7 +253,7 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> S
     from dare.inputs.lora import LoraSource
 
     names = {name: name for name in source.tensors}
-    if isinstance(source, RenamedSource):
+    if isinstance(source, RenamedSource | LayoutSource):
         adapter, names = source.inner, dict(source.names)
     if not isinstance(adapter, LoraSource):
         return source
@@ -267,6 +268,8 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> S
         changed |= held != [first]
         if adapter.tie(stored):
             notes.append(notice("added_changes", given.name, names=", ".join(stored)))
+    if changed and isinstance(source, LayoutSource):
+        return LayoutSource(adapter, names, source.made)
     return RenamedSource(adapter, names) if changed else source
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
 from dare.errors import InputError, MismatchError, RecipeError
+from dare.inputs.layouts import in_layout_of
 from dare.inputs.names import match_names, tie
 from dare.inputs.sources import (
     Aligned,
@@ -182,10 +183,8 @@ def open_inputs(
                 base, models[place], name, base_config=configs[0], model_config=config
             )
             notes += remarks
-        if models[place].is_partial:
-            from dare.inputs.loaded import under_stored_names
-
-            models[place] = under_stored_names(models[place], base, paths[0], configs[0])
+        models[place], remarks = in_layout_of(base, models[place], name, paths[0], configs[0])
+        notes += remarks
     is_partial = any(model.is_partial for model in models)
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
         base, (*models,), tied = tie(base, models, names, configs)

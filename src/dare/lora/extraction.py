@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
+from dare.inputs.layouts import in_layout_of
 from dare.inputs.loaded import (
     LoadedTensor,
     architecture_of,
     find_places,
     places_as_stored,
-    under_stored_names,
 )
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
@@ -229,7 +229,8 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
     tuned, notes = match_names(opened, open_model(model, base=opened), model.name, **configs)
-    tuned = under_stored_names(tuned, opened, base, configs["base_config"])
+    tuned, remarks = in_layout_of(opened, tuned, model.name, base, configs["base_config"])
+    notes += remarks
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
