@@ -386,13 +386,7 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
     except Exception as error:  # whatever another version of transformers does
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{where}: its layout cannot be converted ({reason}); {remedy}") from error
-    names: dict[str, str] = {}
-    made: dict[str, tuple[TensorInfo, Pieces]] = {}
-    for name, (shape, pieces) in found.items():
-        if isinstance(pieces, Stored) and shape == inner.tensors[pieces.name].shape:
-            names[name] = pieces.name
-        elif (dtype := _common_type(inner, pieces.names)) is not None:
-            made[name] = TensorInfo(name, dtype, shape, 0), pieces
+    names, made = _sort(found, inner)
     used = set(names.values()).union(*(pieces.names for _, pieces in made.values()))
     for name, stored in own.items():  # what is not accounted for stays, and is for the plan
         if stored not in used:
@@ -402,9 +396,47 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
     return LayoutSource(inner, names, made) if made else RenamedSource(inner, names)
 
 
-def _arrange_like(
-    base: Source, model: Source, own: Mapping[str, str], built: Any
-) -> dict[str, tuple[tuple[int, ...], Pieces]]:
+Arranged = Mapping[str, tuple[tuple[int, ...], Pieces]]  # tensors by shape and origin
+
+
+def _sort(
+    found: Arranged, inner: Source
+) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, Pieces]]]:
+    """Split tensors: those under other names, and those made of others."""
+    names: dict[str, str] = {}
+    made: dict[str, tuple[TensorInfo, Pieces]] = {}
+    for name, (shape, pieces) in found.items():
+        if isinstance(pieces, Stored) and shape == inner.tensors[pieces.name].shape:
+            names[name] = pieces.name
+        elif (dtype := _common_type(inner, pieces.names)) is not None:
+            made[name] = TensorInfo(name, dtype, shape, 0), pieces
+    return names, made
+
+
+def as_loaded(model: Source, base: Source, path: Path, config: Mapping[str, Any]) -> Source:
+    """Return a model in the layout that the base, whose path this is, has once it is loaded."""
+    where = (path if path.is_dir() else path.parent) / CONFIG
+    tables, recorder = Tables.of(build_without_weights(where, config, ONE_PROGRAM)), Recorder()
+    stored = {
+        name: recorder.make(name if name in model.tensors else UNCHANGED, info.shape)
+        for name, info in base.tensors.items()
+    }
+    try:
+        with recorder.record():
+            loaded = _convert(tables, stored, tables.find)
+        arranged = {n: (tuple(t.shape), recorder.pieces(t)) for n, t in loaded.items()}
+    except Exception as error:  # whatever another version of transformers does
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{where}: its layout cannot be converted ({reason})") from error
+    found = {name: each for name, each in arranged.items() if each[1].names != {UNCHANGED}}
+    names, made = _sort(found, model)
+    used = set(names.values()).union(*(pieces.names for _, pieces in made.values()))
+    if lost := model.tensors.keys() - used:
+        raise InputError(f"{where}: {min(lost)} would be left out")
+    return LayoutSource(model, names, made)
+
+
+def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Arranged:
     """Return the tensors of the base that a model has, by what they are made of."""
     recorder, tables, others = Recorder(), Tables.of(built), Tables.of(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}

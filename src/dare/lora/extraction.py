@@ -9,10 +9,11 @@ called what the loaded model calls them.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import sqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
-from dare.inputs.layouts import in_layout_of
+from dare.inputs.layouts import as_loaded, in_layout_of
 from dare.inputs.loaded import (
     LoadedTensor,
     architecture_of,
@@ -34,7 +35,7 @@ from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
 from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks
 from dare.lora.reading import list_findings
-from dare.lora.svd import Wanted, truncate_matrix
+from dare.lora.svd import Wanted, join_experts, truncate_matrix
 from dare.lora.writing import (
     AdapterWork,
     ExtractionReport,
@@ -80,10 +81,10 @@ class Change:
             modules |= {module[:end]: set() for end in ends}
         return modules
 
-    def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
+    def read_delta(self, tensor: str, *span: int) -> Iterator[tuple[int, Floats]]:
         """Read a tensor's change, chunk by chunk, each with the place of its first element."""
         sources = [self.model] if self.model.delta_of(tensor).is_change else [self.model, self.base]
-        for start, values in read_float_chunks(sources, tensor):
+        for start, values in read_float_chunks(sources, tensor, *span):
             yield start, reduce(np.subtract, values)
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
@@ -93,21 +94,25 @@ class Change:
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
         return (reduce(np.add, values) for _, values in read_float_chunks(sources, tensor))
 
-    def read_matrix(self, tensor: str) -> Floats:
-        """Read a matrix's whole change."""
+    def read_matrices(self, tensor: str) -> Iterator[Floats]:
+        """Read the whole change of a matrix, or of one expert after the other."""
         info = self.base.tensors[tensor]
-        matrix = np.empty(info.elements, np.float32)
-        for start, change in self.read_delta(tensor):
-            matrix[start : start + change.size] = change
-        return matrix.reshape(info.shape)
+        size = math.prod(info.shape[-2:])
+        for first in range(0, info.elements, size):
+            matrix = np.empty(size, np.float32)
+            for start, change in self.read_delta(tensor, first, size):
+                matrix[start - first :][: change.size] = change
+            yield matrix.reshape(info.shape[-2:])
 
     def can_have_lora(self, tensor: str) -> bool:
-        """Tell whether both have a tensor, and it is the matrix of a layer."""
+        """Tell whether both have a tensor, and it is the matrix of a layer, or one of experts."""
         info, tuned = self.base.tensors[tensor], self.model.tensors.get(tensor)
+        place = self.places[tensor]
         return (
             tuned is not None
-            and self.places[tensor].is_layer
-            and len(info.shape) == 2
+            and place.is_layer
+            and (place.is_parameter or len(info.shape) == 2)
+            and info.elements > 0
             and tuned.shape == info.shape
             and info.dtype.is_weight
             and tuned.dtype.is_weight
@@ -117,7 +122,7 @@ class Change:
         """Return the Frobenius norm of a tensor's change."""
         changes = (change for _, change in self.read_delta(tensor))
         squares = (np.square(change, dtype=np.float64).sum() for change in changes)
-        return sqrt(float(sum(squares)))
+        return math.sqrt(float(sum(squares)))
 
 
 def extract_adapter(
@@ -198,13 +203,15 @@ class Extract(AdapterWork[ExtractionReport]):
             left_out=tuple(left_out),
         )
         owners = {tensor.rpartition(".")[0] for tensor in report.saved}
+        chosen = [change.places[tensor] for tensor in self.chosen]
         architecture = architecture_of(read_config(change.base_path))
         is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
         config = peft_config(
             ranks,
+            {place.target for place in chosen if place.is_parameter},
             base_model_name_or_path=self.base_name,
             task_type="CAUSAL_LM" if is_causal else None,
-            fan_in_fan_out=any(change.places[name].kind == "conv1d" for name in self.chosen),
+            fan_in_fan_out=any(place.kind == "conv1d" for place in chosen),
             bias="lora_only" if owners & set(ranks) else "none",
             modules_to_save=sorted(owners - set(ranks)) or None,
         )
@@ -213,14 +220,16 @@ class Extract(AdapterWork[ExtractionReport]):
     def _extract(self) -> Iterator[ModuleReport]:
         """Store the factors of the chosen matrices that have changed."""
         for tensor in self.chosen:
-            place, matrix = self.change.places[tensor], self.change.read_matrix(tensor)
-            turned = matrix.T if place.kind == "conv1d" else matrix
-            low_rank = truncate_matrix(turned, self.wanted, place.module)
-            if low_rank.rank:
-                self.put(f"{place.module}.lora_A.weight", low_rank.right)
-                self.put(f"{place.module}.lora_B.weight", low_rank.left)
-                norm = sqrt(low_rank.squared)
-                yield ModuleReport(place.module, (), low_rank.rank, norm, low_rank.error)
+            place, name = self.change.places[tensor], self.change.places[tensor].target
+            matrices = self.change.read_matrices(tensor)
+            if place.kind in ("conv1d", "turned_parameter"):
+                matrices = (matrix.T for matrix in matrices)
+            parts = [truncate_matrix(matrix, self.wanted, name) for matrix in matrices]
+            low_rank = join_experts(parts)
+            if rank := low_rank.rank // len(parts):
+                self.put(f"{name}.lora_A.weight", low_rank.right)
+                self.put(f"{name}.lora_B.weight", low_rank.left)
+                yield ModuleReport(name, (), rank, math.sqrt(low_rank.squared), low_rank.error)
 
 
 def _open(base: Path, model: Path, as_stored: bool) -> Change:
@@ -238,12 +247,18 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if problems:
         head = "the model's tensors do not match; give the base that it was fine-tuned from:"
         raise MismatchError(head, *list_findings(problems))
-    found = base, opened, tuned
+    config = configs["base_config"]
     if as_stored:
-        is_tied = configs["base_config"].get("tie_word_embeddings") is True
-        return Change(*found, places_as_stored(opened.tensors, is_tied=is_tied), notes)
-    places, more = find_places(base, configs["base_config"], opened.tensors)
-    return Change(*found, places, (*notes, *more))
+        is_tied = config.get("tie_word_embeddings") is True
+        places = places_as_stored(opened.tensors, is_tied=is_tied)
+        return Change(base, opened, tuned, places, notes)
+    places, more = find_places(base, config, opened.tensors)
+    if any(place.kind == "fused" for place in places.values()):
+        with suppress(InputError):  # else what is fused is left out, with a warning
+            both = [as_loaded(model, opened, base, config) for model in (opened, tuned)]
+            places, more = find_places(base, config, both[0].tensors)
+            opened, tuned = both
+    return Change(base, opened, tuned, places, (*notes, *more))
 
 
 # ---------------------------------------------------------------- the modules
@@ -252,7 +267,7 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
 def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     """Return the tensors to extract, in order of their modules' names."""
     able = filter(change.can_have_lora, change.places)
-    layers = {change.places[name].module: name for name in able}
+    layers = {change.places[name].target: name for name in able}
     if patterns is None:
         return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()
@@ -294,7 +309,7 @@ def _sort_others(
     for tensor in sorted(set(change.base.tensors) & set(change.model.tensors)):
         info, tuned = change.base.tensors[tensor], change.model.tensors[tensor]
         place = change.places[tensor]
-        is_done = place.is_layer and place.module in targets
+        is_done = place.is_layer and place.target in targets
         if is_done or not (info.dtype.is_weight and tuned.dtype.is_weight):
             continue
         if info.shape != tuned.shape:
@@ -319,6 +334,8 @@ def _why_not_saved(change: Change, place: LoadedTensor, targets: set[str]) -> st
         return NOT_IN_MODULES[place.kind].format(place.name)
     if place.is_tied:
         return "embedding and head are tied, and PEFT would store one without the other"
+    if any(change.places[name].name in targets for name in together):
+        return "PEFT stores no other tensor of a module whose parameter has a LoRA"
     if place.module in targets:
         return "" if place.parameter == "bias" else "PEFT stores only a bias together with a LoRA"
     if not place.module or not together:
