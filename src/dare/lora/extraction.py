@@ -1,9 +1,9 @@
 """A LoRA adapter from a full fine-tune: the leading directions of model - base, layer by layer.
 
 Each chosen matrix is read, subtracted and truncated on its own, so there is never more than one in
-memory. What cannot be a LoRA (norms, biases, experts) or is not asked for (embeddings, head) is
-stored in full or left out; what is left out though it changed is listed with its size. Modules are
-called what the loaded model calls them.
+memory. What cannot be a LoRA (norms, biases) or is not asked for (embeddings, head) is stored in
+full or left out; what is left out though it changed is listed with its size, and warned of. Modules
+are called what the loaded model calls them, and experts are the parameters that they are there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from os import PathLike
 from pathlib import Path
@@ -48,14 +48,15 @@ from dare.output.receipt import portable_path, short_name
 from dare.run.engine import Run, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
-from dare.tensors.names import is_embedding
+from dare.tensors.names import is_embedding, some_of
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
+LEFT_OUT_SHOWN = 4
 # Reasons why tensors that no module has as they are stored cannot be in an adapter.
 NOT_IN_MODULES = {
-    "fused": "in memory it is a part of {}, which a LoRA of single layers cannot change",
+    "fused": "in memory it is a part of {}, and this version of transformers does not say how",
     "absent": "the loaded model has no such tensor",
 }
 
@@ -202,6 +203,10 @@ class Extract(AdapterWork[ExtractionReport]):
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )
+        if left_out:
+            names = some_of([tensor.tensor for tensor in left_out], LEFT_OUT_SHOWN)
+            warning = notice("change_left_out", tensors=names, share=1 - report.share)
+            report = replace(report, notes=(*report.notes, warning))
         owners = {tensor.rpartition(".")[0] for tensor in report.saved}
         chosen = [change.places[tensor] for tensor in self.chosen]
         architecture = architecture_of(read_config(change.base_path))

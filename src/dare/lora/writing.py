@@ -35,13 +35,11 @@ from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
 from dare.run.engine import Receipt, Run, Work
 from dare.tensors.dtypes import StorageType
-from dare.tensors.names import some_of
 
 Floats = NDArray[np.float32]
 
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
-LEFT_OUT_SHOWN = 4
 
 
 # ---------------------------------------------------------------- reports
@@ -190,12 +188,8 @@ class ExtractionReport(_Report):
         return {**super().to_dict(), "share": self.share}
 
     def _origin(self) -> list[tuple[str, str]]:
-        facts = [("kept", f"{self.energy:.2%} of the modules' change")]
-        facts += [("stored in full", ", ".join(self.saved))] if self.saved else []
-        if self.left_out:
-            names = some_of([tensor.tensor for tensor in self.left_out], LEFT_OUT_SHOWN)
-            facts.append(("left out", f"{names}: {1 - self.share:.2%} of the change"))
-        return facts
+        saved = [("stored in full", ", ".join(self.saved))] if self.saved else []
+        return [("kept", f"{self.energy:.2%} of the modules' change"), *saved]
 
 
 # ---------------------------------------------------------------- the files
