@@ -247,7 +247,7 @@ def test_the_table_says_what_transformers_does(tmp_path):
             for name, value in model.state_dict().items()
             if name not in model.all_tied_weights_keys
         }
-        by_table = loaded._by_table(described, stored)
+        by_table = loaded.find_by_table(described, stored)
         by_transformers, _ = loaded._by_transformers(tmp_path, described, stored, "")
         assert by_table is not None, model_type
         for name, expected in by_transformers.items():

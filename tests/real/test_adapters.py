@@ -139,3 +139,36 @@ def check(folder, kind, **config):
 )
 def test_parameters(tmp_path, kind, config):
     check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, "target_modules": [], **config})
+
+
+# ---------------------------------------------------------------- DoRA
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"], "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 9}}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    ],
+)
+def test_dora(tmp_path, kind, config):
+    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, "use_dora": True, **config})
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("llama", [3, 1, 17]),
+        ("llama", {"embed_tokens": [3, 1], "lm_head": [5, 6, 2]}),
+        ("tied", [3, 1, 17]),
+        ("gpt2", {"wte": [0, 39]}),
+    ],
+)
+def test_tokens(tmp_path, kind, tokens):
+    modules = ["c_attn"] if kind == "gpt2" else ["q_proj"]
+    check(tmp_path, kind, target_modules=modules, trainable_token_indices=tokens)

@@ -107,7 +107,7 @@ def find_places(
         is_tied = config.get("tie_word_embeddings") is True
         note = notice("names_as_stored", str(path))
         return places_as_stored(tensors, is_tied=is_tied), (note,)
-    if places := _by_table(config, tensors):
+    if places := find_by_table(config, tensors):
         return places, ()
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
 
@@ -144,7 +144,8 @@ def plain_types() -> dict[str, list[str]]:
     return {kind: family["parts"] for family in families for kind in family["types"]}
 
 
-def _by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
+def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
+    """Find the tensors of a model whose names stay as they are; None: it is not in the table."""
     parts = plain_types().get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(
@@ -163,13 +164,15 @@ def _by_transformers(
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
     model = build_without_weights(where, config, remedy)
+    from transformers.core_model_loading import dot_natural_key
+
     tables = Tables.of(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
     hindered = dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
     owners = Counter(map(id, state.values()))
     places = {}
-    for name in tables.in_order(tensors):  # as they are loaded
+    for name in sorted(tensors, key=dot_natural_key):  # as they are loaded
         new, converter = tables.find(name)
         if new not in state:
             places[name] = LoadedTensor(name, "absent")
@@ -208,11 +211,6 @@ class Tables:
 
         return cls(model, get_model_conversion_mapping(model))
 
-    def backwards(self) -> Tables:
-        """Return those that save a model in the layout that it was loaded from by these."""
-        used = [each for each in self.transforms if each.was_used()]
-        return Tables(self.model, [each.reverse_transform() for each in reversed(used)])
-
     @cached_property
     def state(self) -> Mapping[str, Any]:
         """The tensors of the model in memory."""
@@ -229,23 +227,12 @@ class Tables:
         """The tables that join, cut or turn tensors."""
         return [each for each in self.transforms if hasattr(each, "operations")]
 
-    def in_order(self, names: Iterable[str]) -> list[str]:
-        """Return names in the order in which transformers takes them: numbers as numbers."""
-        from transformers.core_model_loading import dot_natural_key
-
-        return sorted(names, key=dot_natural_key)
-
-    def rename(self, name: str, *given: Any) -> tuple[str, str | None]:
-        """Return a tensor's other name, and the pattern of its converter if it has one."""
+    def find(self, name: str) -> tuple[str, str | None]:
+        """Return the name in memory of a stored tensor, and the pattern of its converter if any."""
         from transformers.core_model_loading import rename_source_key
 
-        new, pattern = rename_source_key(name, *given)
-        return new, pattern
-
-    def find(self, name: str) -> tuple[str, str | None]:
-        """Return the name in memory of a stored tensor, and the pattern of its converter."""
-        prefix = self.model.base_model_prefix
-        new, pattern = self.rename(name, self.renamings, self.converters, prefix, self.state)
+        tables = self.renamings, self.converters
+        new, pattern = rename_source_key(name, *tables, self.model.base_model_prefix, self.state)
         return (name, None) if new not in self.state and name in self.state else (new, pattern)
 
 

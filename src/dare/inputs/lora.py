@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from dare import kernels
 from dare.errors import InputError
+from dare.inputs.adapted import Magnitudes, TrainedRows
 from dare.inputs.sources import (
     DeltaInfo,
     FileSource,
@@ -42,17 +44,16 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 F32 = STORAGE_TYPES["F32"]
 
+MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
 # Settings that make an adapter something else than B·A, and why each is refused.
 REFUSED = {
-    "use_dora": f"DoRA's magnitudes depend on the base's weights; {MERGE_WITH_PEFT}",
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "layer_replication": "its base has repeated layers, and this base does not",
     "alora_invocation_tokens": "an activated LoRA applies only to some tokens",
     "arrow_config": "Arrow chooses adapters for each token, so it is no change of the weights",
     "kasa_config": "KaSA changes the weights of the base too",
-    "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
 
 # Model types whose layers are Conv1D, which stores inputs × outputs.
@@ -81,8 +82,9 @@ _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
 _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
+_MAGNITUDE = re.compile(r"^(.*)\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?$")
+_TOKENS = re.compile(r"^(.*)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?$")
 _PREFIX = "base_model.model."
-_NOTHING: Mapping[str, Any] = {}
 
 
 class ModulePattern:
@@ -144,6 +146,9 @@ class Adapter:
     rank: float = 0
     rank_pattern: Mapping[ModulePattern, float] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
+    use_dora: bool = False
+    # The tokens with trained rows, by the ends of names of embeddings.
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
@@ -179,11 +184,15 @@ class LoraSource(SourceView):
         stored: FileSource,
         *,
         model_type: str | None = None,
-        base: Mapping[str, TensorInfo] = _NOTHING,
+        base: Source | None = None,
     ) -> None:
         self.path = path
         self.adapter = adapter
-        self._model_type, self._base_tensors = model_type, base  # of the base, if they are known
+        self._model_type, self._base = model_type, base  # as far as they are known
+        self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
+        self._base_names: dict[str, str] = {}  # of tensors that the base calls something else
+        # Weights that are made of the base's: they are no change.
+        self._adapted: dict[str, Magnitudes | TrainedRows] = {}
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
@@ -192,10 +201,14 @@ class LoraSource(SourceView):
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
         self._sort()
+        if self._adapted and base is not None:
+            self._opened = (stored, base)
         self._count_cost()
 
     def _sort(self) -> None:
         factors: dict[tuple[str, str], dict[str, str]] = {}
+        magnitudes: dict[str, str] = {}
+        tokens: dict[str, str] = {}
         for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
             if factor := _FACTOR.match(name):
@@ -209,10 +222,16 @@ class LoraSource(SourceView):
                     raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
                 continue
+            if self.adapter.use_dora and (magnitude := _MAGNITUDE.match(name)):
+                magnitudes[magnitude[1]] = key
+                continue
+            if trained := _TOKENS.match(name):
+                tokens[trained[1]] = key
+                continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
             name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
-            name = re.sub(r"\.base_layer\.", ".", name)
+            name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
             if name in self._whole:
                 raise self._refusal(key, self._whole[name])
             self._add(replace(info, name=name))
@@ -232,6 +251,10 @@ class LoraSource(SourceView):
                 self._add(info, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
+        for module in sorted(magnitudes.keys() | {m for m, _ in factors if self.adapter.use_dora}):
+            self._add_magnitudes(f"{module}.weight", magnitudes.get(module))
+        for module, key in tokens.items():
+            self._add_tokens(module, key)
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the parameters that have a LoRA of their own, by the names of their factors."""
@@ -311,6 +334,48 @@ class LoraSource(SourceView):
         )
         self._add(TensorInfo(name, F32, shape, 0), Product(left, right, is_turned, scale, experts))
 
+    def _add_magnitudes(self, name: str, key: str | None) -> None:
+        (product,) = self._products.get(name, (None,))
+        if key is None or product is None or product.experts > 1:
+            raise InputError(f"{self.path}: {name} has DoRA in part only; the adapter is damaged")
+        rows, _, columns = product.sides(self._stored)
+        made = Magnitudes(key, rows, columns, by_column=product.transposed)
+        magnitudes = self._stored.tensors[key]
+        admit(magnitudes, (), str(self.path), as_weight=True)
+        if magnitudes.elements != (columns if made.by_column else rows):
+            raise InputError(f"{self.path}: {key} is {magnitudes.form}; it does not fit {name}")
+        self._adapted[name] = made
+
+    def _add_tokens(self, module: str, key: str) -> None:
+        """Take in the trained rows of an embedding, which the base or the adapter has in full."""
+        name, trained = f"{module}.weight", self._stored.tensors[key]
+        held = {**self._base_tensors, **self.tensors}
+        ends = (n for n in held if f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}"))
+        info = held.get(name if name in held else next(ends, ""))
+        ids = (ids for end, ids in self.adapter.tokens.items() if module.endswith(end))
+        rows = next(ids, ())
+        if info is None or name in self._products:
+            what = "also a LoRA" if info else "no such embedding in the base"
+            raise InputError(f"{self.path}: {key}: there is {what}; {MERGE_WITH_PEFT}")
+        admit(trained, (), str(self.path), as_weight=True)
+        fits = len(info.shape) == 2 and trained.shape == (len(rows), info.shape[1])
+        if not fits or not all(0 <= row < info.shape[0] for row in rows):
+            what = f"{key} is {trained.form}, for {len(rows)} rows of an embedding of {info.form}"
+            raise InputError(f"{self.path}: {what}; they do not fit")
+        self._add(TensorInfo(name, F32, info.shape, 0))
+        self._products[name] = ()
+        self._adapted[name] = TrainedRows(key, info.shape[1], rows)
+
+    def bind(self, names: Mapping[str, str]) -> None:
+        """Take the base's names of tensors, by their names here, to read what is made of them."""
+        self._base_names = dict(names)
+        for name in self._adapted.keys() - self._whole.keys():
+            info = self._base_tensors.get(names.get(name, name))
+            if info is None or info.shape != self.tensors[name].shape:
+                found = "lacks it" if info is None else f"has {info.form}"
+                what = f"{name} is made of the base's, which {found}"
+                raise InputError(f"{self.path}: {what}; give the base that it was trained on")
+
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
         """Take in a tensor stored in full, or a change, which may be added to one."""
         admit(info, self._products, str(self.path))
@@ -324,6 +389,8 @@ class LoraSource(SourceView):
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying
         saved = [name for name in names if name not in self._products]
+        if others and not self._adapted.keys().isdisjoint(names):
+            raise InputError(f"{self.path}: {first} is tied in the base; {MERGE_WITH_PEFT}")
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
             raise InputError(f"{self.path}: {saved[0]} is tied in the base; {MERGE_WITH_PEFT}")
@@ -349,20 +416,36 @@ class LoraSource(SourceView):
         return self.path
 
     def delta_of(self, name: str) -> DeltaInfo:
-        return DeltaInfo(is_change=name in self._products and name not in self._whole)
+        whole = self._whole.keys() | self._adapted.keys()
+        return DeltaInfo(is_change=name in self._products and name not in whole)
 
     def fingerprint(self) -> list[Any]:
-        return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
+        made = [self._products, self._adapted] if self._adapted else [self._products]
+        return [*super().fingerprint(), repr(self.adapter), *map(repr, made)]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
-        first, *others = self._products[name]
-        first.fill(self._stored, start, into)
+        read = partial(self._read_tuned, name)
+        if name in self._adapted:
+            self._adapted[name].fill(read, self._stored, start, into)
+        else:
+            read(start, into)
+
+    def _read_tuned(self, name: str, start: int, into: Floats) -> None:
+        """Compute the change by all factors, and add what it is a change of, if that is known."""
+        first, *others = self._products[name] or (None,)
+        if first is None:
+            into[:] = 0
+        else:
+            first.fill(self._stored, start, into)
         for product in others:
             further = np.empty_like(into)
             product.fill(self._stored, start, further)
             into += further
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
+        elif name in self._adapted:
+            assert self._base is not None  # or it would not have been opened
+            into += read_floats(self._base, self._base_names.get(name, name), start, into.size)
 
     def _count_cost(self) -> None:
         """Count the pieces of a product's factors, and the tensor that is added to it."""
@@ -373,6 +456,12 @@ class LoraSource(SourceView):
         most = max((product.reading_bytes(self._stored) for product in products), default=0)
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
         self.cost = self._stored.cost.with_reading(CHUNK * added + most)
+        if self._adapted and self._base is not None:
+            itemsize = max((info.dtype.itemsize for info in self._base_tensors.values()), default=0)
+            made = max(each.reading_bytes for each in self._adapted.values())
+            self.cost = self.cost.with_reading(
+                self._base.cost.reading_bytes + CHUNK * (4 + itemsize) + made
+            )
 
 
 def looks_like(path: Path) -> bool:
@@ -401,8 +490,19 @@ def open_adapter(
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
     stored = FileSource(weights, most_ahead_bytes)
-    tensors = {} if base is None else base.tensors
-    return LoraSource(path, adapter, stored, model_type=kind, base=tensors)
+    if base is None and (adapter.use_dora or adapter.tokens):
+        raise InputError(f"{path}: its weights are made of the base's; {MERGE_INTO_BASE}")
+    return LoraSource(path, adapter, stored, model_type=kind, base=base)
+
+
+def bind_base(model: Source) -> None:
+    """Tell an adapter, seen through other names, what the base calls its tensors."""
+    names, view = {name: name for name in model.tensors}, model
+    while isinstance(view, SourceView) and not isinstance(view, LoraSource):
+        names = {name: view.names.get(inner, inner) for name, inner in names.items()}
+        view = view.inner
+    if isinstance(view, LoraSource):
+        view.bind({inner: name for name, inner in reversed(names.items())})
 
 
 def read_config(path: Path) -> Adapter:
@@ -432,14 +532,22 @@ def read_config(path: Path) -> Adapter:
             rank=_finite(config.get("r") or 0),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
+            use_dora=bool(config.get("use_dora")),
+            tokens=_read_tokens(config.get("trainable_token_indices") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{file}: lora_alpha, r or a pattern cannot be used: {error}") from None
+        raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
 
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
     found = config.get(setting) or {}
     return {ModulePattern(str(key)): _finite(value) for key, value in found.items()}
+
+
+def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
+    """Read the numbers of trained tokens: those of the input embedding, or of several by name."""
+    tables = given.items() if isinstance(given, dict) else [("", given)]
+    return {str(end): tuple(int(row) for row in rows) for end, rows in tables}
 
 
 def _finite(value: Any) -> float:

@@ -189,6 +189,11 @@ def open_inputs(
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
         base, (*models,), tied = tie(base, models, names, configs)
         notes += tied
+    if is_partial:
+        from dare.inputs.lora import bind_base
+
+        for model in models:
+            bind_base(model)
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
