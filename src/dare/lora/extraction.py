@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
-from dare.inputs.layouts import as_loaded, in_layout_of
+from dare.inputs.layouts import in_layout_of
 from dare.inputs.loaded import (
+    AS_STORED,
     LoadedTensor,
     architecture_of,
+    build_without_weights,
     find_places,
     places_as_stored,
 )
@@ -47,7 +49,8 @@ from dare.lora.writing import (
 from dare.output.receipt import portable_path, short_name
 from dare.run.engine import Run, run
 from dare.stores.locations import to_path
-from dare.tensors.dtypes import weight_type
+from dare.tensors.dtypes import STORAGE_TYPES, weight_type
+from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, some_of
 
 Floats = NDArray[np.float32]
@@ -241,10 +244,18 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")
-    configs = {"base_config": read_config(base), "model_config": read_config(model)}
+    config, more = read_config(base), tuple[Notice, ...]()
+    configs = {"base_config": config, "model_config": read_config(model)}
     tuned, notes = match_names(opened, open_model(model, base=opened), model.name, **configs)
-    tuned, remarks = in_layout_of(opened, tuned, model.name, base, configs["base_config"])
-    notes += remarks
+    if as_stored:
+        is_tied = config.get("tie_word_embeddings") is True
+        places = places_as_stored(opened.tensors, is_tied=is_tied)
+    else:
+        places, more = find_places(base, config, opened.tensors)
+        if any(place.kind == "fused" for place in places.values()):
+            opened = _as_loaded(opened, base, config)
+            places, _ = find_places(base, config, opened.tensors)
+    tuned, _ = in_layout_of(opened, tuned, model.name, base, config)
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
@@ -252,18 +263,20 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if problems:
         head = "the model's tensors do not match; give the base that it was fine-tuned from:"
         raise MismatchError(head, *list_findings(problems))
-    config = configs["base_config"]
-    if as_stored:
-        is_tied = config.get("tie_word_embeddings") is True
-        places = places_as_stored(opened.tensors, is_tied=is_tied)
-        return Change(base, opened, tuned, places, notes)
-    places, more = find_places(base, config, opened.tensors)
-    if any(place.kind == "fused" for place in places.values()):
-        with suppress(InputError):  # else what is fused is left out, with a warning
-            both = [as_loaded(model, opened, base, config) for model in (opened, tuned)]
-            places, more = find_places(base, config, both[0].tensors)
-            opened, tuned = both
     return Change(base, opened, tuned, places, (*notes, *more))
+
+
+def _as_loaded(base: Source, path: Path, config: Mapping[str, Any]) -> Source:
+    """Return a base with the tensors that it has in memory, where its files have parts of them."""
+    built = build_without_weights(path, config, AS_STORED)
+    loaded = Source()
+    loaded.tensors = {
+        name: TensorInfo(name, STORAGE_TYPES["F32"], tuple(value.shape), 0)
+        for name, value in built.state_dict().items()
+    }
+    with suppress(InputError, MismatchError):  # else what is in parts is left out, with a warning
+        return in_layout_of(loaded, base, path.name, path, config)[0]
+    return base
 
 
 # ---------------------------------------------------------------- the modules
@@ -279,7 +292,7 @@ def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     for pattern in patterns:
         matching = {module for module in layers if _matches(module, pattern)}
         if not matching:
-            last_names = {module.rpartition(".")[2] for module in layers}
+            last_names = {m.removesuffix(".weight").rpartition(".")[2] for m in layers}
             raise RecipeError(
                 f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}"
                 f"{_why_no_layer(change, pattern)}; "
@@ -289,8 +302,9 @@ def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     return [layers[module] for module in sorted(chosen)]
 
 
-def _matches(module: str, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(module, way) for way in (pattern, f"*.{pattern}"))
+def _matches(target: str, pattern: str) -> bool:
+    name = target.removesuffix(".weight")
+    return any(fnmatch.fnmatchcase(name, way) for way in (pattern, f"*.{pattern}"))
 
 
 def _why_no_layer(change: Change, pattern: str) -> str:
