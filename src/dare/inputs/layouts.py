@@ -215,8 +215,9 @@ def _convert(tables: Tables, tensors: Mapping[str, Any], find: Callable[..., Any
         if pattern is None:
             found.setdefault(new, tensors[name])
         else:
-            converter = gathered.setdefault(new, deepcopy(by_pattern[pattern]))
-            converter.add_tensor(new, name, pattern, tensors[name])
+            if new not in gathered:
+                gathered[new] = deepcopy(by_pattern[pattern])
+            gathered[new].add_tensor(new, name, pattern, tensors[name])
     for new, converter in gathered.items():
         made = converter.convert(new, model=tables.model, config=tables.model.config)
         found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
