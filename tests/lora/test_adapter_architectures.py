@@ -111,6 +111,29 @@ def test_experts_are_parameters(tmp_path):
         assert f"{1 - report.share:.2%}" in warning.text
 
 
+def test_experts_that_cannot_be_converted_are_warned_of(tmp_path, monkeypatch):
+    base, _ = build("MixtralForCausalLM")
+    save_all(tmp_path, base=base, tuned=tune(base, can_be_stored))
+
+    def fail(*_):
+        raise InputError("another version")
+
+    monkeypatch.setattr("dare.inputs.layouts._present", fail)
+    paths = [tmp_path / name for name in ("base", "tuned", "out")]
+    report = extract_adapter(*paths, rank=99, save_others=True)
+    names = [left.tensor for left in report.left_out]
+    assert {name.rpartition("experts.")[2][1:] for name in names} == {
+        f".w{n}.weight" for n in (1, 2, 3)
+    }
+    (warning,) = (note for note in report.notes if note.code == "change_left_out")
+    assert f"{1 - report.share:.2%}" in warning.text
+    # What is stored in full beside a LoRA of one parameter has another reason.
+    monkeypatch.undo()
+    given = {"rank": 1, "modules": ["gate_up_proj"], "save_others": True, "overwrite": True}
+    report = extract_adapter(*paths, **given)
+    assert {left.tensor.rpartition(".")[2] for left in report.left_out} == {"down_proj"}
+
+
 def test_a_checkpoint_of_the_body_is_an_adapter_of_the_whole(tmp_path):
     """As gpt2 is published: without the prefix that its class has in memory."""
     base, inputs = build("GPT2LMHeadModel")

@@ -195,6 +195,14 @@ def test_what_cannot_be_merged_there_is_refused(three, tmp_path):
             merge_adapters([three[0], path], tmp_path / "none", space=space)
 
 
+@pytest.mark.parametrize("given", [{}, {"space": "core"}, {"rank": 2, "method": "ties"}])
+def test_what_has_no_elements_is_refused(tmp_path, given):
+    for number, shape in enumerate([(0, 3), (4, 0)]):
+        paths = write_several(tmp_path / str(number), shape)
+        with pytest.raises(InputError, match=r"q_proj\.weight has no elements"):
+            merge_adapters(paths, tmp_path / "out", **given)
+
+
 def test_memory_is_that_of_small_matrices(tmp_path):
     paths = write_several(tmp_path, (600, 500))
     whole, core = (

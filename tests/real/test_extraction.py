@@ -79,8 +79,7 @@ def tune(model, seed, is_changed):
 
 
 def is_layer(name):
-    is_expert = ".experts." in name or ("moe." in name and "router" not in name)
-    return "bias" not in name and (is_expert or "_proj" in name)
+    return ".experts." in name or "_proj" in name or ("moe." in name and "router" not in name)
 
 
 def load(folder):

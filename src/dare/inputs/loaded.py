@@ -311,4 +311,6 @@ def _kind_of(module: Any, name: str, dimensions: int) -> Kind:
     said = f"{name} {type(module).__name__}".lower()
     if dimensions == 3 and ("expert" in said or "moe" in said):
         return "turned_parameter" if getattr(module, "is_transposed", False) else "parameter"
+    if dimensions == 2 and name.rpartition(".")[0].endswith(".experts"):  # a bias of each
+        return "parameter"
     return "linear" if type(module).__name__ in LINEAR_CLASSES else "other"

@@ -408,16 +408,17 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
         execute(replace(whole, tensors=(tensors[name],)), sink, known=conclusions)
         return sink.arrays[name].view(np.float32)
 
-    for module in plan.modules:
-        values = merge(module.tensor)
-        if plan.space == "core":
-            merged = list(plan.find_core(module).expand(values, plan.wanted, module.name))
-        else:
-            assert plan.wanted is not None  # or the rank would be full
-            flat = values.reshape(module.experts, -1)
-            matrices = (each.reshape(module.shape, order=module.order) for each in flat)
-            merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
-        yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
+    with hold_open(plan.adapters):
+        for module in plan.modules:
+            values = merge(module.tensor)
+            if plan.space == "core":
+                merged = list(plan.find_core(module).expand(values, plan.wanted, module.name))
+            else:
+                assert plan.wanted is not None  # or the rank would be full
+                flat = values.reshape(module.experts, -1)
+                matrices = (each.reshape(module.shape, order=module.order) for each in flat)
+                merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
+            yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
 def _write_averages(plan: AdapterPlan, targets: set[str], output: MergeAdapters) -> tuple[str, ...]:

@@ -106,6 +106,8 @@ class AdapterFile(LoraSource):
         targets = tuple(f".{target}" for target in self.adapter.target_parameters)
         for tensor, (product,) in self._products.items():
             module = tensor.rpartition(".")[0]
+            if not self.tensors[tensor].elements:
+                raise InputError(f"{self.path}: {tensor} has no elements; the adapter is damaged")
             if product.right is None:
                 self.biases.add(module)
                 continue

@@ -202,7 +202,8 @@ def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
     places = np.abs(left).argmax(axis=0)
     signs = np.where(left[places, np.arange(left.shape[1])] < 0, -1.0, 1.0)
     left, right = left * signs, right * signs[:, None]
-    return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
+    with np.errstate(over="ignore"):  # what is too large is refused where it is stored
+        return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
 
 
 def check_finite(*figures: Numbers | float, where: str) -> None:
