@@ -70,6 +70,10 @@ class Stored:
         """The stored tensors that it is made of, and perhaps more."""
         return frozenset((self.name,))
 
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the stored tensor that an element is from, and its place there."""
+        return self.name, index
+
     def read(self, read: Read, start: int, into: Raw) -> None:
         """Fill `into` with its elements from one on."""
         read(self.name, start, into)
@@ -86,14 +90,28 @@ class Joined:
     def names(self) -> frozenset[str]:
         return frozenset().union(*(part.names for part in self.parts))
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self.runs)]
+
+    def _find(self, index: int) -> tuple[int, int, int]:
+        """Return the part that an element is in, its place there, and the rest of the run."""
+        row, column = divmod(index, self._starts[-1])
+        part = bisect_right(self._starts, column) - 1
+        return (
+            part,
+            row * self.runs[part] + column - self._starts[part],
+            self._starts[part + 1] - column,
+        )
+
+    def locate(self, index: int) -> tuple[str, int]:
+        part, place, _ = self._find(index)
+        return self.parts[part].locate(place)
+
     def read(self, read: Read, start: int, into: Raw) -> None:
-        starts = [0, *accumulate(self.runs)]
         while into.size:
-            row, column = divmod(start, starts[-1])
-            part = bisect_right(starts, column) - 1
-            skipped = column - starts[part]
-            count = min(self.runs[part] - skipped, into.size)
-            self.parts[part].read(read, row * self.runs[part] + skipped, into[:count])
+            part, place, count = self._find(start)
+            self.parts[part].read(read, place, into[:count])
             start, into = start + count, into[count:]
 
 
@@ -109,6 +127,13 @@ class Strided:
     @property
     def names(self) -> frozenset[str]:
         return self.inner.names
+
+    def locate(self, index: int) -> tuple[str, int]:
+        place = self.first
+        for size, step in zip(self.shape[::-1], self.steps[::-1], strict=True):
+            index, at = divmod(index, size)
+            place += at * step
+        return self.inner.locate(place)
 
     def read(self, read: Read, start: int, into: Raw) -> None:
         width = math.prod(self.shape[1:])
@@ -147,17 +172,10 @@ Pieces = Stored | Joined | Strided
 
 def find_origin(pieces: Pieces, elements: int) -> str | None:
     """Return the stored tensor that pieces are from the first element to the last, by a sample."""
-    seen, found = set(), np.empty(1, np.int64)
-
-    def number(name: str, start: int, into: Raw) -> None:
-        seen.add(name)
-        into[:] = start
-
-    for place in {elements * n // 7 for n in range(7)} | {min(1, elements - 1), elements - 1}:
-        pieces.read(number, place, found)
-        if found[0] != place or len(seen) > 1:
-            return None
-    return seen.pop() if seen else None
+    places = [elements * n // 7 for n in range(7)] + [min(1, elements - 1), elements - 1]
+    found = [pieces.locate(place) for place in places if elements]
+    is_one = len({name for name, _ in found}) == 1 and [place for _, place in found] == places
+    return found[0][0] if is_one else None
 
 
 # ---------------------------------------------------------------- what transformers does
@@ -187,16 +205,27 @@ def _recorder() -> Any:
             self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             name, kwargs = function.__name__, kwargs or {}
-            result = function(*args, **kwargs)
             if name in JOINS:
-                dim = (*args, kwargs.get("dim", 0))[1] % result.dim()
-                runs = tuple(math.prod(part.shape[dim:]) for part in args[0])
-                self.hold(result, Joined(tuple(map(self.pieces, args[0])), runs))
-            elif name in COPIES and id(result.untyped_storage()) not in self.held:
-                self.hold(result, self.pieces(args[0]))
-            elif name not in VIEWS | COPIES:
+                return self.join(name == "stack", *args, **kwargs)
+            if name not in VIEWS | COPIES:
                 raise ValueError(f"{name} may compute")
+            result = function(*args, **kwargs)
+            if name in COPIES and id(result.untyped_storage()) not in self.held:
+                self.hold(result, self.pieces(args[0]))
             return result
+
+        def join(self, stacks: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+            # not by torch, which would import its compiler for it
+            dim %= tensors[0].dim() + stacks
+            parts = [part.unsqueeze(dim) if stacks else part for part in tensors]
+            shapes = [list(part.shape) for part in parts]
+            sizes = [shape.pop(dim) for shape in shapes]
+            if shapes.count(shapes[0]) < len(shapes):
+                raise ValueError("tensors of different shapes cannot be joined")
+            runs = tuple(size * math.prod(shapes[0][dim:]) for size in sizes)
+            whole = [*shapes[0][:dim], sum(sizes), *shapes[0][dim:]]
+            joined = Joined(tuple(map(self.pieces, parts)), runs)
+            return self.hold(empty(whole, device="meta"), joined)
 
     recorder = Recorder()
     recorder.held = {}
