@@ -90,7 +90,7 @@ shapes = st.tuples(st.integers(1, 12), st.integers(1, 12))
 ranks = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     shapes, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(["linear", "sum"])
 )

@@ -31,8 +31,6 @@ Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
 Energy = Annotated[float | None, Parameter(help="Or: the share of the squared change to keep.")]
 Output = Annotated[Path, output_flag("Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
-
-
 MODEL_SEED = "model_seed"
 
 

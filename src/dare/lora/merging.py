@@ -237,7 +237,7 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one; settings are those of `plan_adapters`.
 
-    Without `rank` and `energy` the result is exact, and its rank is the sum of the ranks.
+    `linear` and `sum` are exact without `rank` and `energy`, and the ranks add up.
     """
     return run_plan(plan_adapters(adapters, **settings), output, overwrite=overwrite)
 
