@@ -68,6 +68,24 @@ def llama() -> Any:
     )
 
 
+def mixtral() -> Any:
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=3,
+        )
+    )
+
+
 def gpt2() -> Any:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel

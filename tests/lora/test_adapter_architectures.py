@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from peft_models import quiet, train, write_adapter
+from peft_models import quiet, read_adapter, train, write_adapter
 from safetensors.numpy import load_file
 
 import dare
@@ -46,7 +46,8 @@ def can_be_stored(model, name):
     owner = model.get_submodule(name.rpartition(".")[0])
     same = [key for key, value in model.state_dict().items() if value is model.state_dict()[name]]
     is_tied = name in model.all_tied_weights_keys.values()
-    return not (list(owner.children()) or is_tied or ".experts." in name or len(same) > 1)
+    holds_others = list(owner.children()) and ".experts." not in name  # which have a function
+    return not (holds_others or is_tied or len(same) > 1)
 
 
 def tune(model, chosen):
@@ -88,20 +89,49 @@ def test_the_loaded_adapter_computes_what_the_fine_tune_does(tmp_path, architect
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_an_expert_that_is_asked_for_is_refused_with_the_reason(tmp_path):
-    for architecture, pattern, reason in (
-        (
-            "MixtralForCausalLM",
-            "w1",
-            "in memory it is a part of model.layers.0.mlp.experts.gate_up",
-        ),
-        ("DeepseekV3ForCausalLM", "shared_experts.up_proj", "PEFT takes it for an expert"),
+def test_experts_are_parameters(tmp_path):
+    """Those that have the name of an expert's layer too, which PEFT would take for one."""
+    for architecture, pattern, factors in (
+        ("MixtralForCausalLM", "*experts*", ["experts", "experts.base_layer"]),
+        ("DeepseekV3ForCausalLM", "shared_experts.up_proj", ["shared_experts.up_proj"]),
     ):
         base, _ = build(architecture)
         save_all(tmp_path / architecture, base=base, tuned=tune(base, can_be_stored))
-        paths = (tmp_path / architecture / name for name in ("base", "tuned", "out"))
-        with pytest.raises(RecipeError, match=rf"{pattern}.*matches no linear layer.*{reason}"):
-            extract_adapter(*paths, rank=1, modules=[pattern])
+        paths = [tmp_path / architecture / name for name in ("base", "tuned", "out")]
+        with pytest.raises(RecipeError, match="'w1' matches no linear layer"):
+            extract_adapter(*paths, rank=1, modules=["w1"])
+        report = extract_adapter(*paths, rank=1, modules=[pattern])
+        tensors, config = read_adapter(paths[-1])
+        assert config["target_modules"] == []
+        assert config["target_parameters"] == sorted(module.name for module in report.modules)
+        ends = {name.partition(".mlp.")[2].partition(".lora_")[0] for name in tensors}
+        assert sorted(ends) == factors
+        (warning,) = (note for note in report.notes if note.code == "change_left_out")
+        assert (warning.severity, report.share < 0.9) == ("warning", True)
+        assert f"{1 - report.share:.2%}" in warning.text
+
+
+def test_experts_that_cannot_be_converted_are_warned_of(tmp_path, monkeypatch):
+    base, _ = build("MixtralForCausalLM")
+    save_all(tmp_path, base=base, tuned=tune(base, can_be_stored))
+
+    def fail(*_):
+        raise InputError("another version")
+
+    monkeypatch.setattr("dare.inputs.layouts._present", fail)
+    paths = [tmp_path / name for name in ("base", "tuned", "out")]
+    report = extract_adapter(*paths, rank=99, save_others=True)
+    names = [left.tensor for left in report.left_out]
+    assert {name.rpartition("experts.")[2][1:] for name in names} == {
+        f".w{n}.weight" for n in (1, 2, 3)
+    }
+    (warning,) = (note for note in report.notes if note.code == "change_left_out")
+    assert f"{1 - report.share:.2%}" in warning.text
+    # What is stored in full beside a LoRA of one parameter has another reason.
+    monkeypatch.undo()
+    given = {"rank": 1, "modules": ["gate_up_proj"], "save_others": True, "overwrite": True}
+    report = extract_adapter(*paths, **given)
+    assert {left.tensor.rpartition(".")[2] for left in report.left_out} == {"down_proj"}
 
 
 def test_a_checkpoint_of_the_body_is_an_adapter_of_the_whole(tmp_path):

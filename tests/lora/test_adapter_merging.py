@@ -10,6 +10,7 @@ from peft_models import pair, product, read_adapter, write_adapter
 from safetensors.numpy import load_file, save_file
 
 from dare import ModelEntry, Request, TensorRule, dare_drop, keep_mask, merge
+from dare.cli import main
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from dare.inputs.sources import read_floats
@@ -258,6 +259,11 @@ def test_adapters_of_other_bases_are_refused(two, tmp_path):
         ({"method": "dare+linear"}, "set rank = 16 or energy"),
         ({"method": "dare+slerp", "rank": 4}, "slerp needs the base"),
         ({"drop_rate": 0.5}, "would have no effect: method 'linear'"),
+        ({"method": "dare+sum", "drop_rates": 0.5}, "did you mean 'drop_rate'"),
+        ({"vocabulary": "union"}, "vocabulary: not known"),
+        ({"on": "weights"}, "linear needs the base"),
+        ({"tensors": [TensorRule(match="*", settings={"on": "weights"})]}, "linear needs the base"),
+        ({"normalize": True}, "set rank = 16 or energy"),
         ({"weights": [[0.1, 0.2], 1]}, "one number for each adapter"),
         ({"rank": 0}, "rank = 0"),
         ({"method": "dare+tise", "rank": 2}, "did you mean 'ties'"),
@@ -267,6 +273,54 @@ def test_adapters_of_other_bases_are_refused(two, tmp_path):
 def test_wrong_settings_are_refused(two, settings, message):
     with pytest.raises(RecipeError, match=message):
         plan_adapters(two, **settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "flags", "stages"),
+    [
+        ("dare+linear", {"drop_rate": 0.5}, "--drop-rate 0.5", {"dare": {"drop_rate": 0.5}}),
+        (
+            "ties",
+            {"keep_ratio": 0.5, "divide_by": "count", "weighted": False},
+            "--keep-ratio 0.5 --divide-by count --weighted false",
+            {"ties": {"keep_ratio": 0.5, "divide_by": "count", "weighted": False}},
+        ),
+        (
+            "della+sum",
+            {"drop_rate": [0.25, 0.75], "window": 0.2, "model_seed": [5, 6]},
+            "--drop-rate 0.25 0.75 --window 0.2 --model-seed 5 6",
+            None,
+        ),
+        ("linear", {"normalize": True}, "--normalize true", {"linear": {"normalize": True}}),
+    ],
+)
+def test_parameters_of_stages_are_keywords_and_flags(
+    two, tmp_path, method, parameters, flags, stages
+):
+    given = {"method": method, "rank": 4, "weights": [1.5, 0.5]}
+    merge_adapters(two, tmp_path / "keywords", **given, **parameters)
+    stated = {"rank": "4", "method": method, "output": str(tmp_path / "flags")}
+    words = [word for name, value in stated.items() for word in (f"--{name}", value)]
+    assert (
+        main(["lora", "merge", *map(str, two), *words, "--weight", "1.5", "0.5", *flags.split()])
+        == 0
+    )
+    entries = [
+        ModelEntry(file=path, seed=5 + n, settings={"drop_rate": 0.25 + 0.5 * n, "window": 0.2})
+        for n, path in enumerate(two)
+    ]
+    merge_adapters(two if stages else entries, tmp_path / "tables", **given, stages=stages)
+    written = [
+        (tmp_path / out / WEIGHTS_NAME).read_bytes() for out in ("keywords", "flags", "tables")
+    ]
+    assert written[0] == written[1] == written[2]
+
+
+def test_a_normalized_sum_divides_by_the_weights(two, tmp_path):
+    given = {"weights": [1.5, 0.5], "normalize": True, "space": "core"}
+    merge_adapters(two, tmp_path / "out", **given)
+    expected = 0.75 * delta(two[0], Q) + 0.25 * delta(two[1], Q)
+    np.testing.assert_allclose(delta(tmp_path / "out", Q), expected, atol=1e-6)
 
 
 def test_what_is_no_adapter_is_refused(two, tmp_path):

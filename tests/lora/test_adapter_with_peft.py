@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from peft_models import convolution, deltas, gpt2, llama, quiet, train, weights
+from peft_models import convolution, deltas, gpt2, llama, mixtral, quiet, train, weights
 from safetensors.numpy import save_file
 
 from dare.lora import extract_adapter, merge_adapters
@@ -13,6 +13,7 @@ from dare.lora import extract_adapter, merge_adapters
 with quiet():
     peft = pytest.importorskip("peft")
 
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 CASES = {
     "ranks, alphas and modules differ": (
         llama,
@@ -40,6 +41,16 @@ CASES = {
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True},
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 3},
     ),
+    "experts": (
+        mixtral,
+        {"target_modules": ["q_proj"], "target_parameters": FUSED, "r": 2, "lora_alpha": 3},
+        {
+            "target_modules": [],
+            "target_parameters": ["mlp.gate.weight", *FUSED[1:]],
+            "r": 3,
+            "rank_pattern": {"experts.down_proj": 1},
+        },
+    ),
     "convolutions": (
         convolution,
         {"target_modules": ["0", "1"], "r": 2},
@@ -62,10 +73,11 @@ def trained(tmp_path_factory):
     return make
 
 
+@pytest.mark.parametrize("space", ["full", "core"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_concatenation_merges_to_the_sum_of_what_the_adapters_merge_to(trained, tmp_path, case):
+def test_a_sum_merges_to_the_sum_of_what_the_adapters_merge_to(trained, tmp_path, case, space):
     build, paths, (first, second) = trained(case)
-    merge_adapters(paths, tmp_path / "out", method="sum", weights=[1, -0.5])
+    merge_adapters(paths, tmp_path / "out", method="sum", weights=[1, -0.5], space=space)
     found = deltas(build(), tmp_path / "out")
     for name in found:
         expected = first[name] - 0.5 * second[name]
@@ -83,7 +95,7 @@ def test_a_truncation_has_the_error_that_is_reported(trained, tmp_path, case, se
     found = deltas(build(), tmp_path / "out")
     lost = total = 0.0
     for module in report.modules:
-        name = f"{module.name}.weight"
+        name = module.name if module.name in found else f"{module.name}.weight"
         expected = 0.5 * first[name] + 0.5 * second[name]
         lost += np.sum((found[name] - expected) ** 2)
         total += np.sum(expected**2)

@@ -168,18 +168,25 @@ BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug":
 
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
-    flags = FIELDS | PER_MODEL
-    for name in parameter_names():
-        flags[name] = Flag(list[str], STAGE_PARAMETERS, (), "VALUE...", _stage_help(name))
     shared = [_keyword(name, *declared) for name, declared in BESIDE_RECIPE.items()]
-    _declare(command, command, [*shared, *(flag.parameter(name) for name, flag in flags.items())])
+    fields = [flag.parameter(name) for name, flag in (FIELDS | PER_MODEL).items()]
+    _declare(command, command, [*shared, *fields, *stage_flags()])
     return command
 
 
-def runs(work: Callable[..., Shown]) -> Callable[[Callable[..., Any]], Callable[..., int]]:
+def stage_flags() -> list[inspect.Parameter]:
+    """A flag for each parameter that a stage has."""
+    kind = list[str], STAGE_PARAMETERS, (), "VALUE..."
+    return [Flag(*kind, _stage_help(name)).parameter(name) for name in parameter_names()]
+
+
+def runs(
+    work: Callable[..., Shown], more: Sequence[inspect.Parameter] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., int]]:
     """Make a command of a function: a declaration of flags becomes its call, whose result is shown.
 
     The declaration may check its flags, and return those that the function takes in another form.
+    It gets `more` flags in place of its `**flags`.
     """
 
     def command(declared: Callable[..., dict[str, Any] | None]) -> Callable[..., int]:
@@ -196,7 +203,8 @@ def runs(work: Callable[..., Shown]) -> Callable[[Callable[..., Any]], Callable[
             return show_result(console, found, as_json=json)
 
         shared = {"quiet": Quiet, "json": Json, "debug": Debug}
-        _declare(run, declared, [_keyword(name, kind, False) for name, kind in shared.items()])
+        keywords = [_keyword(name, kind, False) for name, kind in shared.items()]
+        _declare(run, declared, [*keywords, *more])
         return update_wrapper(run, declared, ("__name__", "__doc__"), ())
 
     return command
@@ -244,13 +252,14 @@ def recipe_from_flags(
     if config is not None and given:
         where += " with flags"
     try:
-        values = {name: _read(name, value) for name, value in given.items()}
+        values = {name: read_flag(name, value) for name, value in given.items()}
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return overlaid(document, values | fixed, where, lambda name: f"--{name.replace('_', '-')}")
 
 
-def _read(name: str, value: Any) -> Any:
+def read_flag(name: str, value: Any) -> Any:
+    """Return the value of a flag, with numbers, rules and truths read from their texts."""
     if name == "tensors":
         return [read_rule(text) for text in value]
     if name in FIELDS or name in PER_MODEL:

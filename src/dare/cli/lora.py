@@ -8,10 +8,22 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from dare.cli import COMMANDS
-from dare.cli.flags import Overwrite, RunSwitch, output_flag, runs, several
+from dare.cli.flags import (
+    METHOD,
+    PER_MODEL,
+    RESOURCES,
+    Overwrite,
+    RunSwitch,
+    StageFiles,
+    output_flag,
+    read_flag,
+    runs,
+    several,
+    stage_flags,
+)
 from dare.documents.shown import Shown
 from dare.lora.extraction import extract_adapter
-from dare.lora.merging import plan_adapters, run_plan
+from dare.lora.merging import Space, plan_adapters, run_plan
 
 lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
 
@@ -19,46 +31,57 @@ Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
 Energy = Annotated[float | None, Parameter(help="Or: the share of the squared change to keep.")]
 Output = Annotated[Path, output_flag("Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
+MODEL_SEED = "model_seed"
 
 
 def _merge(
-    adapters: list[Path], *, output: Path, dry_run: bool, overwrite: bool, **settings: Any
+    adapters: list[Path],
+    *,
+    output: Path,
+    dry_run: bool,
+    overwrite: bool,
+    stage: object,  # loaded before flags are read
+    **settings: Any,
 ) -> Shown:
     plan = plan_adapters(adapters, **settings)
     return plan if dry_run else run_plan(plan, output, overwrite=overwrite)
 
 
 @lora.command
-@runs(_merge)
+@runs(_merge, [PER_MODEL[MODEL_SEED].parameter(MODEL_SEED), *stage_flags()])
 def merge(
     adapters: list[Path],
     /,
     *,
     output: Output,
-    weights: Annotated[list[float] | None, several("--weight")] = None,
-    method: str = "linear",
+    weights: Annotated[list[float] | None, several("--weight", group=METHOD)] = None,
+    method: Annotated[str, Parameter(group=METHOD)] = "linear",
+    space: Annotated[Space, Parameter(group=METHOD)] = "full",
     rank: Rank = None,
     energy: Energy = None,
-    drop_rate: float | None = None,
-    seed: int = 42,
-    scale: float = 1.0,
+    seed: Annotated[int, Parameter(group=METHOD)] = 42,
+    scale: Annotated[float, Parameter(group=METHOD)] = 1.0,
     dtype: Type = "F32",
-    threads: int | None = None,
-    max_memory: str | None = None,
+    threads: Annotated[int | None, Parameter(group=RESOURCES)] = None,
+    max_memory: Annotated[str | None, Parameter(group=RESOURCES)] = None,
+    stage: StageFiles = None,
     dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
-) -> None:
+    **flags: Any,
+) -> dict[str, Any]:
     """Merge LoRA adapters into one, without the base.
 
-    Without --rank and --energy the result is exact, and its rank the sum of the ranks.
+    linear and sum are exact, and the ranks add up. Other methods need --rank or --energy, or
+    --space core, which needs neither.
 
     :param adapters: LoRA adapters of one base, from PEFT.
     :param weights: Weights, one for each adapter.
     :param method: As in a merge: sum, dare+linear, ties, …
-    :param drop_rate: Share of each delta to drop.
+    :param space: Merge whole matrices, or small ones in the space that the adapters span.
     :param max_memory: Memory for buffers and factors.
     :param dry_run: Show the plan, but do not merge.
     """
+    return {name: read_flag(name, value) for name, value in flags.items()}
 
 
 @lora.command

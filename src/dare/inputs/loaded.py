@@ -30,8 +30,11 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
-# tensor is a part of a larger one, or is not loaded at all.
-Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
+# tensor is what PEFT knows as a parameter (the experts of a layer, perhaps as inputs × outputs), a
+# part of a larger one, or not loaded at all.
+Kind = Literal[
+    "linear", "conv1d", "embedding", "other", "parameter", "turned_parameter", "fused", "absent"
+]
 
 EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
@@ -44,7 +47,6 @@ MAMBA_LAYERS = {
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
     "jamba": ("dt_proj",),
 }
-OF_EXPERTS = "PEFT takes it for an expert because of its name"
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
@@ -72,10 +74,20 @@ class LoadedTensor:
         return self.name.rpartition(".")[2]
 
     @property
+    def is_parameter(self) -> bool:
+        """True if an adapter names the parameter, not its module."""
+        return self.kind in ("parameter", "turned_parameter")
+
+    @property
     def is_layer(self) -> bool:
-        """True if it is the matrix of a layer that can have a LoRA."""
+        """True if it is the matrix of a layer, or of each expert, that can have a LoRA."""
         is_matrix = self.kind in ("linear", "conv1d") and self.parameter == "weight"
-        return is_matrix and not self.hindrance
+        return self.is_parameter or (is_matrix and not self.hindrance)
+
+    @property
+    def target(self) -> str:
+        """The module or the parameter that an adapter names."""
+        return self.name if self.is_parameter else self.module
 
 
 Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored names
@@ -156,8 +168,8 @@ def _by_transformers(
 
     tables = Tables.of(model)
     state = tables.state
-    hindered = dict.fromkeys(_expert_layers(tables.converters), OF_EXPERTS)
-    hindered |= dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
+    like_experts = set(_expert_layers(tables.converters))
+    hindered = dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
     owners = Counter(map(id, state.values()))
     places = {}
     for name in sorted(tensors, key=dot_natural_key):  # as they are loaded
@@ -168,8 +180,11 @@ def _by_transformers(
             places[name] = LoadedTensor(new, "fused")
         else:
             module = new.rpartition(".")[0]
-            kind = _kind_of(model.get_submodule(module))
-            hindrance = hindered.get(module.rpartition(".")[2], "")
+            leaf = module.rpartition(".")[2]
+            kind = _kind_of(model.get_submodule(module), new, len(tensors[name].shape))
+            if kind == "linear" and leaf in like_experts and new.endswith(".weight"):
+                kind = "parameter"  # PEFT would take the module for an expert because of its name
+            hindrance = hindered.get(leaf, "")
             places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
     stored: dict[str, str] = {}
     for name, place in places.items():
@@ -286,11 +301,16 @@ def load_live(folder: Path) -> Any:
     return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
 
 
-def _kind_of(module: Any) -> Kind:
+def _kind_of(module: Any, name: str, dimensions: int) -> Kind:
     from transformers.pytorch_utils import Conv1D
 
     if type(module) is Conv1D:
         return "conv1d"
     if isinstance(module, sys.modules["torch"].nn.Embedding):
         return "embedding"
+    said = f"{name} {type(module).__name__}".lower()
+    if dimensions == 3 and ("expert" in said or "moe" in said):
+        return "turned_parameter" if getattr(module, "is_transposed", False) else "parameter"
+    if dimensions == 2 and name.rpartition(".")[0].endswith(".experts"):  # a bias of each
+        return "parameter"
     return "linear" if type(module).__name__ in LINEAR_CLASSES else "other"

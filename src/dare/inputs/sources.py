@@ -667,9 +667,11 @@ def read_chunks(
             yield start + offset + first, [raw[first : first + together] for raw in found]
 
 
-def read_float_chunks(sources: Sequence[Source], name: str) -> Iterator[tuple[int, list[Floats]]]:
-    """Yield the chunks of a whole tensor in float32, in arrays that stay."""
-    for start, stored in read_chunks(sources, name):
+def read_float_chunks(
+    sources: Sequence[Source], name: str, *span: int
+) -> Iterator[tuple[int, list[Floats]]]:
+    """Yield the chunks of a tensor, or of a span of it, in float32, in arrays that stay."""
+    for start, stored in read_chunks(sources, name, *span):
         yield start, [decoded(raw) for raw in stored]
 
 

@@ -1,18 +1,19 @@
 """A LoRA adapter from a full fine-tune: the leading directions of model - base, layer by layer.
 
 Each chosen matrix is read, subtracted and truncated on its own, so there is never more than one in
-memory. What cannot be a LoRA (norms, biases, experts) or is not asked for (embeddings, head) is
-stored in full or left out; what is left out though it changed is listed with its size. Modules are
-called what the loaded model calls them.
+memory. What cannot be a LoRA (norms, biases) or is not asked for (embeddings, head) is stored in
+full or left out; what is left out though it changed is listed with its size, and warned of. Modules
+are called what the loaded model calls them, and experts are the parameters that they are there.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from math import sqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.layouts import in_layout_of
 from dare.inputs.loaded import (
+    AS_STORED,
     LoadedTensor,
     architecture_of,
+    build_without_weights,
     find_places,
     places_as_stored,
 )
@@ -34,7 +37,7 @@ from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
 from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks
 from dare.lora.reading import list_findings
-from dare.lora.svd import Wanted, truncate_matrix
+from dare.lora.svd import Wanted, join_experts, truncate_matrix
 from dare.lora.writing import (
     AdapterWork,
     ExtractionReport,
@@ -46,15 +49,17 @@ from dare.lora.writing import (
 from dare.output.receipt import portable_path, short_name
 from dare.run.engine import Run, run
 from dare.stores.locations import to_path
-from dare.tensors.dtypes import weight_type
-from dare.tensors.names import is_embedding
+from dare.tensors.dtypes import STORAGE_TYPES, weight_type
+from dare.tensors.header import TensorInfo
+from dare.tensors.names import is_embedding, some_of
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
+LEFT_OUT_SHOWN = 4
 # Reasons why tensors that no module has as they are stored cannot be in an adapter.
 NOT_IN_MODULES = {
-    "fused": "in memory it is a part of {}, which a LoRA of single layers cannot change",
+    "fused": "in memory it is a part of {}, and this version of transformers does not say how",
     "absent": "the loaded model has no such tensor",
 }
 
@@ -80,10 +85,10 @@ class Change:
             modules |= {module[:end]: set() for end in ends}
         return modules
 
-    def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
+    def read_delta(self, tensor: str, *span: int) -> Iterator[tuple[int, Floats]]:
         """Read a tensor's change, chunk by chunk, each with the place of its first element."""
         sources = [self.model] if self.model.delta_of(tensor).is_change else [self.model, self.base]
-        for start, values in read_float_chunks(sources, tensor):
+        for start, values in read_float_chunks(sources, tensor, *span):
             yield start, reduce(np.subtract, values)
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
@@ -93,21 +98,25 @@ class Change:
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
         return (reduce(np.add, values) for _, values in read_float_chunks(sources, tensor))
 
-    def read_matrix(self, tensor: str) -> Floats:
-        """Read a matrix's whole change."""
+    def read_matrices(self, tensor: str) -> Iterator[Floats]:
+        """Read the whole change of a matrix, or of one expert after the other."""
         info = self.base.tensors[tensor]
-        matrix = np.empty(info.elements, np.float32)
-        for start, change in self.read_delta(tensor):
-            matrix[start : start + change.size] = change
-        return matrix.reshape(info.shape)
+        size = math.prod(info.shape[-2:])
+        for first in range(0, info.elements, size):
+            matrix = np.empty(size, np.float32)
+            for start, change in self.read_delta(tensor, first, size):
+                matrix[start - first :][: change.size] = change
+            yield matrix.reshape(info.shape[-2:])
 
     def can_have_lora(self, tensor: str) -> bool:
-        """Tell whether both have a tensor, and it is the matrix of a layer."""
+        """Tell whether both have a tensor, and it is the matrix of a layer, or one of experts."""
         info, tuned = self.base.tensors[tensor], self.model.tensors.get(tensor)
+        place = self.places[tensor]
         return (
             tuned is not None
-            and self.places[tensor].is_layer
-            and len(info.shape) == 2
+            and place.is_layer
+            and (place.is_parameter or len(info.shape) == 2)
+            and info.elements > 0
             and tuned.shape == info.shape
             and info.dtype.is_weight
             and tuned.dtype.is_weight
@@ -117,7 +126,7 @@ class Change:
         """Return the Frobenius norm of a tensor's change."""
         changes = (change for _, change in self.read_delta(tensor))
         squares = (np.square(change, dtype=np.float64).sum() for change in changes)
-        return sqrt(float(sum(squares)))
+        return math.sqrt(float(sum(squares)))
 
 
 def extract_adapter(
@@ -197,14 +206,20 @@ class Extract(AdapterWork[ExtractionReport]):
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )
+        if left_out:
+            names = some_of([tensor.tensor for tensor in left_out], LEFT_OUT_SHOWN)
+            warning = notice("change_left_out", tensors=names, share=1 - report.share)
+            report = replace(report, notes=(*report.notes, warning))
         owners = {tensor.rpartition(".")[0] for tensor in report.saved}
+        chosen = [change.places[tensor] for tensor in self.chosen]
         architecture = architecture_of(read_config(change.base_path))
         is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
         config = peft_config(
             ranks,
+            {place.target for place in chosen if place.is_parameter},
             base_model_name_or_path=self.base_name,
             task_type="CAUSAL_LM" if is_causal else None,
-            fan_in_fan_out=any(change.places[name].kind == "conv1d" for name in self.chosen),
+            fan_in_fan_out=any(place.kind == "conv1d" for place in chosen),
             bias="lora_only" if owners & set(ranks) else "none",
             modules_to_save=sorted(owners - set(ranks)) or None,
         )
@@ -213,24 +228,34 @@ class Extract(AdapterWork[ExtractionReport]):
     def _extract(self) -> Iterator[ModuleReport]:
         """Store the factors of the chosen matrices that have changed."""
         for tensor in self.chosen:
-            place, matrix = self.change.places[tensor], self.change.read_matrix(tensor)
-            turned = matrix.T if place.kind == "conv1d" else matrix
-            low_rank = truncate_matrix(turned, self.wanted, place.module)
-            if low_rank.rank:
-                self.put(f"{place.module}.lora_A.weight", low_rank.right)
-                self.put(f"{place.module}.lora_B.weight", low_rank.left)
-                norm = sqrt(low_rank.squared)
-                yield ModuleReport(place.module, (), low_rank.rank, norm, low_rank.error)
+            place, name = self.change.places[tensor], self.change.places[tensor].target
+            matrices = self.change.read_matrices(tensor)
+            if place.kind in ("conv1d", "turned_parameter"):
+                matrices = (matrix.T for matrix in matrices)
+            parts = [truncate_matrix(matrix, self.wanted, name) for matrix in matrices]
+            low_rank = join_experts(parts)
+            if rank := low_rank.rank // len(parts):
+                self.put(f"{name}.lora_A.weight", low_rank.right)
+                self.put(f"{name}.lora_B.weight", low_rank.left)
+                yield ModuleReport(name, (), rank, math.sqrt(low_rank.squared), low_rank.error)
 
 
 def _open(base: Path, model: Path, as_stored: bool) -> Change:
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")
-    configs = {"base_config": read_config(base), "model_config": read_config(model)}
+    config, more = read_config(base), tuple[Notice, ...]()
+    configs = {"base_config": config, "model_config": read_config(model)}
     tuned, notes = match_names(opened, open_model(model, base=opened), model.name, **configs)
-    tuned, remarks = in_layout_of(opened, tuned, model.name, base, configs["base_config"])
-    notes += remarks
+    if as_stored:
+        is_tied = config.get("tie_word_embeddings") is True
+        places = places_as_stored(opened.tensors, is_tied=is_tied)
+    else:
+        places, more = find_places(base, config, opened.tensors)
+        if any(place.kind == "fused" for place in places.values()):
+            opened = _as_loaded(opened, base, config)
+            places, _ = find_places(base, config, opened.tensors)
+    tuned, _ = in_layout_of(opened, tuned, model.name, base, config)
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
@@ -238,12 +263,20 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     if problems:
         head = "the model's tensors do not match; give the base that it was fine-tuned from:"
         raise MismatchError(head, *list_findings(problems))
-    found = base, opened, tuned
-    if as_stored:
-        is_tied = configs["base_config"].get("tie_word_embeddings") is True
-        return Change(*found, places_as_stored(opened.tensors, is_tied=is_tied), notes)
-    places, more = find_places(base, configs["base_config"], opened.tensors)
-    return Change(*found, places, (*notes, *more))
+    return Change(base, opened, tuned, places, (*notes, *more))
+
+
+def _as_loaded(base: Source, path: Path, config: Mapping[str, Any]) -> Source:
+    """Return a base with the tensors that it has in memory, where its files have parts of them."""
+    built = build_without_weights(path, config, AS_STORED)
+    loaded = Source()
+    loaded.tensors = {
+        name: TensorInfo(name, STORAGE_TYPES["F32"], tuple(value.shape), 0)
+        for name, value in built.state_dict().items()
+    }
+    with suppress(InputError, MismatchError):  # else what is in parts is left out, with a warning
+        return in_layout_of(loaded, base, path.name, path, config)[0]
+    return base
 
 
 # ---------------------------------------------------------------- the modules
@@ -252,14 +285,14 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
 def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     """Return the tensors to extract, in order of their modules' names."""
     able = filter(change.can_have_lora, change.places)
-    layers = {change.places[name].module: name for name in able}
+    layers = {change.places[name].target: name for name in able}
     if patterns is None:
         return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()
     for pattern in patterns:
         matching = {module for module in layers if _matches(module, pattern)}
         if not matching:
-            last_names = {module.rpartition(".")[2] for module in layers}
+            last_names = {m.removesuffix(".weight").rpartition(".")[2] for m in layers}
             raise RecipeError(
                 f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}"
                 f"{_why_no_layer(change, pattern)}; "
@@ -269,8 +302,9 @@ def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     return [layers[module] for module in sorted(chosen)]
 
 
-def _matches(module: str, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(module, way) for way in (pattern, f"*.{pattern}"))
+def _matches(target: str, pattern: str) -> bool:
+    name = target.removesuffix(".weight")
+    return any(fnmatch.fnmatchcase(name, way) for way in (pattern, f"*.{pattern}"))
 
 
 def _why_no_layer(change: Change, pattern: str) -> str:
@@ -294,7 +328,7 @@ def _sort_others(
     for tensor in sorted(set(change.base.tensors) & set(change.model.tensors)):
         info, tuned = change.base.tensors[tensor], change.model.tensors[tensor]
         place = change.places[tensor]
-        is_done = place.is_layer and place.module in targets
+        is_done = place.is_layer and place.target in targets
         if is_done or not (info.dtype.is_weight and tuned.dtype.is_weight):
             continue
         if info.shape != tuned.shape:
@@ -319,6 +353,8 @@ def _why_not_saved(change: Change, place: LoadedTensor, targets: set[str]) -> st
         return NOT_IN_MODULES[place.kind].format(place.name)
     if place.is_tied:
         return "embedding and head are tied, and PEFT would store one without the other"
+    if any(change.places[name].name in targets for name in together):
+        return "PEFT stores no other tensor of a module whose parameter has a LoRA"
     if place.module in targets:
         return "" if place.parameter == "bias" else "PEFT stores only a bias together with a LoRA"
     if not place.module or not together:

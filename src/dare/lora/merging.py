@@ -2,8 +2,8 @@
 
 Σ wᵢ·sᵢ·Bᵢ·Aᵢ is one product of stacked factors, so `linear` and `sum` are exact by concatenation,
 at the price of a rank that is the sum of the ranks. With `rank` or `energy` the result is truncated
-by SVD. Methods that drop or elect work on single elements of ΔW and need the whole matrix; they are
-run by the same engine as any merge (same plan, masks and bits), one matrix at a time.
+by SVD. Other methods are run by the same engine as any merge (same plan, masks and bits), one
+module at a time: on whole matrices, which must be truncated, or on small ones in the core space.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,19 @@ from dare.documents.document import Document
 from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, show_size, times
-from dare.errors import InputError, RecipeError
-from dare.inputs.sources import ArraySource, hold_open, read_float_chunks, read_floats
-from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters
-from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
+from dare.errors import InputError, RecipeError, did_you_mean
+from dare.inputs.sources import ArraySource, Source, hold_open, read_float_chunks, read_floats
+from dare.lora.core import CoreSource, FindCore, core_bytes, keep_last
+from dare.lora.reading import HOW_ELSE, AdapterFile, Module, open_adapters
+from dare.lora.svd import (
+    LowRank,
+    Wanted,
+    check_finite,
+    join_experts,
+    truncate_matrix,
+    truncate_product,
+    working_bytes,
+)
 from dare.lora.writing import (
     AdapterReport,
     AdapterWork,
@@ -39,8 +48,9 @@ from dare.output.receipt import inputs_of_output, portable_path, short_name
 from dare.output.sink import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.document import overlaid, parameter_names
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import ModelEntry, Recipe, TensorRule, names_of
+from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.run.engine import Run, draw_conclusions, execute, run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
@@ -49,38 +59,8 @@ from dare.tensors.mask import MASK_VERSION
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
-COMBINES = ("linear", "sum", "ties")  # combine stages that need nothing of the base
-ADDITIVE = ("linear", "sum")
-
-
-@dataclass(frozen=True)
-class Module:
-    """One module of the result: the adapters that have it, and how its factors are stored."""
-
-    name: str
-    owners: tuple[int, ...]  # the adapters that have it, by their place
-    pairs: tuple[Pair, ...]  # the factors in each of those
-    order: Literal["C", "F"]  # the base's order of B·A: by rows, or its transpose
-    has_bias: bool
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank in each adapter that has it."""
-        return tuple(pair.rank for pair in self.pairs)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows of lora_B, columns of lora_A."""
-        return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
-
-    def put(self, output: AdapterWork[AdapterReport], merged: LowRank) -> None:
-        """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
-        pair, rank = self.pairs[0], merged.rank
-        word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
-        right = merged.right.reshape(rank, *pair.down.shape[1:])
-        output.put(f"{self.name}.lora_{word}A{end}", right)
-        left = merged.left.reshape(-1, rank, *pair.up.shape[2:])
-        output.put(f"{self.name}.lora_{word}B{end}", left)
+# The space in which changes are merged: that of whole matrices, or the one that adapters span.
+Space = Literal["full", "core"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +74,7 @@ class AdapterPlan(Shown):
     wanted: Wanted | None  # None keeps everything
     weights: tuple[float, ...]
     dtype: StorageType
+    space: Space
     notes: tuple[Notice, ...] = ()
 
     @property
@@ -101,14 +82,26 @@ class AdapterPlan(Shown):
         """The stages, joined by +, of all methods."""
         return self.recipe.methods
 
-    @property
+    @cached_property
     def is_additive(self) -> bool:
         """True if the result is a weighted sum of the deltas as they are."""
-        return all(names_of(chain) in ADDITIVE for chain in self.recipe.chains.values())
+
+        def is_sum(tensor: str) -> bool:
+            *others, (combine, _) = self.recipe.chain_for(tensor)
+            return not others and combine.is_sum(self.recipe.combine_settings_for(tensor))
+
+        return all(is_sum(tensor) for adapter in self.adapters for tensor in adapter.tensors)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if the factors are put side by side, which takes no engine."""
+        return self.is_additive and self.space == "full"
 
     @property
     def route(self) -> str:
         """The way in which the adapter is made, in words."""
+        if self.space == "core":
+            return "in the core space" + (", by SVD" if self.wanted else "")
         if self.wanted is None:
             return "by concatenation"
         return "by SVD of the factors" if self.is_additive else "by SVD of whole matrices"
@@ -121,23 +114,36 @@ class AdapterPlan(Shown):
     @property
     def working_bytes(self) -> int:
         """About the most memory that one module takes; there is never more than one."""
-        return max(map(self._module_bytes, self.modules))
+        most = max(map(self._module_bytes, self.modules))
+        return most if self.is_stacked else max(most, self.engine_plan.cost.matrix_work)
 
     def _module_bytes(self, module: Module) -> int:
+        if self.space == "core":
+            return core_bytes(module)
         if self.wanted is not None and not self.is_additive:
-            return working_bytes(module.shape, self.wanted)
-        factors = sum(module.ranks) * sum(module.shape) * 4
+            others = 4 * (module.experts - 1) * math.prod(module.shape)
+            return working_bytes(module.shape, self.wanted) + others
+        factors = module.experts * sum(module.ranks) * sum(module.shape) * 4
         return factors * (2 if self.wanted is None else 6)
 
     @cached_property
-    def elementwise(self) -> Plan:
+    def engine_plan(self) -> Plan:
         """The same merge as the engine sees it: deltas onto a base of zeros."""
+        sources: Sequence[Source] = self.adapters
+        if self.space == "core":
+            find = self.find_core
+            sources = [
+                CoreSource(n, self.adapters, self.modules, find) for n in range(len(sources))
+            ]
         zero, kind = np.zeros(1, np.float32), STORAGE_TYPES["F32"]
-        infos = [info for adapter in self.adapters for info in adapter.tensors.values()]
+        infos = [info for source in sources for info in source.tensors.values()]
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
-        return make_plan(
-            self.recipe, ArraySource(zeros), self.adapters, self.names, options=self.options
-        )
+        return make_plan(self.recipe, ArraySource(zeros), sources, self.names, options=self.options)
+
+    @cached_property
+    def find_core(self) -> FindCore:
+        """The search for a module's core space."""
+        return keep_last(self.adapters)
 
     def document(self) -> Document:
         """Return what will be merged, and how."""
@@ -161,7 +167,7 @@ def plan_adapters(
     method: str = "linear",
     rank: int | None = None,
     energy: float | None = None,
-    drop_rate: float | None = None,
+    space: Space = "full",
     stages: Mapping[str, Mapping[str, Any]] | None = None,
     tensors: Sequence[TensorRule] = (),
     seed: int = 42,
@@ -169,40 +175,57 @@ def plan_adapters(
     dtype: str = "F32",
     threads: int | None = None,
     max_memory: int | str | None = None,
+    **parameters: Any,
 ) -> AdapterPlan:
     """Read configurations and headers and plan what `merge_adapters` would do.
 
     An adapter is a path, or a `ModelEntry` with a weight, a seed and settings of its own. Rules
-    name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`.
+    name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`. `parameters` are those of
+    stages (`drop_rate`, `keep_ratio`, …) and `model_seed`: one value, or a list with one for each
+    adapter. `space = "core"` merges in the small space that the adapters span.
     `max_memory` is for the buffers and factors of methods that work on single elements.
     """
-    tables = {name: dict(table) for name, table in (stages or {}).items()}
-    if drop_rate is not None:
-        tables.setdefault("dare", {})["drop_rate"] = drop_rate
-    recipe = Recipe(  # which checks all settings
-        base="zeros",
-        models=_entries(adapters, weights),
-        stages=tables,
-        method=method,
-        tensors=tuple(tensors),
-        seed=seed,
-        scale=scale,
-    )
-    options = RunOptions(threads=threads, max_memory=max_memory, verbose=False)
-    for chosen, (*_, (combine, _)) in recipe.chains.items():
-        if combine.name not in COMBINES:
-            fault = f"method {chosen!r}: {combine.name} needs the base"
-            raise RecipeError(f"{fault}; use {', '.join(COMBINES)}, {HOW_ELSE}")
+    if isinstance(adapters, str | PathLike):
+        raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
+    if space not in get_args(Space):
+        raise RecipeError(f"space = {space!r}: must be {' or '.join(map(repr, get_args(Space)))}")
+    known = (*parameter_names(), "model_seed")
+    for name in parameters.keys() - set(known):
+        raise RecipeError(f"{name}: not known{did_you_mean(name, known)}")
+    given: dict[str, Any] = {"method": method, "stages": stages, "tensors": list(tensors)}
+    given |= {"seed": seed, "scale": scale, "weight": weights, **parameters}
+    given |= {"threads": threads, "max_memory": max_memory, "verbose": False}
+    given = {name: value for name, value in given.items() if value is not None}
+    request = overlaid({"base": "zeros", "models": list(adapters)}, given, "arguments")
+    recipe = request.recipe
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
     check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
     modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
-    plan = AdapterPlan(recipe, options, opened, modules, wanted, plain, weight_type(dtype))
-    if wanted is None and not plan.is_additive:
-        raise RecipeError(f"method {plan.method!r}: has full rank; set rank = 16 or energy = 0.9")
-    if not plan.modules:
+    kind = weight_type(dtype)
+    plan = AdapterPlan(recipe, request.options, opened, modules, wanted, plain, kind, space)
+    if not modules:
         raise InputError("no adapter has a LoRA module and a weight other than 0")
+    _check_method(plan)
     return replace(plan, notes=tuple(_notes(plan)))
+
+
+def _check_method(plan: AdapterPlan) -> None:
+    """Refuse stages that look at the base, and whole matrices that nothing would make small."""
+    recipe, where = plan.recipe, f"method {plan.method!r}"
+    for tensor in (tensor for adapter in plan.adapters for tensor in adapter.tensors):
+        combine = recipe.chain_for(tensor)[-1][0]
+        if combine.needs_base(recipe.combine_settings_for(tensor)):
+            fault = f"{combine.name} needs the base"
+            raise RecipeError(f"{where}: {fault}; take one of changes alone, as ties, {HOW_ELSE}")
+    for module in plan.modules if plan.space == "core" else ():
+        stages = [stage for stage, _ in recipe.chain_for(module.tensor) if stage.sees == "matrix"]
+        if module.experts > 1 and stages:
+            fault = f"{stages[0].name} would take the experts of {module.name} for one matrix"
+            raise RecipeError(f"{where}: {fault}; take a method without it for them, {HOW_ELSE}")
+    if plan.wanted is None and not plan.is_additive and plan.space == "full":
+        remedy = 'set rank = 16 or energy = 0.9, or merge in the core space: space = "core"'
+        raise RecipeError(f"{where}: changes whole matrices; {remedy}")
 
 
 def merge_adapters(
@@ -214,7 +237,7 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one; settings are those of `plan_adapters`.
 
-    Without `rank` and `energy` the result is exact, and its rank is the sum of the ranks.
+    `linear` and `sum` are exact without `rank` and `energy`, and the ranks add up.
     """
     return run_plan(plan_adapters(adapters, **settings), output, overwrite=overwrite)
 
@@ -234,14 +257,16 @@ class MergeAdapters(AdapterWork[AdapterReport]):
 
     def fill(self, run: Run) -> Made[AdapterReport]:
         plan, modules = self._plan, []
-        for module, merged, bias in _summed(plan) if plan.is_additive else _elementwise(plan):
+        for module, parts, bias in _summed(plan) if plan.is_stacked else _by_engine(plan):
+            merged = join_experts(parts)
             if merged.rank == 0:
                 continue
-            module.put(self, merged)
+            self._put(module, merged)
             if bias is not None:
                 self.put(f"{module.name}.lora_B.bias", bias)
             norm = math.sqrt(merged.squared)
-            modules.append(ModuleReport(module.name, module.ranks, merged.rank, norm, merged.error))
+            rank = merged.rank // len(parts)
+            modules.append(ModuleReport(module.name, module.ranks, rank, norm, merged.error))
         if not modules:
             raise InputError("the merged change is zero in every module; there is nothing to write")
         averaged = _write_averages(plan, {module.name for module in modules}, self)
@@ -262,22 +287,17 @@ class MergeAdapters(AdapterWork[AdapterReport]):
         )
         return report, _config(plan, modules), _how(plan, self.layout.target)
 
+    def _put(self, module: Module, merged: LowRank) -> None:
+        """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
+        pair, rank = module.pairs[0], merged.rank
+        word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
+        right = merged.right.reshape(rank, *pair.down.shape[1:])
+        self.put(f"{module.name}.lora_{word}A{end}", right)
+        left = merged.left.reshape(-1, rank, *pair.up.shape[2:])
+        self.put(f"{module.name}.lora_{word}B{end}", left)
+
 
 # ---------------------------------------------------------------- the plan
-
-
-def _entries(
-    adapters: Sequence[AnyPath | ModelEntry], weights: Sequence[float] | None
-) -> list[ModelEntry]:
-    if isinstance(adapters, str | PathLike):
-        raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
-    if weights is not None and len(weights) != len(adapters):
-        raise RecipeError(f"weights: {len(weights)} given for {times(len(adapters), 'adapter')}")
-    entries = [a if isinstance(a, ModelEntry) else ModelEntry(file=a) for a in adapters]
-    if weights is None:
-        return entries
-    given = zip(entries, weights, strict=True)
-    return [entry.model_copy(update={"weight": weight}) for entry, weight in given]
 
 
 def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
@@ -295,7 +315,7 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
         owners = [
             place
             for place, adapter in enumerate(adapters)
-            if name in adapter.pairs and recipe.weight_for(f"{name}.weight", place) != 0
+            if (pair := adapter.pairs.get(name)) and recipe.weight_for(pair.tensor, place) != 0
         ]
         if owners:
             pairs = tuple(adapters[place].pairs[name] for place in owners)
@@ -317,48 +337,52 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
             raise RecipeError("weights: they sum to 0, and what is stored in full is averaged")
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
         yield notice("averaged_in_full", how=how)
-    if plan.is_additive:
+    if plan.is_stacked:
         return
-    yield from plan.elementwise.warnings
+    yield from plan.engine_plan.warnings
     recipe = plan.recipe
     tables = [settings for _, settings in recipe.all_stages]
     tables += [entry.settings for entry in recipe.models]
     tables += [rule.settings for rule in recipe.tensors]
     if any(isinstance(value, list) for table in tables for value in table.values()):
         yield notice("adapter_layers")
-    if "dare" in plan.method:
+    if plan.space == "full" and any(stage.drops_at_random for stage, _ in recipe.all_stages):
         yield notice("noise_of_dropping")
 
 
 # ---------------------------------------------------------------- the modules
 
-# A module, its merged factors, and the bias of lora_B where there is one.
-Merged = tuple[Module, LowRank, Floats | None]
+# A module, the merged factors of each expert, and the bias of lora_B where there is one.
+Merged = tuple[Module, list[LowRank], Floats | None]
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
     """Merge modules by a weighted sum, from their factors alone."""
     with hold_open(plan.adapters, checks=True):
         for module in plan.modules:
-            merged = _stack(plan, module)
-            if plan.wanted is not None:
-                cut = truncate_product(merged.left, merged.right, plan.wanted, module.name)
-                merged = replace(cut, squared=merged.squared)
+            merged = list(_stack(plan, module))
+            if (wanted := plan.wanted) is not None:
+                cuts = (truncate_product(m.left, m.right, wanted, module.name) for m in merged)
+                merged = [
+                    replace(cut, squared=m.squared) for cut, m in zip(cuts, merged, strict=True)
+                ]
             yield module, merged, _bias_sum(plan, module) if module.has_bias else None
 
 
-def _stack(plan: AdapterPlan, module: Module) -> LowRank:
+def _stack(plan: AdapterPlan, module: Module) -> Iterator[LowRank]:
     """Put all factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
         down, up = plan.adapters[owner].read_pair(module.name)
-        weight = plan.recipe.weight_for(f"{module.name}.weight", owner)
+        weight = plan.recipe.weight_for(module.tensor, owner)
         lefts.append(up * np.float32(weight * plan.recipe.scale * pair.scaling))
         rights.append(down)
-    left, right = np.concatenate(lefts, axis=1), np.concatenate(rights)
-    wide, tall = right.astype(np.float64), left.astype(np.float64)
-    squared = float(np.sum((tall.T @ tall) * (wide @ wide.T)))
-    return LowRank(left, right, max(squared, 0.0), lost=0.0)
+    both = np.concatenate(lefts, axis=2), np.concatenate(rights, axis=1)
+    check_finite(*both, where=module.name)
+    for left, right in zip(*both, strict=True):
+        wide, tall = right.astype(np.float64), left.astype(np.float64)
+        squared = float(np.sum((tall.T @ tall) * (wide @ wide.T)))
+        yield LowRank(left, right, max(squared, 0.0), lost=0.0)
 
 
 def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
@@ -372,10 +396,9 @@ def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
     return total
 
 
-def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
-    """Merge modules whose ΔW is dropped and combined element by element, then truncated."""
-    assert plan.wanted is not None  # or the rank would be full
-    whole = plan.elementwise
+def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
+    """Merge modules as the engine merges tensors: whole matrices, or those in the core space."""
+    whole = plan.engine_plan
     tensors = {tensor.name: tensor for tensor in whole.tensors}
     conclusions = draw_conclusions(whole)
 
@@ -385,10 +408,17 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
         execute(replace(whole, tensors=(tensors[name],)), sink, known=conclusions)
         return sink.arrays[name].view(np.float32)
 
-    for module in plan.modules:
-        matrix = merge(f"{module.name}.weight").reshape(module.shape, order=module.order)
-        merged = truncate_matrix(matrix, plan.wanted, module.name)
-        yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
+    with hold_open(plan.adapters):
+        for module in plan.modules:
+            values = merge(module.tensor)
+            if plan.space == "core":
+                merged = list(plan.find_core(module).expand(values, plan.wanted, module.name))
+            else:
+                assert plan.wanted is not None  # or the rank would be full
+                flat = values.reshape(module.experts, -1)
+                matrices = (each.reshape(module.shape, order=module.order) for each in flat)
+                merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
+            yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
 def _write_averages(plan: AdapterPlan, targets: set[str], output: MergeAdapters) -> tuple[str, ...]:
@@ -416,6 +446,7 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
     base = plan.adapters[0].adapter.base_name
     return peft_config(
         {module.name: module.rank for module in modules},
+        {module.name for module in plan.modules if module.pairs[0].is_parameter},
         base_model_name_or_path=short_name(base) if base and Path(base).is_absolute() else base,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         bias=next((c["bias"] for c in configs if c.get("bias") not in (None, "none")), "none"),
@@ -435,6 +466,7 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
         "mask": None if plan.is_additive else MASK_VERSION,
+        "space": plan.space,
         "rank": plan.wanted and plan.wanted.rank,
         "energy": plan.wanted and plan.wanted.energy,
         "dtype": plan.dtype.name,

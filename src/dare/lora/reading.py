@@ -1,15 +1,17 @@
 """Adapters as they are stored: factors, not the deltas they stand for.
 
 `dare.inputs.lora` says what each stored tensor is for; here the pieces are handed out one by one,
-so that adapters can be merged without ever forming ΔW. A module is called what the base calls it,
-its tensor is that name with `.weight`.
+so that adapters can be merged without ever forming ΔW. What has a LoRA is a module, called what the
+base calls it, whose tensor is that name with `.weight`; or a parameter, called as its tensor is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +33,60 @@ FINDINGS_SHOWN = 10
 class Pair:
     """One module's two factors in one adapter, as they are stored."""
 
+    tensor: str  # the base's tensor that they change
     # lora_A: rank × inputs, with the kernel's dimensions at the end for a convolution
     down: TensorInfo
     up: TensorInfo  # lora_B: outputs × rank, with dimensions of 1 at the end for a convolution
     scaling: float
+    experts: int  # matrices that have factors of their own
+    is_parameter: bool  # True if PEFT finds it by `target_parameters`
 
     @property
     def rank(self) -> int:
-        """The number of directions."""
-        return self.down.shape[0]
+        """The number of directions, of each expert."""
+        return self.down.shape[0] // self.experts
 
     @property
     def is_embedding(self) -> bool:
         """True for an embedding, whose factors PEFT names and turns differently."""
         return ".lora_embedding_" in self.down.name
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module or parameter of the result: the adapters that have it, and its factors there."""
+
+    name: str
+    owners: tuple[int, ...]  # the adapters that have it, by their place
+    pairs: tuple[Pair, ...]  # the factors in each of those
+    order: Literal["C", "F"]  # the base's order of B·A: by rows, or its transpose
+    has_bias: bool
+
+    @property
+    def tensor(self) -> str:
+        """The base's tensor that it changes."""
+        return self.pairs[0].tensor
+
+    @property
+    def experts(self) -> int:
+        """The number of matrices."""
+        return self.pairs[0].experts
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank in each adapter that has it."""
+        return tuple(pair.rank for pair in self.pairs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of lora_B, columns of lora_A, of one expert."""
+        return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
+
+    @property
+    def core_shape(self) -> tuple[int, ...]:
+        """Its shape in the space that all of its adapters span, one for each expert."""
+        sides = (min(side, sum(self.ranks)) for side in self.shape)
+        return *((self.experts,) if self.experts > 1 else ()), *sides
 
 
 class AdapterFile(LoraSource):
@@ -61,20 +103,26 @@ class AdapterFile(LoraSource):
         self.tensors = {name: self.tensors[name] for name in self._products}
         self.biases: set[str] = set()  # modules whose lora_B has a bias
         self.pairs: dict[str, Pair] = {}  # the factors of each module
+        targets = tuple(f".{target}" for target in self.adapter.target_parameters)
         for tensor, (product,) in self._products.items():
             module = tensor.rpartition(".")[0]
+            if not self.tensors[tensor].elements:
+                raise InputError(f"{self.path}: {tensor} has no elements; the adapter is damaged")
             if product.right is None:
                 self.biases.add(module)
                 continue
             left, right = (self._stored.tensors[key] for key in (product.left, product.right))
             down, up = (left, right) if product.transposed else (right, left)
-            self.pairs[module] = Pair(down, up, product.scale)
+            is_parameter = f".{tensor}".endswith(targets)
+            how = product.scale, product.experts, is_parameter
+            self.pairs[tensor if is_parameter else module] = Pair(tensor, down, up, *how)
 
     def read_pair(self, module: str) -> tuple[Floats, Floats]:
-        """Read lora_A as rank × columns, and lora_B as rows × rank."""
+        """Read lora_A as experts × rank × columns, and lora_B as experts × rows × rank."""
         pair = self.pairs[module]
         down, up = (read_block(self._stored, f.name, 0, f.shape[0]) for f in (pair.down, pair.up))
-        return down, up
+        ups = up.reshape(len(up), pair.rank, pair.experts).transpose(2, 0, 1)
+        return down.reshape(pair.experts, pair.rank, -1), ups
 
 
 def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
@@ -115,8 +163,9 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     first: dict[str, tuple[str, str]] = {}
     for adapter in adapters:
         for module, pair in adapter.pairs.items():
-            form = adapter.tensors[f"{module}.weight"].form
-            layer = f"{'an embedding' if pair.is_embedding else 'a layer'} of {form}"
+            form = adapter.tensors[pair.tensor].form
+            kind = "a parameter" if pair.is_parameter else "a layer"
+            layer = f"{'an embedding' if pair.is_embedding else kind} of {form}"
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
                 yield f"{module}: {expected} in {name}, {layer} in {adapter.name}; give one base's"

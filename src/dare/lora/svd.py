@@ -16,15 +16,16 @@ machines to about 1e-5 of their norm, and not bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
-from dare.kernels.linalg import NOISE, PANEL, falling_eigen, gram, squared_norm
+from dare.kernels.linalg import NOISE, PANEL, Doubles, falling_eigen, gram, squared_norm
 
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.floating[Any]]
@@ -91,16 +92,36 @@ class LowRank:
 
 def truncate_product(left: Floats, right: Floats, wanted: Wanted, where: str) -> LowRank:
     """Truncate left·right (rows × k times k × columns) without forming it."""
-    _check_finite(float(np.abs(left).max(initial=0)) + float(np.abs(right).max(initial=0)), where)
+    check_finite(left, right, where=where)
     basis, rows = np.linalg.qr(left.astype(np.float64))
     other_basis, columns = np.linalg.qr(right.T.astype(np.float64))
-    inner, values, other_inner = np.linalg.svd(rows @ columns.T)
+    return truncate_core(basis, rows @ columns.T, other_basis.T, wanted)
+
+
+def truncate_core(left: Doubles, core: Doubles, right: Doubles, wanted: Wanted) -> LowRank:
+    """Truncate left·core·right, whose outer factors are orthonormal."""
+    inner, values, other_inner = np.linalg.svd(core, full_matrices=False)
     energies = values**2
     rank = wanted.choose(energies, float(energies.sum()))
     roots = np.sqrt(values[:rank])
-    tall = basis @ (inner[:, :rank] * roots)
-    left, right = _oriented(tall, (roots[:, None] * other_inner[:rank]) @ other_basis.T)
-    return LowRank(left, right, float(energies.sum()), lost=float(energies[rank:].sum()))
+    tall = left @ (inner[:, :rank] * roots)
+    wide = (roots[:, None] * other_inner[:rank]) @ right
+    lost = float(energies[rank:].sum())
+    return LowRank(*_oriented(tall, wide), float(energies.sum()), lost)
+
+
+def join_experts(parts: Sequence[LowRank]) -> LowRank:
+    """Put the factors of several experts into one pair, as PEFT stores them, of the largest rank.
+
+    lora_A has the directions of one expert after those of another, lora_B has the first direction
+    of all experts, then the second.
+    """
+    rank = max(part.rank for part in parts)
+    lefts = [np.pad(part.left, ((0, 0), (0, rank - part.rank))) for part in parts]
+    rights = [np.pad(part.right, ((0, rank - part.rank), (0, 0))) for part in parts]
+    left = np.stack(lefts, axis=2).reshape(len(lefts[0]), -1)
+    sums = (sum(part.squared for part in parts), sum(part.lost for part in parts))
+    return LowRank(left, np.concatenate(rights), *sums)
 
 
 def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
@@ -108,7 +129,7 @@ def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
     height = max(1, PANEL * PANEL // max(matrix.shape[1], 1))
     panels = [slice(start, start + height) for start in range(0, len(matrix), height)]
     squared = sum(squared_norm(matrix[rows]) for rows in panels)
-    _check_finite(squared, where)
+    check_finite(squared, where=where)
     is_tall = matrix.shape[0] > matrix.shape[1]
     left, right = _leading(matrix.T if is_tall else matrix, wanted, squared)
     left, right = _oriented(right.T, left.T) if is_tall else _oriented(left, right)
@@ -181,9 +202,11 @@ def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
     places = np.abs(left).argmax(axis=0)
     signs = np.where(left[places, np.arange(left.shape[1])] < 0, -1.0, 1.0)
     left, right = left * signs, right * signs[:, None]
-    return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
+    with np.errstate(over="ignore"):  # what is too large is refused where it is stored
+        return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
 
 
-def _check_finite(figure: float, where: str) -> None:
-    if not isfinite(figure):
+def check_finite(*figures: Numbers | float, where: str) -> None:
+    """Refuse a change with NaN or infinite values."""
+    if not all(np.isfinite(figure).all() for figure in figures):
         raise InputError(f"{where}: the change has values that are not finite; check the inputs")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -26,7 +26,7 @@ from dare.documents.notices import Notice
 from dare.documents.shown import Shown, json_ready
 from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
-from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
+from dare.inputs.lora import CONFIG_NAME, PARAMETERS, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.output.journal import Record
 from dare.output.output import Identity, Publisher
@@ -35,13 +35,11 @@ from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
 from dare.run.engine import Receipt, Run, Work
 from dare.tensors.dtypes import StorageType
-from dare.tensors.names import some_of
 
 Floats = NDArray[np.float32]
 
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
-LEFT_OUT_SHOWN = 4
 
 
 # ---------------------------------------------------------------- reports
@@ -190,12 +188,8 @@ class ExtractionReport(_Report):
         return {**super().to_dict(), "share": self.share}
 
     def _origin(self) -> list[tuple[str, str]]:
-        facts = [("kept", f"{self.energy:.2%} of the modules' change")]
-        facts += [("stored in full", ", ".join(self.saved))] if self.saved else []
-        if self.left_out:
-            names = some_of([tensor.tensor for tensor in self.left_out], LEFT_OUT_SHOWN)
-            facts.append(("left out", f"{names}: {1 - self.share:.2%} of the change"))
-        return facts
+        saved = [("stored in full", ", ".join(self.saved))] if self.saved else []
+        return [("kept", f"{self.energy:.2%} of the modules' change"), *saved]
 
 
 # ---------------------------------------------------------------- the files
@@ -261,9 +255,13 @@ class AdapterWork(Work[AnyReport]):
 
     def carry_out(self, run: Run) -> Sequence[Record]:
         self._made: Made[AnyReport] = self.fill(run)
-        tensors = tuple((key, self._dtype, shape) for key, shape in sorted(self._shapes.items()))
+        wrappers = find_wrappers(self._made[1]["target_parameters"] or ())
+        names = {key: _wrapped(key, wrappers) for key in self._shapes}
+        shapes = sorted((names[key], shape) for key, shape in self._shapes.items())
+        tensors = tuple((name, self._dtype, shape) for name, shape in shapes)
         layout = Layout(self.layout.target, {WEIGHTS_NAME: tensors})
-        self._sink.assemble(layout, METADATA, self._stored)
+        stored = {names[key]: pieces for key, pieces in self._stored.items()}
+        self._sink.assemble(layout, METADATA, stored)
         return ()
 
     def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[AnyReport]:
@@ -291,8 +289,34 @@ class AdapterWork(Work[AnyReport]):
         return Receipt(report, {WEIGHTS_NAME: METADATA}, manifest, files)
 
 
-def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
+def find_wrappers(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the modules that PEFT puts around each parameter that has a LoRA, the first innermost.
+
+    >>> find_wrappers(["m.experts.down_proj", "m.experts.gate_up_proj"])
+    {'m.experts.down_proj': 'm.experts', 'm.experts.gate_up_proj': 'm.experts.base_layer'}
+    """
+    around: dict[str, str] = {}
+    levels: dict[str, str] = {}
+    last_first = {name: -place for place, name in enumerate(PARAMETERS)}
+    for name in sorted(parameters, key=lambda name: last_first.get(name.rpartition(".")[2], 0)):
+        module = name.rpartition(".")[0]
+        around[name] = levels.get(module, module)
+        levels[module] = f"{around[name]}.base_layer"
+    return around
+
+
+def _wrapped(key: str, wrappers: Mapping[str, str]) -> str:
+    """Return the stored name of a factor that was put by the name of what has it."""
+    target, mark, end = key.removeprefix(PREFIX).rpartition(".lora_")
+    return f"{PREFIX}{wrappers[target]}{mark}{end}" if target in wrappers else key
+
+
+def peft_config(
+    ranks: Mapping[str, int], parameters: Collection[str] = (), **settings: Any
+) -> dict[str, Any]:
     """Return the `adapter_config.json` of an adapter whose scaling is 1 for every module.
+
+    `parameters` are those of the ranks that are no modules.
 
     >>> peft_config({"q": 4, "v": 2})["rank_pattern"]
     {'^v': 2}
@@ -314,7 +338,8 @@ def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
         "lora_bias": False,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": sorted(ranks),
+        "target_modules": sorted(ranks.keys() - set(parameters)),
+        "target_parameters": sorted(ranks.keys() & set(parameters)) or None,
         "modules_to_save": None,
         **settings,
     }

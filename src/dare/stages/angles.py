@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import meaning
+from dare.stages.registry import Settings, meaning
 
 PARALLEL = 0.9995  # cosine beyond which two tensors count as parallel, and the sphere as flat
 CANCELLED = 1e-5  # directions whose mean is shorter than this have none
@@ -81,6 +81,11 @@ def unit(vector: Doubles, cosines: Doubles) -> Doubles | None:
     """Return a sum of unit vectors over its length; None where they cancel."""
     length = length_of(vector, cosines)
     return vector / length if length >= CANCELLED else None
+
+
+def on_weights(settings: Settings) -> bool:
+    """Tell whether a stage works on the models' tensors, which takes the base."""
+    return bool(settings["on"] == "weights")
 
 
 def sum_in(deltas: Deltas, coefficients: Sequence[float], on: Space) -> Floats:

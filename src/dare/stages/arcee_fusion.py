@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dare.stages.blocks import Deltas, DeltaView, Floats, JointView
 from dare.stages.ranks import row_length
-from dare.stages.registry import combine_stage
+from dare.stages.registry import always, combine_stage
 from dare.stages.trim import find_bits
 from dare.tensors.chunks import CHUNK
 
@@ -113,6 +113,7 @@ def _survey_bytes(shape: tuple[int, ...], _models: int) -> int:
     kept_bytes=lambda shape, _models: 4 * (math.prod(shape) // row_length(shape)),
     default_weight=None,
     models=1,
+    needs_base=always,
 )
 def arcee_fusion(deltas: Deltas) -> Floats:
     """Take over the most important changes of one model, and leave the rest as in the base.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
-from dare.stages.angles import PARALLEL, Space, length_of, on_sphere, sum_in, unit
+from dare.stages.angles import PARALLEL, Space, length_of, on_sphere, on_weights, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import always, combine_stage
 
@@ -71,6 +71,7 @@ def _stretch(cosine: float) -> float:
     survey=survey_mean,
     default_weight=lambda models: 1 / models,
     interpolates={"on": "weights"},
+    needs_base=on_weights,
     is_lazy=always,
 )
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:

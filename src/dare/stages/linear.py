@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dare.errors import RecipeError
-from dare.stages.angles import sum_in
+from dare.stages.angles import on_weights, sum_in
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import always, combine_stage, meaning
+from dare.stages.registry import Settings, always, combine_stage, meaning
 
 NO_SUM = 1e-8  # weights whose sum is less than this cancel each other
 
@@ -18,7 +18,19 @@ Terms = Annotated[
 ]
 
 
-@combine_stage(default_weight=lambda models: 1 / models, is_identity=always, is_lazy=always)
+def _is_sum(settings: Settings) -> bool:
+    return not (settings["normalize"] or on_weights(settings))
+
+
+_DECLARED: dict[str, Any] = {
+    "is_identity": always,
+    "is_lazy": always,
+    "needs_base": on_weights,
+    "is_sum": _is_sum,
+}
+
+
+@combine_stage(default_weight=lambda models: 1 / models, **_DECLARED)
 def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas") -> Floats:
     """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given.
 
@@ -34,7 +46,7 @@ def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
     return _add_up(deltas, normalize, on)
 
 
-@combine_stage(paper="arXiv:2212.04089", adds_up=True, is_identity=always, is_lazy=always)
+@combine_stage(paper="arXiv:2212.04089", adds_up=True, **_DECLARED)
 def sum(  # noqa: A001
     deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
 ) -> Floats:

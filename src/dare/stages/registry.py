@@ -230,6 +230,8 @@ class Stage:
     drops_at_random: bool = False
     # True if the models vote on each element, so that a small change loses to a large one.
     votes: bool = False
+    needs_base: Predicate = _never  # True if it looks at whole tensors, not at changes alone
+    is_sum: Predicate = _never  # True if the result is Σ wᵢ·δᵢ, with the weights as they are
     for_delta_files: bool = False  # True if it decides what delta files keep
     # True if it takes the whole of every change, so that what models share counts repeatedly.
     adds_up: bool = False
