@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -332,10 +333,8 @@ PATHS = [
 
 @given(st.sampled_from(PATHS), JSON)
 def test_hostile_tokenizers_are_refused_or_understood(path, value):
-    try:
+    with contextlib.suppress(DareError):
         vocabulary(changed(piece_tokenizer(), path, value))
-    except DareError:
-        pass
 
 
 @pytest.mark.parametrize(
