@@ -78,6 +78,13 @@ class DeltaInfo(NamedTuple):
 WEIGHTS = DeltaInfo()
 
 
+@dataclass(frozen=True, slots=True)
+class CodedInfo(TensorInfo):
+    """A tensor that is decoded as it is read."""
+
+    code: object  # how it is stored, by its format's module
+
+
 class Cost(NamedTuple):
     """The memory that reading takes, beside the buffers that are filled."""
 
@@ -158,6 +165,11 @@ def bytes_for(source: Source, name: str, count: int) -> int:
     if stored is None:
         return count * info.dtype.itemsize
     return stored * count // max(1, info.elements)
+
+
+def home_of(source: Source) -> str:
+    """Return the folder of a source's files, for messages."""
+    return str(next(iter(source.files)).parent) if source.files else "the model"
 
 
 def stamps_of(source: Source) -> list[Any]:
