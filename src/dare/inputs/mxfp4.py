@@ -34,8 +34,9 @@ GROUP = 32
 GROUP_BYTES = GROUP // 2
 TILE = 1 << 16
 TILE_BYTES = TILE * 16  # memory for a tile: codes, places in the table, and values
-# Values of the codes 0 to 7; 8 to 15 are the same with a minus.
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Values of the codes; 8 to 15 are 0 to 7 with a minus.
+VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+VALUES = np.concatenate([VALUES, -VALUES])
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
 
 
@@ -133,9 +134,8 @@ def _unpack(blocks: Bytes, scales: Bytes, row: int, rows: int) -> NDArray[np.uin
 @cache
 def _mxfp4_bits() -> NDArray[np.uint16]:
     """Return the bits of 16 codes under 256 scales; the last scale is no NaN in transformers."""
-    codes = [*MAGNITUDES, *(-value for value in MAGNITUDES)]
     powers = [math.ldexp(1.0, scale - 127) for scale in range(256)]
     with np.errstate(over="ignore"):
-        values = np.multiply.outer(np.array(powers), np.array(codes)).astype(np.float32)
+        values = np.multiply.outer(np.array(powers), VALUES).astype(np.float32)
         bits: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
     return bits.reshape(-1)

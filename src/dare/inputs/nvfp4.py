@@ -17,7 +17,7 @@ from dare.documents.notices import notice
 from dare.documents.words import times
 from dare.errors import InputError
 from dare.inputs.fp8 import PIECE_BYTES, PIECE_ELEMENTS, read_values
-from dare.inputs.mxfp4 import MAGNITUDES
+from dare.inputs.mxfp4 import VALUES
 from dare.inputs.sources import CodedInfo, Floats, Raw, Source, SourceView, home_of
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
@@ -108,6 +108,5 @@ def _check(name: str, packed: Packed, source: Source) -> None:
 @cache
 def _pairs() -> Floats:
     """Return the values of the two codes in each byte."""
-    values = np.array([*MAGNITUDES, *(-value for value in MAGNITUDES)], np.float32)
     codes = np.arange(256)
-    return np.stack([values[codes & 15], values[codes >> 4]], axis=1)
+    return VALUES[np.stack([codes & 15, codes >> 4], axis=1)]

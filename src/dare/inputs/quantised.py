@@ -15,8 +15,9 @@ from typing import Any
 from dare.documents.notices import notice
 from dare.errors import InputError
 from dare.inputs import fp8, mxfp4, nvfp4
-from dare.inputs.sources import Opening, Source, SourceView
-from dare.tensors.dtypes import CODE_TYPES
+from dare.inputs.sources import CodedInfo, Opening, Raw, Source, SourceView
+from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
+from dare.tensors.header import TensorInfo
 from dare.tensors.names import quantised_kind, some_of
 
 SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
@@ -40,11 +41,18 @@ HOW = {
 }
 
 
-def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
-    """Present quantised weights as what they stand for, by a model's configuration; or refuse."""
+def read_quantised(
+    source: Source, config: Mapping[str, Any], *, keeps_scales: bool = False
+) -> Source:
+    """Present quantised weights as what they stand for, by a model's configuration; or refuse.
+
+    Scales of activations are left out, or shown as bits, which are copied and never merged.
+    """
     plain = fp8.dequantized(nvfp4.unpacked(mxfp4.unpacked(source, config)))
     if plain is not source:
-        plain = without_activations(plain)
+        named = ((name, name.rpartition(".")[2]) for name in plain.tensors)
+        left = {name: plain.tensors[name] for name, last in named if last in ACTIVATION_SCALES}
+        plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
     method = quantisation_method(config)
     where = f"{next(iter(source.files)).parent}: " if source.files else ""
     if reason := IN_USE.get(method or ""):
@@ -62,20 +70,25 @@ def read_quantised(source: Source, config: Mapping[str, Any]) -> Source:
     return plain
 
 
-def without_activations(source: Source) -> Source:
-    """Hide the scales of what passes through layers."""
-    left = {name for name in source.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
-    if not left:
-        return source
-    shown = {name: info for name, info in source.tensors.items() if name not in left}
-    view = SourceView(source, shown)
-    view.remarks += (notice("not_weights", names=some_of(sorted(left))),)
-    return view
+class _WithoutActivations(SourceView):
+    """A source without the scales of what passes through layers, or with their bits."""
+
+    def __init__(self, inner: Source, left: Mapping[str, TensorInfo], *, keeps: bool) -> None:
+        tensors = {name: info for name, info in inner.tensors.items() if name not in left}
+        for name, info in left.items() if keeps else ():
+            bits = STORAGE_TYPES[f"U{info.dtype.itemsize * 8}"]
+            tensors[name] = CodedInfo(name, bits, info.shape, info.start, info.dtype)
+        super().__init__(inner, tensors, computed=left)
+        code = "base_scales" if keeps else "not_weights"
+        self.remarks += (notice(code, names=some_of(sorted(left))),)
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        self.inner.read(name, start, into.view(self.inner.tensors[name].dtype.carrier))
 
 
 def open_form(opening: Opening) -> Source:
     """Open safetensors that may be quantised."""
-    return read_quantised(opening.stored, opening.config)
+    return read_quantised(opening.stored, opening.config, keeps_scales=opening.keeps_scales)
 
 
 def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -535,6 +535,7 @@ class Opening:
     base_config: Mapping[str, Any] | None = None  # the base's config.json, if it is known
     rescales: bool = True  # dropped elements of a delta file are made up for
     most_ahead_bytes: int | None = None  # memory for reading ahead of a store
+    keeps_scales: bool = False  # of activations, for an output in the format of this model
     made: Source | None = None  # the source itself, if it is the result of another merge
 
     @cached_property
