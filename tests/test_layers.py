@@ -26,6 +26,7 @@ LAYERS = (
     ("output",),
     ("checks",),
     ("planning",),
+    ("formats",),
     ("inputs",),
     ("recipe",),
     ("stages",),

@@ -132,8 +132,7 @@ def plan(
     found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
     planned = make_plan(found, *opened, options=request.options)
-    is_file = planned.layout is None or not planned.layout.is_directory
-    return planned if is_file and not found.copy_from else with_sidecars(planned, inputs)
+    return with_sidecars(planned, inputs)
 
 
 def merge(

@@ -28,7 +28,7 @@ def names(layout) -> dict[str, list[str]]:
 def test_a_name_of_another_format_is_refused(name):
     with pytest.raises(OutputError, match=rf"{name}: .*\.safetensors") as caught:
         lay_out(Path(name), [("a", F32, (1,))], None)
-    assert ("llama.cpp" in str(caught.value)) == (name.lower() == "out.gguf")
+    assert str(caught.value).endswith(".gguf")  # which a merge can be
     with pytest.raises(OutputError):
         lay_out(StorePath(f"s3://bucket/{name}"), [("a", F32, (1,))], None)
 

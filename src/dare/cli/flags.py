@@ -134,6 +134,7 @@ FIELDS: dict[str, Flag] = {
     "seed": Flag(int, METHOD),
     "scale": Flag(float, METHOD),
     "dtype": Flag(str, METHOD),
+    "format": Flag(str, METHOD, metavar="input"),
     "embedding_drop_rate": Flag(float, METHOD),
     "tensors": Flag(
         list[str],

@@ -91,6 +91,7 @@ class Changes:
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
     layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: each one's folder, and number
     config: Mapping[str, Any] = field(default_factory=dict)  # further values of config.json
+    recoded: Mapping[str, Any] = field(default_factory=dict)  # those of a format of the output
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -364,6 +365,7 @@ def _configure(document: dict[str, Any], changes: Changes) -> None:
     for table in tables_of(document):
         for key in quantisation_settings(table):
             del table[key]
+    document |= changes.recoded
 
 
 def _stack_layers(document: dict[str, Any], layers: Sequence[tuple[Path | None, int]]) -> None:

@@ -44,7 +44,7 @@ PIECE_ELEMENTS = 1 << 16  # dequantised at once; with all intermediate values th
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
+AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 Metadata = Mapping[str, Any]  # numbers and texts; of an array, a text that says how long it is
@@ -77,7 +77,7 @@ class Stored:
     @property
     def is_computed(self) -> bool:
         """True if it is presented as float32 instead of its stored bytes."""
-        return self.kind.name not in _AS_STORED or self.shift != 0
+        return self.kind.name not in AS_STORED or self.shift != 0
 
     def row_in_file(self, row: int) -> int:
         """Return a row's place: llama.cpp has the rows of the two halves of each head in turns."""
@@ -141,40 +141,43 @@ class GgufSource(InputFiles):
     def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
         super().__init__(path, most_ahead_bytes)
         self.metadata: Metadata = {}
-        self._stored: dict[str, Stored] = {}
+        self.pairs: Mapping[str, tuple[int, int]] = {}  # by key: where the pair begins and ends
+        self.stored: dict[str, Stored] = {}
+        self.left_out: tuple[Stored, ...] = ()  # tensors that are no weights
         tensors = self._read_parts()
         self.architecture = str(self.metadata.get("general.architecture", "unknown"))
         if self.metadata.get("general.type", "model") == "adapter":
             raise InputError(f"{path}: is a LoRA adapter in GGUF; give it as PEFT saved it")
         self._name(tensors)
-        self._dequantize = _checked_dequantize(path, self._stored.values())
+        self._dequantize = _checked_dequantize(path, self.stored.values())
 
     def _read_parts(self) -> list[Stored]:
         tensors: list[Stored] = []
         parts = [self.path.with_name(name) for name in part_names(self.path.name)]
         for number, part in enumerate(parts):
             with self.open_header(part) as opened, as_stream(opened, closes=False) as stream:
-                metadata, stored = read_header(stream, part, opened.size)
+                metadata, pairs, stored = read_header(stream, part, opened.size)
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
                 raise HeaderError(
                     f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but it says"
                     f" split.no = {place} and split.count = {count}; keep the parts' original names"
                 )
-            self.metadata = self.metadata or metadata
+            if number == 0:
+                self.metadata, self.pairs = metadata, pairs
             tensors += stored
         return tensors
 
     def _name(self, tensors: Iterable[Stored]) -> None:
         """Take tensors in under their Hugging Face names, as far as those are known."""
         family = FAMILIES.get(self.architecture)
-        left_out, unknown = [], []
+        unknown = []
         for tensor in tensors:
             name = hugging_face_name(tensor.name, family) if family else None
             if family and tensor.name in NOT_WEIGHTS:
-                left_out.append(tensor.name)
+                self.left_out += (tensor,)
             elif family and name:
-                self._add(name, self._undone(tensor, family))
+                self._add(name, with_changes(tensor, family, self.metadata))
             else:
                 unknown.append(tensor.name)
                 self._add(tensor.name, tensor)
@@ -185,42 +188,29 @@ class GgufSource(InputFiles):
             )
         elif unknown:
             self.remarks += (notice("unknown_names", names=some_of(unknown)),)
-        if left_out:
-            self.remarks += (notice("not_weights", names=some_of(left_out)),)
+        if self.left_out:
+            names = some_of([tensor.name for tensor in self.left_out])
+            self.remarks += (notice("not_weights", names=names),)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
             raise HeaderError(f"{self.path}: {name} occurs twice, the second time as {tensor.name}")
-        self._stored[name] = tensor
+        self.stored[name] = tensor
         kind = STORAGE_TYPES["F32" if tensor.is_computed else tensor.kind.name]
         self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
         admit(self.tensors[name], (), str(self.path))
 
+    @property
+    def first(self) -> Path:
+        """The file that has the metadata."""
+        return next(iter(self.files))
+
     def fingerprint(self) -> list[Any]:
-        undone = [(name, t.kind.name, t.head_rows, t.shift) for name, t in self._stored.items()]
+        undone = [(name, t.kind.name, t.head_rows, t.shift) for name, t in self.stored.items()]
         return [*super().fingerprint(), undone]
 
-    def _undone(self, tensor: Stored, family: Family) -> Stored:
-        """Note the converter's changes to a tensor, so that reading it can undo them."""
-        if family.norm_shift and tensor.name.endswith("norm.weight"):
-            return replace(tensor, shift=family.norm_shift)
-        part = tensor.name.split(".")[-2]
-        if not family.interleaves_heads or part not in ("attn_q", "attn_k"):
-            return tensor
-        key = f"{self.architecture}.attention.head_count"
-        heads = self.metadata.get(key)
-        if part == "attn_k":
-            heads = self.metadata.get(f"{key}_kv", heads)
-        if type(heads) is not int or heads < 1:
-            raise InputError(f"{self.path}: {key} is {heads!r}; expected a whole number above 0")
-        rows = tensor.shape[0] if tensor.shape else 1
-        if rows % (2 * heads):
-            what = f"{tensor.name} has {rows} rows, not {heads} heads of even size"
-            raise HeaderError(f"{self.path}: {what}")
-        return replace(tensor, head_rows=rows // heads)
-
     def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        tensor, block = self._stored[name], self._stored[name].block_elements
+        tensor, block = self.stored[name], self.stored[name].block_elements
         if not tensor.is_computed:
             self._read_stored(tensor, start * tensor.block_bytes, into.view(np.uint8))
             return
@@ -256,8 +246,12 @@ class GgufSource(InputFiles):
             self.read_bytes(tensor.file, position, into[done : done + count], tensor.name)
             done += count
 
+    def read_left_out(self, tensor: Stored) -> NDArray[np.float32]:
+        """Return a tensor that is no weights."""
+        return self._decode(tensor, 0, math.prod(tensor.shape) // tensor.block_elements)
+
     def prefetch(self, name: str, start: int, count: int) -> None:
-        tensor, block = self._stored[name], self._stored[name].block_elements
+        tensor, block = self.stored[name], self.stored[name].block_elements
         if not tensor.nbytes:
             return
         unit = tensor.head_rows * tensor.row_bytes if tensor.head_rows else tensor.block_bytes
@@ -265,6 +259,29 @@ class GgufSource(InputFiles):
         last = -(-(start + count) // block) * tensor.block_bytes
         nbytes = min(-(-last // unit) * unit, tensor.nbytes) - first
         self.prefetch_bytes(tensor.file, tensor.start + first, nbytes)
+
+
+def with_changes(tensor: Stored, family: Family, metadata: Metadata) -> Stored:
+    """Note the converter's changes to a tensor, to undo them in reading and redo them in writing.
+
+    The metadata has the numbers of heads; the tensor's file is named where they do not fit.
+    """
+    if family.norm_shift and tensor.name.endswith("norm.weight"):
+        return replace(tensor, shift=family.norm_shift)
+    part = tensor.name.split(".")[-2]
+    if not family.interleaves_heads or part not in ("attn_q", "attn_k"):
+        return tensor
+    key = f"{metadata.get('general.architecture')}.attention.head_count"
+    heads = metadata.get(key)
+    if part == "attn_k":
+        heads = metadata.get(f"{key}_kv", heads)
+    if type(heads) is not int or heads < 1:
+        raise InputError(f"{tensor.file}: {key} is {heads!r}; expected a whole number above 0")
+    rows = tensor.shape[0] if tensor.shape else 1
+    if rows % (2 * heads):
+        what = f"{tensor.name} has {rows} rows, not {heads} heads of even size"
+        raise HeaderError(f"{tensor.file}: {what}")
+    return replace(tensor, head_rows=rows // heads)
 
 
 def open_form(opening: Opening) -> GgufSource:
@@ -298,6 +315,22 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     module = _OUTSIDE_LAYERS.get(part) if layer is None else family.parts.get(part)
     within = "" if layer is None else f"model.layers.{layer}."
     return f"{within}{module}.{suffix}" if module else None
+
+
+def gguf_name(name: str, family: Family) -> str | None:
+    """Translate a Hugging Face name back; None if there is no translation.
+
+    >>> gguf_name("model.layers.7.self_attn.q_proj.weight", FAMILIES["llama"])
+    'blk.7.attn_q.weight'
+    """
+    parsed = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name, re.ASCII)
+    if parsed is None:
+        return None
+    layer, module, suffix = parsed.groups()
+    parts = _OUTSIDE_LAYERS if layer is None else family.parts
+    part = next((part for part, own in parts.items() if own == module), None)
+    within = "" if layer is None else f"blk.{layer}."
+    return f"{within}{part}.{suffix}" if part else None
 
 
 class _Cursor:
@@ -371,7 +404,7 @@ class _Cursor:
         self.require(dimensions <= MAX_DIMENSIONS, text)
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         number, offset = self.number("I"), self.number("Q")
-        gguf = _import_gguf(self.file)
+        gguf = import_gguf(self.file)
         try:
             kind = gguf.GGMLQuantizationType(number)
             elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
@@ -384,8 +417,14 @@ class _Cursor:
         return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
 
-def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list[Stored]]:
-    """Read and check the header of an open file of so many bytes."""
+Header = tuple[Metadata, Mapping[str, tuple[int, int]], list[Stored]]
+
+
+def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
+    """Read and check the header of an open file of so many bytes.
+
+    Return the metadata, where in the file each of its pairs is, and the tensors.
+    """
     cursor = _Cursor(stream, file, size)
     magic = cursor.take(min(len(MAGIC), cursor.size))
     start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
@@ -399,10 +438,13 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
     for what, (count, most) in limits.items():
         cursor.require(count <= most, f"claims {count} {what}; the limit is {most}")
     metadata: dict[str, Any] = {}
+    pairs = {}
     for number in range(pair_count):
+        begin = cursor.position
         key = cursor.text(f"key {number} of the metadata")
         cursor.require(key not in metadata, f"{key!r} occurs twice in the metadata")
         metadata[key] = cursor.value(key)
+        pairs[key] = begin, cursor.position
     tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
         name = cursor.text(f"the name of tensor {number}")
@@ -420,20 +462,21 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
         position, previous = tensor.start + tensor.nbytes, tensor.name
         text = f"{previous} ends at byte {position} of {cursor.size}; the file is truncated"
         cursor.require(position <= cursor.size, text)
-    return metadata, stored
+    return metadata, pairs, stored
 
 
-def _import_gguf(path: Path) -> Any:
+def import_gguf(path: Path) -> Any:
+    """Return the gguf package; a path is named if it is not there."""
     try:
         import gguf
     except ImportError:
-        raise InputError(f"{path}: reading GGUF needs: pip install 'dare-merge[gguf]'") from None
+        raise InputError(f"{path}: GGUF needs: pip install 'dare-merge[gguf]'") from None
     return gguf
 
 
 def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
     """Return the gguf package's function, tried on zeros of every type that will be needed."""
-    dequantize = _import_gguf(path).quants.dequantize
+    dequantize = import_gguf(path).quants.dequantize
     for tensor in {tensor.kind: tensor for tensor in stored if tensor.is_computed}.values():
         try:
             dequantize(np.zeros((1, tensor.block_bytes), np.uint8), tensor.kind)

@@ -18,7 +18,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import DareError, InputError, RecipeError, printable
+from dare.formats.recoding import Loss
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.inputs.sources import SINGLE_NAME
 from dare.kernels.native import numba_version
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
-from dare.planning.data import FORMAT, Layout, TensorPlan
+from dare.planning.data import FORMAT, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import NOT_RECORDED, distinct
@@ -96,6 +97,29 @@ class Digests:
         return f"<Digests: base {self.base}, models {', '.join(self.models)}, output {self.output}>"
 
 
+@dataclass(frozen=True)
+class Recoded:
+    """The format of an output that is not plain safetensors, and what that has cost."""
+
+    format: str
+    tensors: dict[str, Loss]
+    """The loss of each tensor that lost anything."""
+
+    @classmethod
+    def of(cls, name: str, losses: Mapping[str, Loss | None]) -> Recoded:
+        """Keep the losses of those that lost anything."""
+        return cls(name, {tensor: loss for tensor, loss in losses.items() if loss is not None})
+
+    def __str__(self) -> str:
+        """The format, the mean error and the worst."""
+        if not self.tensors:
+            return self.format
+        mean = sum(loss.error for loss in self.tensors.values()) / len(self.tensors)
+        worst = max(self.tensors, key=lambda name: self.tensors[name].error)
+        error = self.tensors[worst].error
+        return f"{self.format}; relative error {mean:.3g} on average, {error:.3g} in {worst}"
+
+
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
     """The figures and warnings of a merge."""
@@ -115,10 +139,12 @@ class Report(Shown):
     resumed_chunks: int
     seconds: float
     digests: Digests
+    recoded: Recoded | None = field(default=None, kw_only=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        return {**asdict(self), "output": None if self.output is None else str(self.output)}
+        plain = {**asdict(self), "output": None if self.output is None else str(self.output)}
+        return {key: value for key, value in plain.items() if key != "recoded" or value is not None}
 
     def __repr__(self) -> str:
         """The report in a line."""
@@ -151,6 +177,7 @@ class Report(Shown):
             kind="merge",
             tone=Tone.GOOD,
             lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            facts=() if self.recoded is None else (("format", str(self.recoded)),),
             sections=sections if self.models else (),
             notices=self.warnings,
             steps={} if self.output is None else steps,
@@ -468,7 +495,7 @@ def find_manifest(path: Path) -> Path | None:
     """The manifest that a path stands for: itself, or the one of the output it names."""
     if path.name.endswith(".json"):
         return path
-    if path.suffix == ".safetensors" or path.is_dir():
+    if not is_directory_target(path) or path.is_dir():
         return manifest_path(path)
     return None
 
@@ -527,6 +554,13 @@ def output_of(manifest_file: Path) -> Path:
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent
     return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))
+
+
+def read_recoded(output: Path) -> Recoded | None:
+    """Return what a finished output's manifest says of its format."""
+    found = read_manifest(manifest_path(output))["report"].get("recoded")
+    losses = found and {name: Loss(**loss) for name, loss in found["tensors"].items()}
+    return found and Recoded(found["format"], losses)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

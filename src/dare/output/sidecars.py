@@ -50,7 +50,8 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     recipe, aligned = planned.recipe, inputs.aligned
     chosen = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     layout = planned.layout
-    if layout is None or not layout.is_directory:
+    is_whole = layout is not None and not layout.is_directory and inputs.folders[chosen] is None
+    if layout is None or is_whole or not (layout.is_directory or layout.recoding):
         return planned
     planned = _with_missing_configuration(planned, inputs, chosen)
     home = inputs.folders[chosen]
@@ -71,14 +72,23 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         tokens=tokens,
         layers=planned.sources[chosen].layers,
         config=inputs.config,
+        recoded=layout.recoding.config if layout.recoding else {},
     )
     found = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
     )
-    return replace(
+    planned = replace(
         planned,
         warnings=(*planned.warnings, *notices),
-        notes=(*planned.notes, *found.notes, *notes),
+        notes=(*planned.notes, *(found.notes if layout.is_directory else ()), *notes),
+    )
+    if layout.recoding is not None:
+        layout = replace(layout, recoding=layout.recoding.with_files(found))
+    if not layout.is_directory:
+        return replace(planned, layout=layout)
+    return replace(
+        planned,
+        layout=layout,
         sidecars=found,
         base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
     )
@@ -200,7 +210,7 @@ def model_card(plan: Plan, report: Report) -> bytes:
 
 {summary}
 
-{_models(plan, report)}{_warnings(plan, report)}## Recipe
+{_models(plan, report)}{_format(report)}{_warnings(plan, report)}## Recipe
 
 {fenced("toml", _recipe(plan))}
 
@@ -290,6 +300,10 @@ def _models(plan: Plan, report: Report) -> str:
         )
     table = f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{_table(*rows)}"
     return f"## Models\n\n{table}\n\n"
+
+
+def _format(report: Report) -> str:
+    return f"## Format\n\n{_inline(str(report.recoded))}.\n\n" if report.recoded else ""
 
 
 def _digests(report: Report) -> str:

@@ -10,6 +10,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -19,9 +20,11 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import OutputError
+from dare.formats.recoding import Loss
+from dare.inputs.sources import Raw
 from dare.output.journal import Journal, JournalContent, Record
 from dare.output.targets import sync_folder
-from dare.planning.data import Layout
+from dare.planning.data import MERGED_NAME, Layout
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo
@@ -186,6 +189,53 @@ class FileSink:
         for file in self.opened.values():
             file.close()
         self.opened = {}
+
+
+class RecodedSink(FileSink):
+    """A file of merged tensors; `recode` it into the output's files when all are there."""
+
+    def __init__(
+        self, folder: Path, merged: Layout, output: Layout, metadata: Mapping[str, str]
+    ) -> None:
+        super().__init__(folder, merged, metadata)
+        self.layout = output
+        self._metadata = metadata
+        self._merged: OutputFile | None = None
+
+    def missing_bytes(self) -> int:
+        rest = sum(self.layout.sizes) if self._merged is None else 0
+        return super().missing_bytes() + rest
+
+    def recode(self, threads: int, progress: Callable[[int], None]) -> dict[str, Loss | None]:
+        """Write every tensor in the output's format; return what each has lost by that."""
+        recoding = self.layout.recoding
+        assert recoding is not None
+        ((name, (_, tensors)),) = self.built.items()
+        merged = self._merged = self.opened.pop(name)
+        self.lay_out(self.layout, self._metadata)
+        with explaining(self.folder, resumable=self.resumable):
+            self.make()
+            check_free_space(self)
+
+        def encode(info: TensorInfo) -> Loss | None:
+            def read(start: int, count: int) -> Raw:
+                raw = merged.read(info.position(start), count * info.dtype.itemsize)
+                progress(len(raw))
+                return np.frombuffer(raw, info.dtype.carrier)
+
+            return recoding.encode((info.name, info.dtype, info.shape), read, self.write)
+
+        with ThreadPoolExecutor(threads) as pool:
+            return dict(zip(tensors, pool.map(encode, tensors.values()), strict=True))
+
+    def clear_up(self) -> None:
+        (self.folder / MERGED_NAME).unlink()
+        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
+
+    def close(self, *, hopeless: bool = False) -> None:
+        if self._merged is not None:
+            self._merged.close()
+        super().close(hopeless=hopeless)
 
 
 class PieceSink(FileSink):

@@ -32,7 +32,7 @@ import xxhash
 
 from dare.checks.inputs import file_identity
 from dare.errors import ExistsError, InputError, OutputError
-from dare.planning.data import Layout
+from dare.planning.data import Layout, is_directory_target
 from dare.planning.slices import Slice
 from dare.stores.locations import home_folder, is_stored
 from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
@@ -86,9 +86,9 @@ def default_scratch() -> Path:
 
 def manifest_path(target: Path) -> Path:
     """Return the path of an output's manifest."""
-    if target.suffix == ".safetensors":
-        return target.with_name(target.name + ".manifest.json")
-    return target / MANIFEST_NAME
+    if is_directory_target(target):
+        return target / MANIFEST_NAME
+    return target.with_name(target.name + ".manifest.json")
 
 
 def slice_journal(folder: Path, part: Slice) -> Path:
@@ -195,7 +195,7 @@ def _check_name(target: Path) -> None:
     if not target.name or target.name == "..":
         raise OutputError(f"{target}: is not a name for an output; add a name")
     longest = f"{target.name}{REPLACED}{os.getpid()}"
-    if target.suffix == ".safetensors":
+    if not is_directory_target(target):
         longest = manifest_path(target).name
     if (surplus := len(os.fsencode(longest)) - LONGEST_NAME) > 0:
         raise OutputError(f"{target}: the name is {surplus} bytes too long; choose a shorter name")

@@ -96,11 +96,11 @@ def verify(
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
     if looks_like_adapter(path) and not any(map(is_there, whole_model)):
         return _verify_files(path)
+    if _has_whole_digests(path):
+        return _verify_files(path)
     source = open_source(path)
     if is_delta_file(source):
         return _verify_delta(path, source, verbose)
-    if _is_restored(path):
-        return _verify_files(path)
     problems: list[Notice] = []
     manifests = {
         file: _checked_manifest(file, header, problems) for file, header in source.headers.items()
@@ -131,32 +131,37 @@ def verify(
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed), total)
 
 
-def _is_restored(path: Path) -> bool:
-    """Tell whether a model was restored from a lossless delta file: its headers are its own."""
+def _has_whole_digests(path: Path) -> bool:
+    """Tell whether a model is in files that are not plain merges: it was restored, or recoded."""
     try:
-        return "restored" in read_sealed(manifest_path(path))
+        return not {"restored", "recoded"}.isdisjoint(read_sealed(manifest_path(path)))
     except InputError:
-        return False
+        return path.suffix == ".gguf"  # which has no other manifest
 
 
 def _verify_files(path: Path) -> Verification:
-    """The same for what is known by digests of whole files: adapters, restored models."""
+    """The same for what is known by digests of whole files: not a plain merge."""
     manifest = manifest_path(path)
     if not manifest.exists():
         raise VerificationError(f"{path}: was not made by dare; it has no {MANIFEST_NAME}")
     problems: list[Notice] = []
     changed: list[Notice] = []
-    sizes: list[int] = []
+    tensors = nbytes = 0
     try:
-        sizes = [info.nbytes for info in open_source(path).tensors.values()]
         document = read_sealed(manifest)
+        if "recoded" in document:
+            tensors = len(document["digests"]["output"])
+            nbytes = int(document["report"]["bytes_written"])
+        else:
+            sizes = [info.nbytes for info in open_source(path).tensors.values()]
+            tensors, nbytes = len(sizes), sum(sizes)
         if path.is_dir():
             problems += _compare_files(path, document, set(), changed)
         elif document["files"].get(path.name) != file_digest(path):
             problems.append(notice("changed", path.name))
-    except InputError as error:
+    except (InputError, KeyError, TypeError, AttributeError) as error:
         problems.append(notice("unreadable", error=error))
-    return Verification(path, tuple(problems), len(sizes), sum(sizes), tuple(changed))
+    return Verification(path, tuple(problems), tensors, nbytes, tuple(changed))
 
 
 def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification:

@@ -20,6 +20,7 @@ from typing import Any
 from dare import __version__
 from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
+from dare.formats.recoding import Recoding
 from dare.inputs.directory import Sidecars
 from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
@@ -44,19 +45,23 @@ OTHER_FORMATS = re.compile(
 class Layout:
     """The files of an output and the tensors in each, in order."""
 
-    target: Path  # the name the finished output gets: a `.safetensors` file, or a directory
+    target: Path  # the name the finished output gets: that of a file, or of a directory
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
+    recoding: Recoding | None = field(default=None, kw_only=True)  # if not plain safetensors
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
         ending = self.target.suffix
-        if is_directory_target(self.target) and OTHER_FORMATS.fullmatch(ending):
-            how = ", then convert_hf_to_gguf.py of llama.cpp" if ending.lower() == ".gguf" else ""
+        is_plain = self.recoding is None and ending != ".safetensors"
+        if is_plain and OTHER_FORMATS.fullmatch(ending):
             raise OutputError(
-                f"{self.target}: outputs are written as safetensors, not as {ending}; name a "
-                f"directory (without {ending}) or a file that ends with .safetensors{how}"
+                f"{self.target}: cannot be written as {ending}; name a directory (without "
+                f"{ending}) or a file that ends with .safetensors; merges can also be .gguf"
             )
+        if self.recoding is not None and self.is_sent:
+            what = f"cannot be written to a store as {self.recoding.format}"
+            raise OutputError(f"{self.target}: {what}; write it here, then copy it there")
 
     @property
     def is_directory(self) -> bool:
@@ -80,7 +85,8 @@ class Layout:
 
     def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
         """Return each file's header bytes and the places of its tensors."""
-        return {name: build_header(tensors, metadata) for name, tensors in self.files.items()}
+        build = build_header if self.recoding is None else self.recoding.build_header
+        return {name: build(tensors, metadata) for name, tensors in self.files.items()}
 
     def index(self) -> bytes | None:
         """The shard index, where there is more than one file."""
@@ -94,16 +100,21 @@ class Layout:
 
 def is_directory_target(target: Path) -> bool:
     """Say whether an output of this name is a directory."""
-    return target.suffix != ".safetensors"
+    return target.suffix not in (".safetensors", ".gguf")
 
 
-def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) -> Layout:
+def lay_out(
+    target: Path,
+    tensors: Iterable[Described],
+    shard_size: int | None,
+    recoding: Recoding | None = None,
+) -> Layout:
     """Order tensors as the safetensors library does, widest type first, and fill shards in turn."""
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
     if not is_directory_target(target):
         if shard_size is not None:
             raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
-        return Layout(target, {target.name: tuple(ordered)})
+        return Layout(target, {target.name: tuple(ordered)}, recoding=recoding)
 
     shards: list[list[Described]] = [[]]
     used = 0
@@ -117,7 +128,7 @@ def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) 
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     names = [SINGLE_NAME] if count == 1 else names
-    return Layout(target, dict(zip(names, map(tuple, shards), strict=True)))
+    return Layout(target, dict(zip(names, map(tuple, shards), strict=True)), recoding=recoding)
 
 
 def _nbytes(tensor: Described) -> int:
@@ -128,6 +139,7 @@ def _nbytes(tensor: Described) -> int:
 
 
 FORMAT = 1  # of manifests
+MERGED_NAME = "dare-merged.safetensors"  # what is merged, until it is recoded
 JOURNAL_VERSION = 2
 
 
@@ -290,6 +302,19 @@ class PlanData:
         """The files of the base and of all models."""
         return [file for source in self.sources for file in source.files]
 
+    @property
+    def recoding(self) -> Recoding | None:
+        """The format of the output, if that is not plain safetensors."""
+        return None if self.layout is None else self.layout.recoding
+
+    @property
+    def merged_layout(self) -> Layout | None:
+        """The files that chunks are written into: the output's, or one that is recoded."""
+        if self.recoding is None:
+            return self.layout
+        tensors = tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+        return Layout(Path(MERGED_NAME), {MERGED_NAME: tensors})
+
     @cached_property
     def has_later_draws(self) -> bool:
         return any(1 in t.draws_of(m) for t in self.merged() for m in t.models)
@@ -314,6 +339,7 @@ class PlanData:
             "dropped_before": self.dropped_before if any(self.dropped_before) else None,
             "stages_from": {s.name: s.origin for s, _ in recipe.all_stages if s.origin} or None,
             "methods": dict(others) or None,
+            "recoded": self.recoding and self.recoding.format,
         }
         return {
             "format": FORMAT,

@@ -18,6 +18,7 @@ from pydantic import Field
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
+from dare.formats.recoding import Recoding, find_recoding
 from dare.inputs.sources import Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
@@ -162,6 +163,7 @@ def make_plan(
     The first layer has another number if there are only some layers of a stack.
     """
     recipe = _with_delta_settings(recipe, models)
+    recoding = find_recoding(recipe, (base, *models))
     named = list(zip(names, models, strict=True))
     fits = [
         Fit(info, (), (), (), is_extra=True) if name in base.extras else fit_tensor(info, named)
@@ -181,7 +183,8 @@ def make_plan(
     for fit in fits:
         tied_to = base.ties.get(fit.base.name)
         depth = depths.get(tied_to or fit.base.name, OUTSIDE)
-        tensors.append(_plan_tensor(recipe, fit, tied_to, depth, named, problems, kept))
+        dtype = _output_type(recipe, fit.base, tied_to or fit.base.name, recoding)
+        tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, kept))
     problems = problems or list(_find_idle(base, named, fits))
     if problems:
         more = len(problems) - FINDINGS_SHOWN
@@ -195,13 +198,16 @@ def make_plan(
             reason = f"{', '.join(tied)}, whose rules hold" if tied else "there are none"
             warnings.append(notice("unused_rule", str(rule), reason=reason))
 
-    warnings += _float8_warnings(recipe, tensors)
+    warnings += _float8_warnings(recipe, tensors) if recoding is None else ()
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
     if recipe.output is not None:
-        layout = lay_out(recipe.output, described, recipe.shard_size)
+        stored = described
+        if recoding is not None:
+            stored = [own for tensor in described for own in recoding.stored(tensor)]
+        layout = lay_out(recipe.output, stored, recipe.shard_size, recoding)
         layout = replace(layout, scratch=options.scratch)
-        listed = (t for file in layout.files.values() for t in file)
+        listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
     plan = Plan(
@@ -230,6 +236,7 @@ def make_plan(
 def _plan_tensor(
     recipe: Recipe,
     fit: Fit,
+    dtype: StorageType,
     tied_to: str | None,
     depth: Fraction,
     models: Named,
@@ -242,7 +249,6 @@ def _plan_tensor(
     base, name = fit.base, tied_to or fit.base.name
     chain = recipe.chain_for(name)
     fate, takes_part = _fate(recipe, fit, chain[-1][0])
-    dtype = _output_type(recipe, base, name)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
     combine_settings = recipe.combine_settings_for(name, depth)
@@ -334,8 +340,12 @@ def _left_to_make_up(
     return None
 
 
-def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
+def _output_type(
+    recipe: Recipe, base: TensorInfo, name: str, recoding: Recoding | None
+) -> StorageType:
     """Return a tensor's storage type; float8 is for the matrices of layers alone."""
+    if recoding is not None and base.dtype.is_weight:
+        return recoding.merged_type(base)
     if recipe.dtype is None or not base.dtype.is_weight:
         return base.dtype
     asked = STORAGE_TYPES[recipe.dtype]

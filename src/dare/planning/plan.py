@@ -80,6 +80,13 @@ class Cost:
     @cached_property
     def bytes_written(self) -> int:
         """Bytes of weights in the output."""
+        if self.plan.layout is not None and self.plan.recoding is not None:
+            return sum(self.plan.layout.sizes)
+        return self.merged_bytes
+
+    @cached_property
+    def merged_bytes(self) -> int:
+        """Bytes of merged weights, which may be recoded."""
         return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.plan.tensors)
 
     # ------------------------------------------------------------ memory and threads
@@ -340,6 +347,7 @@ class Plan(PlanData, Shown):
                 dict(zip(("name", "weight", "seed"), model, strict=True)) for model in models
             ],
             **({"layers": self.layers} if self.recipe.layers else {}),
+            **({"format": self.recoding.format} if self.recoding is not None else {}),
             "passes": self.cost.passes,
             "threads": self.cost.threads,
             "peak_memory_bytes": self.cost.peak_memory,
@@ -399,6 +407,7 @@ class Plan(PlanData, Shown):
             *([("methods", methods)] if len(recipe.chains) > 1 else ()),
             ("base", str(recipe.base)),
             ("tensors", f"{tensors}; {elements}, {before}{stored}"),
+            *([("format", self.recoding.format)] if self.recoding is not None else ()),
             ("writes", self._written),
         ]
         if not brief:

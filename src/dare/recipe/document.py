@@ -48,7 +48,8 @@ SHARED = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
 )
-OF_THE_WHOLE = ("output", "shard_size", "copy_from", "chat_template", "search")  # not of parts
+# Keys that parts do not have.
+OF_THE_WHOLE = ("output", "format", "shard_size", "copy_from", "chat_template", "search")
 PASSTHROUGH = "passthrough"
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
@@ -259,7 +260,9 @@ def overlaid(
         document = lift_recipes(document)
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
             moved = {name: given.pop(name) for name in ("base", "models") if name in given}
-            if set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields):
+            outputs = [str(table.get("output")) for table in (document, {**document, **given})]
+            others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields)
+            if others or len({name.endswith(".gguf") for name in outputs}) > 1:
                 del document["output_digest"]
         _lay_over(document, given, spelled)
         request = Request.of(**_fields(document, shown))

@@ -73,9 +73,17 @@ EmbeddingDropRate = Annotated[
     Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 1}),
 ]
 
-WeightType = Annotated[
-    str | None, BeforeValidator(lambda name: None if name is None else weight_type(name).name)
-]
+OTHER_TYPES = ("Q8_0",)  # of formats that are not safetensors
+
+
+def _type_name(name: object) -> str | None:
+    if name is None:
+        return None
+    other = str(name).upper()
+    return other if other in OTHER_TYPES else weight_type(name).name
+
+
+WeightType = Annotated[str | None, BeforeValidator(_type_name)]
 Policy = Literal["error", "base"]
 POLICIES = ("error", "base", "union")  # for tokens that differ
 RESERVED = (*POLICIES, "auto")  # words that are no name of a model
@@ -98,7 +106,7 @@ class Recipe(Strict, init=False):
     base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
     models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
     output: Annotated[AnyPath | None, SAME_WEIGHTS] = Field(
-        None, description="Where the merged model goes: NAME.safetensors, or a directory."
+        None, description="Where the merged model goes: a directory, NAME.safetensors or NAME.gguf."
     )
     merges: dict[str, Recipe] = Field(
         default_factory=dict, description="Merges by name, which may stand in place of models."
@@ -123,6 +131,9 @@ class Recipe(Strict, init=False):
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: WeightType = Field(
         None, description="Storage type of the merged weights (F32, BF16, …); else the base's."
+    )
+    format: Literal["input"] | None = Field(
+        None, description='"input" stores quantised weights as the base does, not as plain ones.'
     )
 
     on_missing: Policy = Field(
@@ -232,6 +243,8 @@ class Recipe(Strict, init=False):
         for *_, (combine, _) in self.chains.values():
             if combine.models not in (None, len(self.models)):
                 yield self._wrong_count(combine)
+        if self.format is not None and self.dtype is not None:
+            yield f'format = "{self.format}" says how weights are stored; leave dtype out'
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
             yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
         drops = any("drop_rate" in s.parameters for s, _ in self.all_stages if s.kind == "delta")

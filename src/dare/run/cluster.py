@@ -380,8 +380,8 @@ class MergeWork:
 
     def files(self, plan: Plan) -> FileSink:
         """Return the files of the partial output, as this process sees them."""
-        assert plan.layout is not None  # a merge in memory has no cluster
-        return FileSink(self.folder, plan.layout, metadata_of(plan.identity))
+        assert plan.merged_layout is not None  # a merge in memory has no cluster
+        return FileSink(self.folder, plan.merged_layout, metadata_of(plan.identity))
 
 
 def check_for_cluster(plan: Plan) -> None:

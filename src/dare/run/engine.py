@@ -81,6 +81,10 @@ class Run:
         """The time since the start."""
         return time.perf_counter() - self._started
 
+    def advance(self, nbytes: int) -> None:
+        """Show that bytes were dealt with that are not read from the inputs."""
+        self._display.advance(nbytes)
+
     def announce(self, text: str = COMPILING) -> None:
         """Show a line, if only that kernels have to be compiled first."""
         self.announced.append(text)

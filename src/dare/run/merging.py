@@ -16,15 +16,17 @@ from dare.output.journal import BusyError, JournalContent, Record
 from dare.output.output import Publisher
 from dare.output.receipt import (
     Digests,
+    Recoded,
     Report,
     checked_metadata,
     full_manifest,
     make_report,
     metadata_of,
+    read_recoded,
     with_digests,
 )
 from dare.output.sidecars import sidecar_files
-from dare.output.sink import FileSink
+from dare.output.sink import FileSink, RecodedSink
 from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
 from dare.output.targets import seal
 from dare.planning.plan import Plan, keep_rate
@@ -60,7 +62,8 @@ class Merge(Work[Report]):
         what = "Already complete; removed temporary files"
         noticed = [notice(LEFTOVERS, str(self.plan.recipe.output), what=what)]
         sample = sample_models(self.plan)
-        return make_report(self.plan, records, sample, noticed, 0.0, 0, len(records))
+        report = make_report(self.plan, records, sample, noticed, 0.0, 0, len(records))
+        return replace(report, recoded=read_recoded(self.layout.target))
 
     def prepare(self) -> None:
         """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
@@ -68,8 +71,19 @@ class Merge(Work[Report]):
         self.sample = take_sample(self.plan)
         self._receipt_of(make_report(self.plan, ()))
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._recoded_bytes
+
+    @property
+    def _recoded_bytes(self) -> int:
+        return 0 if self.plan.recoding is None else self.plan.cost.merged_bytes
+
     def make_sink(self, publisher: Publisher) -> FileSink:
-        return publisher.make_sink(metadata_of(self.plan.identity))
+        metadata, merged = metadata_of(self.plan.identity), self.plan.merged_layout
+        if self.plan.recoding is None or merged is None:
+            return publisher.make_sink(metadata)
+        return RecodedSink(publisher.folder, merged, self.layout, metadata)
 
     def carry_out(self, run: Run) -> Sequence[Record]:
         if self.plan.options.cluster is None:
@@ -85,6 +99,11 @@ class Merge(Work[Report]):
     def _receipt(self, run: Run, records: Sequence[Record], *figures: Any) -> Receipt[Report]:
         report = make_report(self.plan, records, self.sample, run.noticed, *figures)
         check_digests(self.plan, report.digests)
+        recoding, sink = self.plan.recoding, run.output.sink
+        if recoding is not None and isinstance(sink, RecodedSink):
+            run.announce(f"storing as {recoding.format}")
+            losses = sink.recode(self.plan.cost.threads, run.advance)
+            report = replace(report, recoded=Recoded.of(recoding.format, losses))
         return self._receipt_of(report)
 
     def _receipt_of(self, report: Report) -> Receipt[Report]:
@@ -94,7 +113,7 @@ class Merge(Work[Report]):
         report.to_json()
         files = {} if self.plan.sidecars is None else sidecar_files(self.plan, report)
         metadata = checked_metadata(self.layout, embedded)
-        return Receipt(report, metadata, manifest, files, whole=False)
+        return Receipt(report, metadata, manifest, files, whole=self.plan.recoding is not None)
 
     def end(self, run: Run, report: Report, problems: Sequence[str]) -> Report:
         target = self.layout.target
@@ -191,12 +210,15 @@ class Finish(Merge):
     """The end of a merge whose slices have made all chunks."""
 
     verb = "finishing"
-    nbytes = 0
 
     def __init__(self, plan: Plan, part: Finisher, after: MergeSlice | None = None) -> None:
         super().__init__(plan)
         self._part = part
         self._after = after
+
+    @property
+    def nbytes(self) -> int:
+        return self._recoded_bytes
 
     def prepare(self) -> None:
         if self._after is None:

@@ -9,6 +9,7 @@ int16, and so on; the carrier says nothing about the values).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,7 @@ class StorageType:
     # Bit pattern of the smallest float32 magnitude that does not encode to a finite value.
     overflow_bits: int = 0x7F800000
     # Bits of an element that shares bytes; such tensors are handled byte by byte.
-    packed_bits: int = 0
+    packed_bits: int | Fraction = 0
     itemsize: int = field(init=False)  # bytes of an element, or 1 if elements share bytes
 
     def __post_init__(self) -> None:

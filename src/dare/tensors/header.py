@@ -84,7 +84,7 @@ def stored_elements(dtype: StorageType, shape: Iterable[int]) -> int:
     (6, 1)
     """
     count = math.prod(shape)
-    return -(-count * dtype.packed_bits // 8) if dtype.packed_bits else count
+    return int(-(-count * dtype.packed_bits // 8)) if dtype.packed_bits else count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Formats of outputs: one file for each that is not plain safetensors."""
