@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,7 @@ from dare.tensors.chunks import rectangles
 from dare.tensors.header import Described
 
 Numbers = NDArray[np.intp]
+limits_of: Any = ml_dtypes.finfo  # which has no types
 
 PIECE_ELEMENTS = 1 << 18  # recoded at once
 
@@ -58,7 +60,7 @@ class Fp8:
             found = np.maximum.reduceat(found, _begins(rows), axis=0)
             part = largest[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
             np.maximum(part, found, out=part)
-        top = float(ml_dtypes.finfo(kind.numpy_type).max)
+        top = float(limits_of(kind.numpy_type).max)
         scales = self._fresh(largest / np.float32(top))
         put(beside, 0, scales.reshape(-1).view(np.uint8))
         factors = scales.astype(np.float32)
@@ -92,7 +94,7 @@ class Fp8:
         if self.takes_powers:
             wanted = np.ldexp(np.float32(1), ceil_log2(wanted))
         kind = self.scale.info.dtype.numpy_type
-        limits = ml_dtypes.finfo(kind)
+        limits = limits_of(kind)
         return np.clip(wanted, float(limits.smallest_subnormal), float(limits.max)).astype(kind)
 
 
@@ -103,7 +105,8 @@ def ceil_log2(values: Floats) -> NDArray[np.int32]:
     [-1, 0, 1, 9]
     """
     mantissas, exponents = np.frexp(values)
-    return exponents - (mantissas == 0.5)
+    found: NDArray[np.int32] = exponents - (mantissas == 0.5)
+    return found
 
 
 def _begins(blocks: Numbers) -> Numbers:

@@ -63,4 +63,5 @@ def _codes() -> Bytes:
     """Return the code of each number in BF16."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     with np.errstate(invalid="ignore"):
-        return numbers.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        codes: Bytes = numbers.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return codes

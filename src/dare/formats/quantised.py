@@ -7,13 +7,14 @@ it; in a stack of layers, the modules that it excepts by their numbers get those
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from dare.errors import RecipeError
 from dare.formats.fp8 import Fp8
 from dare.formats.mxfp4 import Mxfp4
 from dare.formats.recoding import Loss, Put, Read, Recoding
+from dare.inputs.directory import MODELOPT_CONFIG, Sidecars
 from dare.inputs.fp8 import Scale
 from dare.inputs.mxfp4 import MXFP4
 from dare.inputs.quantised import quantisation_settings, tables_of
@@ -21,6 +22,7 @@ from dare.inputs.sources import CodedInfo, Source, read_config
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.files import is_there
 from dare.tensors.header import Described, TensorInfo
 
 
@@ -29,9 +31,9 @@ class QuantisedRecoding(Recoding):
     """The formats of a base's tensors."""
 
     format: str
-    config: Mapping[str, Any]
     codes: Mapping[str, Fp8 | Mxfp4]
     kinds: Mapping[str, StorageType]  # of scales of activations, which are copied
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def merged_type(self, base: TensorInfo) -> StorageType:
         is_exact = isinstance(self.codes.get(base.name), Mxfp4)
@@ -46,6 +48,11 @@ class QuantisedRecoding(Recoding):
     def encode(self, tensor: Described, read: Read, put: Put) -> Loss | None:
         code = self.codes.get(tensor[0])
         return super().encode(tensor, read, put) if code is None else code.encode(tensor, read, put)
+
+    def with_files(self, beside: Sidecars) -> Self:
+        if is_there(beside.directory / MODELOPT_CONFIG):
+            beside.take(beside.directory, [MODELOPT_CONFIG])
+        return self
 
 
 def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecoding | None:
@@ -71,7 +78,7 @@ def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecodin
             raise RecipeError(f'format = "input": {what}')
     kinds = {name: code for name, code in coded.items() if isinstance(code, StorageType)}
     formats = sorted({"FP8" if isinstance(code, Fp8) else "MXFP4" for code in codes.values()})
-    found = QuantisedRecoding(" and ".join(formats), settings, codes, kinds)
+    found = QuantisedRecoding(" and ".join(formats), codes, kinds, settings)
     _check_stack(base, found)
     return found if codes else None
 

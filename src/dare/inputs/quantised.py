@@ -122,14 +122,15 @@ def quantisation_method(config: Mapping[str, Any]) -> str | None:
 
 def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
     """Find a tensor that holds codes or belongs to them, and the sign of it."""
+    tensors = {n: info for n, info in source.tensors.items() if not isinstance(info, CodedInfo)}
     scales: dict[str, list[str]] = {}
-    for name in source.tensors:
+    for name in tensors:
         module, _, last = name.rpartition(".")
         if kind := quantised_kind(name):
             return name, kind
         if any(word in last.lower() for word in SCALES):
             scales.setdefault(module, []).append(name)
-    for name, info in source.tensors.items():
+    for name, info in tensors.items():
         if info.dtype.name not in CODE_TYPES or not info.shape:
             continue
         module = name.rpartition(".")[0]
