@@ -102,7 +102,10 @@ def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
 
 
 def _check_stack(base: Source, found: QuantisedRecoding) -> None:
-    """Refuse a stack of models that are stored in different ways."""
+    """Refuse a stack of models that are stored in different ways, or unlike the configuration."""
+    if base.layers and base.folder is not None and not found.config:
+        what = "the base's config.json does not say that weights are quantised"
+        raise RecipeError(f'format = "input": {what}; leave it out, or take another base')
     if len({home for home, _ in base.layers}) < 2:
         return
     kinds: dict[str, Any] = {}
