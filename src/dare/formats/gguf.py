@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, OutputError, RecipeError
+from dare.formats.gguf_keys import CONVERTER, model_keys, rope_factors, vocabulary_keys
 from dare.formats.recoding import Floats, Loss, LossMeter, Put, Read, Recoding
+from dare.inputs.directory import Sidecars, main_type
 from dare.inputs.gguf import (
     AS_STORED,
     DEFAULT_ALIGNMENT,
@@ -32,7 +34,7 @@ from dare.inputs.gguf import (
     import_gguf,
     with_changes,
 )
-from dare.inputs.sources import Source, SourceView, decoded
+from dare.inputs.sources import CONFIG, Source, SourceView, decoded, read_config
 from dare.kernels import reference
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -42,7 +44,6 @@ from dare.tensors.header import Described, TensorInfo
 TYPES = ("F32", "F16", "BF16", "Q8_0")  # what may be asked for
 PIECE_ELEMENTS = 1 << 18  # recoded at once
 LAST = "output_norm.weight"  # every architecture has it; what is no weight is written with it
-CONVERTER = "write a directory, and use convert_hf_to_gguf.py of llama.cpp"
 _DROPPED = ("split.", "quantize.", "general.alignment", "general.size_label")
 
 
@@ -58,6 +59,7 @@ class GgufRecoding(Recoding):
     pairs: Mapping[str, bytes]  # keys with their values, ready to be written
     own: Mapping[str, Stored] = field(default_factory=dict)  # tensors of a GGUF base
     copied: Mapping[str, Floats] = field(default_factory=dict)  # those that are no weights
+    ties: Mapping[str, str] = field(default_factory=dict)  # second names, which are left out
 
     @cached_property
     def _gguf(self) -> Any:
@@ -97,6 +99,9 @@ class GgufRecoding(Recoding):
         """Return a merged tensor as it is in the file."""
         name, dtype, shape = tensor
         own = self._name(name)
+        is_head = own == "output.weight" and self.family is not None and self.family.norm_shift
+        if name in self.ties or is_head or name.endswith("rotary_emb.inv_freq"):
+            return None  # Gemma's head is its embedding
         if own not in self.own and own == name:
             raise InputError(f"{name}: has no name in GGUF; {CONVERTER}")
         if own in self.own and self.own[own].shape != shape:
@@ -167,6 +172,12 @@ class GgufRecoding(Recoding):
         header += bytes(-len(header) % DEFAULT_ALIGNMENT)
         return header, {i.name: replace(i, start=len(header) + i.start) for i in placed}
 
+    def with_files(self, beside: Sidecars) -> Self:
+        if self.own:
+            return self
+        keys = model_keys(beside.table(CONFIG)) | vocabulary_keys(beside)
+        return replace(self, pairs={**{key: pack(key, keys[key]) for key in keys}, **self.pairs})
+
 
 def _text(text: str) -> bytes:
     raw = text.encode()
@@ -210,15 +221,32 @@ def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
         source = source.inner
     if isinstance(source, GgufSource):
         return _from_gguf(recipe, source)
-    raise InputError(
-        f"{recipe.output}: GGUF needs a configuration and a tokenizer; give the base as a "
-        "directory or as GGUF, or name a model that has them with copy_from"
+    if source.folder is None or not (config := read_config(source.folder)):
+        raise InputError(
+            f"{recipe.output}: GGUF needs a configuration and a tokenizer; give the base as a "
+            "directory or as GGUF, or name a model that has them with copy_from"
+        )
+    metadata, factors = model_keys(config), rope_factors(config)
+    kind = main_type((i.name, i.dtype, i.shape) for i in inputs[0].tensors.values())
+    asked = recipe.dtype or ("BF16" if kind is STORAGE_TYPES["BF16"] else "F16")
+    return GgufRecoding(
+        recipe.output,
+        f"GGUF ({asked})",
+        asked,
+        metadata,
+        FAMILIES[metadata["general.architecture"]],
+        _general(recipe, {asked}, asked),
+        copied={} if factors is None else {"rope_freqs.weight": factors},
+        ties=inputs[0].ties,
     )
 
 
 def _general(recipe: Recipe, kinds: set[str], asked: str | None) -> dict[str, bytes]:
     """Return the keys that every output has of its own."""
-    given: dict[str, Any] = {"general.name": f"{recipe.methods} merge by dare"}
+    given: dict[str, Any] = {
+        "general.type": "model",
+        "general.name": f"{recipe.methods} merge by dare",
+    }
     if asked is not None:
         numbers = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
         given["general.file_type"] = numbers[asked]

@@ -41,6 +41,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"  # says how weights are quantised
 
 CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
+_TEMPLATE_TABLES = ("chat_template.json", "tokenizer_config.json")  # unless it is a file
 TOKENIZER = (
     *("tokenizer.json", TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "bpe.codes"),
@@ -76,7 +77,7 @@ class StopTokens:
         names = {number: token for token, number in (tokens or {}).items()}
         ids = _whole_numbers((self.generation or self.config).get("eos_token_id"))
         found = {names.get(number) for number in ids}
-        special = {_token_text(self.special.get("eos_token"))}
+        special = {token_text(self.special.get("eos_token"))}
         return frozenset(text for text in (special if found <= {None} else found) if text)
 
 
@@ -190,6 +191,16 @@ class Sidecars:
             raise InputError(f"{where}: must be a JSON object")
         return document
 
+    def chat_template(self) -> str | None:
+        """Return the template that is collected, wherever it is kept."""
+        content = self.files.get(CHAT_TEMPLATE)
+        if content is None:
+            found = (_template_in(self.table(name)) for name in _TEMPLATE_TABLES)
+            return next((template for template in found if template is not None), None)
+        where = content if isinstance(content, Path) else Path(CHAT_TEMPLATE)
+        text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
+        return _decoded(text, where)
+
     def replace(self, name: str, document: dict[str, Any]) -> None:
         """Put another content in place of a file; the same content leaves its bytes alone."""
         if document != self.table(name):
@@ -211,7 +222,7 @@ class Sidecars:
             if name in self.files:
                 document = self.table(name)
                 for key, token in stop.special.items():
-                    if _token_text(document.get(key)) != _token_text(token):
+                    if token_text(document.get(key)) != token_text(token):
                         document[key] = token
                 self.replace(name, document)
         if CONFIG in self.files:
@@ -232,7 +243,7 @@ class Sidecars:
             for table in _text_tables(self.table(name)):
                 ids = _whole_numbers(table.get("eos_token_id"))
                 missing += [(name, number) for number in ids if number >= 0 and number not in known]
-        text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
+        text = token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
         missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
         for name, token in missing:
             raise RecipeError(
@@ -417,7 +428,7 @@ def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> 
     special: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
         special |= _values(read_json(directory, name), ("eos_token", "pad_token"))
-    texts = {key: _token_text(value) or "" for key, value in special.items()}
+    texts = {key: token_text(value) or "" for key, value in special.items()}
     known = tokens or {}
     ids: dict[str, Any] = {f"{k}_id": known[text] for k, text in texts.items() if text in known}
     config, generation = read_json(directory, CONFIG), read_json(directory, GENERATION_CONFIG)
@@ -451,7 +462,7 @@ def _whole_numbers(value: Any) -> list[int]:
     return [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
 
 
-def _token_text(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """Return a special token's text, which may stand in a table with its flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
@@ -478,15 +489,16 @@ def chat_template_of(directory: Path) -> str | None:
     text = read_text(directory, CHAT_TEMPLATE)
     if text is not None:
         return _decoded(text, directory / CHAT_TEMPLATE)
-    for name in ("chat_template.json", TOKENIZER_CONFIG):
-        document = read_json(directory, name)
-        template = document.get("chat_template") if isinstance(document, dict) else None
-        if _are_tables(template):  # several, by name
-            usual = (entry for entry in template if entry.get("name") == "default")
-            template = next(usual, {}).get("template")
-        if isinstance(template, str):
-            return template
-    return None
+    found = (_template_in(read_json(directory, name)) for name in _TEMPLATE_TABLES)
+    return next((template for template in found if template is not None), None)
+
+
+def _template_in(document: Any) -> str | None:
+    template = document.get("chat_template") if isinstance(document, dict) else None
+    if _are_tables(template):  # several, by name
+        usual = (entry for entry in template if entry.get("name") == "default")
+        template = next(usual, {}).get("template")
+    return template if isinstance(template, str) else None
 
 
 @cache
