@@ -43,15 +43,16 @@ class Fp8:
         name, _, shape = tensor
         own = self.scale.info
         ending = next(end for end in SCALE_ENDINGS if own.name.endswith(end))
-        is_one = own.elements == 1
-        grid = own.shape if is_one else (-(-shape[0] // self.scale.block_rows), *own.shape[1:])
+        grid = own.shape
+        if not self.scale.is_one:
+            grid = (-(-shape[0] // self.scale.block_rows), *grid[1:])
         return [(name, self.scale.dtype, shape), (name + ending, own.dtype, grid)]
 
     def encode(self, tensor: Described, read: Read, put: Put) -> Loss:
         """Store a weight; it is read twice, first for its scales."""
         (name, kind, _), (beside, _, grid) = self.stored(tensor)
         meter, cpu = LossMeter(), kernels.load("cpu")
-        largest = np.zeros((math.prod(grid) // self.scale.columns, self.scale.columns), np.float32)
+        largest = np.zeros((1 if self.scale.is_one else grid[0], self.scale.columns), np.float32)
         for _, matrix, rows, columns in self._pieces(tensor, read):
             if not np.isfinite(matrix).all():
                 what = "has values that are not finite, and FP8 has none"
@@ -77,15 +78,16 @@ class Fp8:
         self, tensor: Described, read: Read
     ) -> Iterator[tuple[int, Floats, Numbers, Numbers]]:
         """Yield rectangles of a weight: where they begin, and the block of each row and column."""
-        shape, one = tensor[2], self.scale.info.elements == 1
+        shape, scale = tensor[2], self.scale
         elements, width = math.prod(shape), shape[-1] if shape else 1
+        height = elements if scale.is_one else scale.block_rows
         for first in range(0, elements, PIECE_ELEMENTS):
             count = min(PIECE_ELEMENTS, elements - first)
             for row, rows, column, columns in rectangles(first, count, width):
                 start = row * width + column
                 values = decoded(read(start, rows * columns), "cpu").reshape(rows, columns)
-                above = np.arange(row, row + rows) // (elements if one else self.scale.block_rows)
-                left = np.arange(column, column + columns) // self.scale.block_columns
+                above = np.arange(row, row + rows) // height
+                left = np.arange(column, column + columns) // scale.block_columns
                 yield start, values, above, left
 
     def _fresh(self, wanted: Floats) -> Raw:

@@ -40,6 +40,11 @@ class Scale:
     block_rows: int
     block_columns: int
 
+    @property
+    def is_one(self) -> bool:
+        """Tell if there is one factor for the whole weight."""
+        return self.info.elements == 1
+
 
 class DequantizedSource(SourceView):
     """Another source with its scales applied and out of sight."""
