@@ -154,6 +154,28 @@ def test_modelopts_own_configuration_comes_along(tmp_path):
         assert (folder / "hf_quant_config.json").exists() == is_there
 
 
+def test_a_merge_inside_a_merge_and_more_rows_keep_the_format(tmp_path):
+    tensors = fp8_tensors(1, "row", is_static=True)
+    head = {
+        "lm_head.weight": np.ones((9, 128), E4M3),
+        "lm_head.weight_scale": np.ones((9, 1), "f4"),
+    }
+    base = write(tmp_path / "base", {**tensors, **head})
+    tuned = write(tmp_path / "tuned", {**fp8_tensors(2, "row"), **head})
+    inner = {"base": base, "models": [{"file": tuned, "weight": 0.5}], "method": "linear"}
+    given = {"merges": {"inner": inner}, "pad_to_multiple_of": 4}
+    merge("inner", tuned, output=tmp_path / "out", **given)
+    stored = types(read(tmp_path / "out"))
+    assert {name: shape for name, (_, shape) in stored.items() if "head" in name} == {
+        "lm_head.weight": (12, 128),
+        "lm_head.weight_scale": (12, 1),
+    }
+    assert stored.keys() == read(base).keys()
+    assert dare.merge(tmp_path / "out", output=tmp_path / "again", verbose=False).recoded
+    files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("out", "again")]
+    assert files[0] == files[1]
+
+
 # ---------------------------------------------------------------- stacks
 
 
