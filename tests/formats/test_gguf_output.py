@@ -1,0 +1,405 @@
+"""GGUF out: read back by the gguf package and by our own reader, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tiny_models import (
+    BY_WORDS,
+    BYTES,
+    DIGITS,
+    LAYERS,
+    MODEL_TYPES,
+    PIECES,
+    byte_tokenizer,
+    config,
+    make_directory,
+    piece_tokenizer,
+    split,
+    weights,
+)
+
+import dare
+from dare.errors import DareError, InputError, OutputError, RecipeError
+from dare.formats import gguf as writing
+from dare.formats.gguf_keys import model_keys, rope_factors, vocabulary_keys
+from dare.inputs.directory import Sidecars
+from dare.inputs.gguf import FAMILIES, GgufSource, gguf_name, hugging_face_name
+from helpers import read_tensor, save
+
+gguf = pytest.importorskip("gguf")
+Kind = gguf.GGMLQuantizationType
+LLAMA = FAMILIES["llama"].parts.values()
+
+
+def merge(folder, output, **settings):
+    given = {"method": "linear", "verbose": False, **settings}
+    return dare.merge(
+        base=folder / "base", models=[folder / "tuned"], output=folder / output, **given
+    )
+
+
+def make_pair(folder, model_type, dtype=np.float32, **more):
+    """A base and a model that differs from it a little."""
+    parts = FAMILIES[MODEL_TYPES.get(model_type, model_type)].parts.values()
+    base = weights(parts, dtype=dtype)
+    tuned = {name: (own * 1.01).astype(dtype) for name, own in base.items()}
+    for name, tensors in (("base", base), ("tuned", tuned)):
+        make_directory(folder / name, tensors, config(model_type, **more))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp("pair"), "llama")
+
+
+def read_back(path):
+    with GgufSource(path) as source:
+        assert source.remarks == () or path.name.startswith("rope")
+        return {
+            name: np.frombuffer(read_tensor(source, name), info.dtype.carrier).reshape(info.shape)
+            for name, info in source.tensors.items()
+        }
+
+
+# ---------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", *FAMILIES])
+def test_every_architecture_comes_back_and_has_llama_cpps_names(tmp_path, model_type):
+    model_type = "gemma3_text" if model_type == "gemma3" else model_type
+    folder = make_pair(tmp_path, model_type)
+    merge(folder, "out.gguf", dtype="F32")
+    merge(folder, "plain.safetensors", dtype="F32")
+    expected, found = load_file(folder / "plain.safetensors"), read_back(folder / "out.gguf")
+    one = np.float32(1 if model_type.startswith("gemma") else 0)
+    for name, values in expected.items():
+        shifted = (values + one) - one if name.endswith("norm.weight") else values
+        assert found[name].tobytes() == shifted.tobytes(), name
+    architecture = MODEL_TYPES.get(model_type, model_type)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, LAYERS)
+    theirs = {names.get_name(name, (".weight",)) for name in expected}
+    assert {tensor.name for tensor in gguf.GGUFReader(folder / "out.gguf").tensors} == theirs
+
+
+def test_names_translate_both_ways():
+    for family in FAMILIES.values():
+        stems = [f"blk.3.{part}" for part in family.parts]
+        for name in (f"{s}.{end}" for s in (*stems, "output") for end in ("weight", "bias")):
+            assert gguf_name(hugging_face_name(name, family), family) == name
+    assert gguf_name("model.layers.0.mlp.experts.gate", FAMILIES["llama"]) is None
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_matrices_have_the_type_and_vectors_are_f32(pair, dtype):
+    report = merge(pair, f"{dtype}.gguf", dtype=dtype)
+    merge(pair, f"{dtype}.safetensors", dtype=dtype)
+    merge(pair, "F32.safetensors", dtype="F32", overwrite=True)
+    with dare.inputs.sources.open_source(pair / f"{dtype}.safetensors") as plain:
+        stored = {name: read_tensor(plain, name) for name in plain.tensors}
+    whole = load_file(pair / "F32.safetensors")
+    for name, values in read_back(pair / f"{dtype}.gguf").items():
+        assert values.tobytes() == (whole[name].tobytes() if values.ndim < 2 else stored[name])
+    assert (report.recoded.format, report.recoded.tensors) == (f"GGUF ({dtype})", {})
+
+
+def test_q8_0_is_what_the_gguf_package_makes_and_the_loss_is_reported(pair):
+    report = merge(pair, "q.gguf", dtype="q8_0")
+    merge(pair, "plain.safetensors", dtype="F32", overwrite=True)
+    whole, found = load_file(pair / "plain.safetensors"), read_back(pair / "q.gguf")
+    losses = report.recoded.tensors
+    for name, values in whole.items():
+        if values.ndim < 2:
+            assert found[name].tobytes() == values.tobytes()
+            continue
+        if values.shape[-1] % 32:  # as llama.cpp does it
+            assert found[name].tobytes() == values.astype(np.float16).tobytes()
+            assert name not in losses
+            continue
+        codes = gguf.quants.quantize(values, Kind.Q8_0)
+        stored = gguf.quants.dequantize(codes, Kind.Q8_0)
+        assert found[name].tobytes() == stored.tobytes()
+        error = np.linalg.norm(stored - values) / np.linalg.norm(values)
+        assert losses[name].error == pytest.approx(error, rel=1e-5)
+        assert losses[name].largest == pytest.approx(np.abs(stored - values).max(), rel=1e-5)
+    worst = max(losses, key=lambda name: losses[name].error)
+    assert worst in str(report.recoded)
+    assert report.to_dict()["recoded"]["tensors"][worst]["error"] == losses[worst].error
+    assert worst in str(report)
+
+
+@given(st.integers(1, 2000))
+def test_pieces_of_any_size_give_the_same_bytes(pair, size):
+    name, shape = "model.layers.0.self_attn.k_proj.weight", (16, 32)
+    values = np.random.default_rng(0).normal(size=512).astype(np.float32)
+    planned = dare.plan(
+        base=pair / "base", models=[pair / "tuned"], output=pair / "new.gguf", dtype="Q8_0"
+    )
+    tensor = next((t.name, t.dtype, t.shape) for t in planned.tensors if t.name == name)
+    assert tensor[2] == shape
+    written = {}
+
+    def encode():
+        into = bytearray(16 * 34)
+
+        def put(_name, start, raw):
+            into[start : start + raw.size] = raw.tobytes()
+
+        planned.recoding.encode(tensor, lambda start, count: values[start : start + count], put)
+        return bytes(into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        written["usual"] = encode()
+        patch.setattr(writing, "PIECE_ELEMENTS", size)
+        assert encode() == written["usual"]
+
+
+def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path):
+    huge = weights(LLAMA)
+    huge["model.embed_tokens.weight"][0, 0] = 1e9
+    make_directory(tmp_path / "base", huge, config("llama"))
+    make_directory(tmp_path / "tuned", huge, config("llama"))
+    with pytest.raises(OutputError, match=r"token_embd.weight: .*Q8_0.* BF16"):
+        merge(tmp_path, "out.gguf", dtype="Q8_0")
+
+
+def test_a_head_of_its_own_is_written_and_a_tied_one_is_not(tmp_path):
+    tensors = weights(LLAMA)
+    for tied in (True, False):
+        head = tensors["model.embed_tokens.weight"] * (1 if tied else 2)
+        settings = config("llama", tie_word_embeddings=tied)
+        for name, factor in (("base", 1), ("tuned", 1.01)):
+            own = {k: (v * factor).astype(np.float32) for k, v in tensors.items()}
+            own["lm_head.weight"] = (head * factor).astype(np.float32)
+            make_directory(tmp_path / name, own, settings)
+        merge(tmp_path, "out.gguf", overwrite=True)
+        assert ("lm_head.weight" in read_back(tmp_path / "out.gguf")) == (not tied)
+
+
+# ---------------------------------------------------------------- a GGUF base
+
+
+def test_a_gguf_base_gives_its_keys_and_types_again(pair, tmp_path):
+    for name in ("base", "tuned"):
+        dare.merge(
+            base=pair / name, models=[], method="passthrough", output=tmp_path / f"{name}.gguf",
+            dtype="Q8_0", verbose=False,
+        )  # fmt: skip
+    merge_files = {"base": tmp_path / "base.gguf", "models": [tmp_path / "tuned.gguf"]}
+    dare.merge(**merge_files, output=tmp_path / "out.gguf", method="linear", verbose=False)
+    before, after = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("base", "out"))
+    assert {t.name: t.tensor_type for t in after.tensors} == {
+        t.name: t.tensor_type for t in before.tensors
+    }
+    keys = [key for key in before.fields if key != "general.name"]
+    assert list(after.fields) == list(before.fields)
+    assert all(after.fields[k].contents() == before.fields[k].contents() for k in keys)
+    with pytest.raises(RecipeError, match=r"embed_tokens.weight.*vocabulary.*llama.cpp"):
+        dare.plan(**merge_files, output=tmp_path / "no.gguf", pad_to_multiple_of=64)
+
+
+def test_what_llama_cpp_computes_is_copied_back(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    folder = make_pair(tmp_path, "llama", rope_parameters=rope)
+    merge(folder, "rope.gguf")
+    again = {"base": folder / "rope.gguf", "models": [folder / "tuned"], "verbose": False}
+    dare.merge(**again, output=folder / "rope2.gguf", method="linear")
+    factors = []
+    for power in range(4):  # as llama.cpp's converter says it
+        wave = 2 * math.pi * 10000.0 ** (2 * power / 8)
+        smooth = (64 / wave - 1) / 3
+        middle = 1 / ((1 - smooth) / 8 + smooth)
+        factors.append(1 if wave < 16 else 8 if wave > 64 else middle)
+    for name in ("rope.gguf", "rope2.gguf"):
+        found = {t.name: t.data for t in gguf.GGUFReader(folder / name).tensors}
+        np.testing.assert_allclose(found["rope_freqs.weight"], factors, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_keys_of_a_directory(pair):
+    merge(pair, "keys.gguf", dtype="BF16")
+    fields = gguf.GGUFReader(pair / "keys.gguf").fields
+    found = {key: field.contents() for key, field in fields.items()}
+    tokens = [*PIECES, "[PAD10]", "[PAD11]"]
+    expected = {
+        "general.architecture": "llama",
+        "general.file_type": 32,
+        "llama.block_count": LAYERS,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 8,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, 6, 1, 1, 1, 1, 1, 1, 5, 5],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.chat_template": "{{ x }}",
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["tokenizer.ggml.scores"][7:10] == [0, -1, -2]  # in the order of merges
+    eps = fields["llama.attention.layer_norm_rms_epsilon"]
+    assert eps.types == [gguf.GGUFValueType.FLOAT32]
+    assert fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
+
+
+def vocabulary(tokenizer, **more):
+    settings = config("llama", **more)
+    files = {"config.json": settings, "tokenizer.json": tokenizer, "tokenizer_config.json": {}}
+    written = {name: json.dumps(document).encode() for name, document in files.items()}
+    return vocabulary_keys(Sidecars(None, dict(written)))
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "looks_up", "name"),
+    [
+        ([BY_WORDS], False, "gpt-2"),
+        ([DIGITS, BY_WORDS], False, "smollm"),
+        ([split(LLAMA3), BYTES], True, "llama-bpe"),
+        ([split(LLAMA3.replace("{1,3}", "")), BYTES], False, "qwen2"),
+    ],
+)
+def test_the_way_to_split_text_is_recognised(steps, looks_up, name):
+    found = vocabulary(byte_tokenizer(*steps, ignore_merges=looks_up))
+    assert found["tokenizer.ggml.pre"] == name
+    assert found["tokenizer.ggml.tokens"][:3] == ["<|end|>", "x y", "a"]
+    assert found["tokenizer.ggml.token_type"][:3] == [3, 4, 1]
+    assert found["tokenizer.ggml.merges"] == ["a b", "Ġ ab"]
+    with pytest.raises(InputError, match=r"convert_hf_to_gguf"):
+        vocabulary(byte_tokenizer(*steps, ignore_merges=not looks_up))
+
+
+def changed(tokenizer, path, value):
+    *parents, last = path
+    table = tokenizer
+    for key in parents:
+        table = table[key]
+    table[last] = value
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {},
+        byte_tokenizer(split(r"\w+"), BYTES),
+        byte_tokenizer({**BY_WORDS, "add_prefix_space": True}),
+        byte_tokenizer(BY_WORDS, type="Unigram"),
+        changed(byte_tokenizer(BY_WORDS), ["normalizer"], {"type": "Lowercase"}),
+        changed(byte_tokenizer(BY_WORDS), ["model", "vocab", "a"], 12),
+        changed(byte_tokenizer(BY_WORDS), ["model", "vocab", "a"], -13),
+        changed(piece_tokenizer(), ["pre_tokenizer"], {"type": "Whitespace"}),
+        changed(piece_tokenizer(), ["normalizer"], None),
+        changed(piece_tokenizer(), ["model", "merges"], [["a", "b"], ["▁", "ab"]]),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_may_not_have_is_refused(tokenizer):
+    with pytest.raises(InputError, match=r"convert_hf_to_gguf"):
+        vocabulary(tokenizer)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 99) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+)
+PATHS = [
+    *(["model", key] for key in ("type", "vocab", "merges", "unk_token", "byte_fallback")),
+    *([key] for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")),
+    ["added_tokens", 0],
+    ["normalizer", "normalizers"],
+]
+
+
+@given(st.sampled_from(PATHS), JSON)
+def test_hostile_tokenizers_are_refused_or_understood(path, value):
+    with contextlib.suppress(DareError):
+        vocabulary(changed(piece_tokenizer(), path, value))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "fault"),
+    [
+        ("phi3", {}, "phi3"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
+        ("qwen2", {"rope_parameters": {"rope_type": "llama3"}}, "llama3"),
+        ("qwen2", {"hidden_act": "relu"}, "relu"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * LAYERS}, "window"),
+        ("gemma2", {"query_pre_attn_scalar": 99}, "query_pre_attn_scalar 99"),
+        ("llama", {"num_hidden_layers": "many"}, "llama"),
+        ("llama", {"num_attention_heads": None}, "llama"),
+        ("llama", {"rope_parameters": [1]}, "llama"),
+    ],
+)
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(model_type, more, fault):
+    with pytest.raises(InputError, match=fault):
+        model_keys(config(model_type, **more))
+
+
+def test_scaled_positions():
+    yarn = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "rope_theta": 5e5}
+    found = model_keys(config("qwen2", rope_scaling=yarn))
+    keys = {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 32.0, "original_context_length": 128}
+    assert {key: found[f"qwen2.rope.scaling.{key}"] for key in keys} == keys
+    assert found["qwen2.rope.freq_base"] == 5e5
+    assert rope_factors(config("qwen2", rope_scaling=yarn)) is None
+    both = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    found = model_keys(config("gemma3_text", rope_parameters=both))
+    assert (found["gemma3.rope.freq_base"], found["gemma3.rope.freq_base_swa"]) == (1e6, 1e4)
+
+
+# ---------------------------------------------------------------- what does not go together
+
+
+def test_outputs_that_cannot_be_gguf_are_refused(pair, tmp_path):
+    files = {"base": pair / "base", "models": [pair / "tuned"]}
+    with pytest.raises(RecipeError, match=r"F64.*Q8_0"):
+        dare.plan(**files, output=tmp_path / "a.gguf", dtype="F64")
+    for output in (tmp_path / "a.safetensors", tmp_path / "a", None):
+        with pytest.raises(RecipeError, match=r"Q8_0.*\.gguf"):
+            dare.plan(**files, output=output, dtype="Q8_0")
+    with pytest.raises(OutputError, match=r"s3://bucket/a.gguf: .*copy"):
+        dare.plan(**files, output="s3://bucket/a.gguf")
+    alone = save(tmp_path / "base.safetensors", load_file(pair / "base/model.safetensors"))
+    with pytest.raises(InputError, match=r"a.gguf: .*copy_from"):
+        dare.plan(base=alone, models=[pair / "tuned"], output=tmp_path / "a.gguf")
+    given = {"base": alone, "models": [pair / "tuned"], "copy_from": "tuned"}
+    assert dare.plan(**given, output=tmp_path / "a.gguf").recoding.format == "GGUF (F16)"
+    odd = {**load_file(pair / "base/model.safetensors"), "vision.weight": np.ones((2, 2), "f4")}
+    make_directory(tmp_path / "odd", odd, config("llama"))
+    with pytest.raises(InputError, match=r"vision.weight: .*convert_hf_to_gguf"):
+        dare.plan(
+            base=tmp_path / "odd", models=[], method="passthrough", output=tmp_path / "a.gguf"
+        )
+
+
+def test_the_type_is_the_bases_unless_asked(tmp_path):
+    for kind, expected in ((np.float16, "F16"), (np.float32, "F16")):
+        folder = make_pair(tmp_path / expected / kind.__name__, "qwen2", kind)
+        planned = dare.plan(
+            base=folder / "base", models=[folder / "tuned"], output=folder / "out.gguf"
+        )
+        assert planned.recoding.format == f"GGUF ({expected})"
+        assert f"GGUF ({expected})" in str(planned)
+        assert planned.to_dict()["format"] == f"GGUF ({expected})"
+    shutil.rmtree(tmp_path)

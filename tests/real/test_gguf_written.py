@@ -1,0 +1,149 @@
+"""Merges written as GGUF, loaded by transformers and by llama.cpp.
+
+llama.cpp's own part runs where its Python binding is installed (`pip install llama-cpp-python`,
+which compiles for some minutes).
+"""
+
+import functools
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from small_models import KINDS, make_model
+from test_gguf import ReaderWithoutArrays
+from training import save_smollm2
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dare
+
+TEXTS = [
+    "Hello, world! It's 12345 o'clock.",
+    "def f(x):\n    return x**2\n\n\n  end",
+    "naïve café   日本語 🎉",
+    "They're  THE 1st",
+]
+PROMPT = "The capital of France is"
+# Of all logits together; llama.cpp keeps keys and values in half precision, and with Q8_0 rounds
+# what weights are multiplied by.
+TOLERANCES = {"F32": 2e-3, "F16": 1e-2, "BF16": 3e-2, "Q8_0": 1e-1}
+
+
+def add_model(folder: Path) -> None:
+    """Put a model beside the base that differs from it a little."""
+    shutil.copytree(folder / "base", folder / "tuned")
+    rng = np.random.default_rng(0)
+    tuned = {
+        name: values + 1e-4 * rng.standard_normal(values.shape, np.float32)
+        for name, values in load_file(folder / "base" / "model.safetensors").items()
+    }
+    save_file(tuned, folder / "tuned" / "model.safetensors", metadata={"format": "pt"})
+
+
+def merge(folder: Path, output: str, dtype: str | None = None):
+    files = {"base": folder / "base", "models": [folder / "tuned"], "output": folder / output}
+    return dare.merge(**files, method="linear", dtype=dtype, verbose=False)
+
+
+def load(path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(ReaderWithoutArrays))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def off(found, expected):
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    save_smollm2(folder / "base")
+    add_model(folder)
+    merge(folder, "plain")
+    for dtype in TOLERANCES:
+        merge(folder, f"{dtype}.gguf", dtype)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2):
+    model = AutoModelForCausalLM.from_pretrained(smollm2 / "plain", dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(smollm2 / "plain")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_transformers_loads_smollm2(smollm2, plain, dtype):
+    model, tokenizer = plain
+    found = load(smollm2 / f"{dtype}.gguf")
+    tokens = tokenizer(PROMPT).input_ids
+    error = off(logits(found, tokens), logits(model, tokens))
+    assert error == 0 if dtype == "F32" else 0 < error < TOLERANCES[dtype]
+
+
+def test_transformers_reads_the_same_tokens(smollm2, plain):
+    found = AutoTokenizer.from_pretrained(smollm2, gguf_file="F16.gguf")
+    for text in TEXTS:
+        assert found(text).input_ids == plain[1](text).input_ids
+    assert found.chat_template == plain[1].chat_template
+
+
+# ---------------------------------------------------------------- llama.cpp
+
+
+def open_llama(path: Path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    return closing(llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, verbose=False))
+
+
+def check(path: Path, model, tokenizer, text: str) -> None:
+    """Compare tokens and logits with those of transformers."""
+    with open_llama(path) as llama:
+        for line in TEXTS:
+            assert llama.tokenize(line.encode(), add_bos=False) == (
+                tokenizer(line, add_special_tokens=False).input_ids
+            )
+        tokens = tokenizer(text).input_ids
+        assert llama.tokenize(text.encode()) == tokens
+        llama.eval(tokens)
+        found = np.array(llama.scores[: len(tokens)])
+        assert off(found, logits(model, tokens)) < TOLERANCES[path.stem]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_llama_cpp_goes_on_with_the_same_words(smollm2, plain, dtype):
+    model, tokenizer = plain
+    check(smollm2 / f"{dtype}.gguf", model, tokenizer, PROMPT)
+    tokens = tokenizer(PROMPT, return_tensors="pt")
+    written = model.generate(**tokens, max_new_tokens=12, do_sample=False)[0]
+    with open_llama(smollm2 / f"{dtype}.gguf") as llama:
+        found = llama(PROMPT, max_tokens=12, temperature=0)["choices"][0]["text"]
+    assert PROMPT + found == tokenizer.decode(written)
+
+
+@pytest.mark.parametrize(
+    ("kind", "splitter"),
+    [*((kind, None) for kind in KINDS), *(("llama", s) for s in ("gpt-2", "smollm", "tekken"))],
+)
+def test_llama_cpp_computes_every_architecture(tmp_path, kind, splitter):
+    pytest.importorskip("llama_cpp")
+    make_model(kind, tmp_path / "base", splitter)
+    add_model(tmp_path)
+    merge(tmp_path, "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    for dtype in ("F32", "Q8_0"):
+        merge(tmp_path, f"{dtype}.gguf", dtype)
+        check(tmp_path / f"{dtype}.gguf", model, tokenizer, "".join(TEXTS))
