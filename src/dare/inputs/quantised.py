@@ -1,10 +1,10 @@
 """Quantised models: those that can be read exactly are presented as weights, all others refused.
 
-An output has plain weights and a configuration that says so. Codes cannot be merged, and copied
-beside such a configuration they would be a broken model. So anything that looks like codes, by its
-name, by scales beside it, or because the configuration mentions them, is refused here, before
-anything is planned, for the base and every model. Those that are read have a module each: `fp8`,
-`mxfp4`, `nvfp4`.
+An output has plain weights and a configuration that says so, unless it is quantised again
+(`dare.formats.quantised`). Codes cannot be merged, and copied beside such a configuration they
+would be a broken model. So anything that looks like codes, by its name, by scales beside it, or
+because the configuration mentions them, is refused here, before anything is planned, for the base
+and every model. Those that are read have a module each: `fp8`, `mxfp4`, `nvfp4`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def read_quantised(
     """
     plain = fp8.dequantized(nvfp4.unpacked(mxfp4.unpacked(source, config)))
     if plain is not source:
-        named = ((name, name.rpartition(".")[2]) for name in plain.tensors)
-        left = {name: plain.tensors[name] for name, last in named if last in ACTIVATION_SCALES}
+        left = {
+            name: info
+            for name, info in plain.tensors.items()
+            if name.rpartition(".")[2] in ACTIVATION_SCALES and not info.dtype.packed_bits
+        }
         plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
     method = quantisation_method(config)
     where = f"{next(iter(source.files)).parent}: " if source.files else ""
