@@ -259,6 +259,72 @@ class Gguf(OneFile):
         plan_with(self.file)
 
 
+QUANTISED_TREES: tuple[dict[str, Any], ...] = (
+    {
+        "tensors": {
+            "layers.0.weight": ["F8_E4M3", [3, 5]],
+            "layers.0.weight_scale_inv": ["F32", [1, 1]],
+            "layers.0.input_scale": ["F32", []],
+        },
+        "config": {"quantization_config": {"modules_to_not_convert": ["layers.0.x"]}},
+    },
+    {
+        "tensors": {
+            "mlp.experts.down_proj_blocks": ["U8", [1, 2, 1, 16]],
+            "mlp.experts.down_proj_scales": ["U8", [1, 2, 1]],
+        },
+        "config": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+    },
+    {
+        "tensors": {
+            "a.weight_packed": ["U8", [2, 8]],
+            "a.weight_scale": ["F8_E4M3", [2, 1]],
+            "a.weight_global_scale": ["F32", [1]],
+        },
+        "config": {},
+    },
+)
+"""The types and shapes of tensors, and a configuration."""
+
+
+class Quantised(Target):
+    """Weights with scales: types, shapes, names and the configuration are changed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.names = (folder.name, "config.json", 'format = "input"')
+
+    def make(self, random: Random) -> dict[str, Any]:
+        tree: dict[str, Any] = json.loads(json.dumps(random.choice(QUANTISED_TREES)))
+        tensors = list(tree["tensors"].values())
+        for kind in random.choices(tensors, k=random.randrange(3)):
+            kind[0] = random.choice(["F32", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I32"])
+        for _, shape in random.choices(tensors, k=random.randrange(3)):
+            shape[random.randrange(len(shape) + 1) :] = random.choices(range(4), k=2)
+        tree["config"] = change_values(random, tree["config"])
+        return tree
+
+    def read(self, case: dict[str, Any]) -> None:
+        header, end = {}, 0
+        for name, (kind, shape) in case["tensors"].items():
+            start, end = end, end + math.prod(shape) * STORAGE_TYPES[kind].itemsize
+            header[name] = entry(kind, shape, start, end)
+        (self.folder / "model.safetensors").write_bytes(file_bytes(header, bytes(end)))
+        (self.folder / "config.json").write_text(json.dumps(case["config"]))
+        read_some(open_model(self.folder))
+        again = dare.ModelEntry(file=self.folder, seed=1)
+        given = {"base": self.folder, "models": [again], "method": "linear", "verbose": False}
+        planned = dare.plan(**given, output=self.folder / "out", format="input")
+        str(planned), planned.to_dict()
+        for tensor in planned.tensors:
+            zeros = np.zeros(tensor.elements, tensor.dtype.carrier)
+            planned.recoding.encode(
+                (tensor.name, tensor.dtype, tensor.shape),
+                lambda start, count, zeros=zeros: zeros[start : start + count],
+                lambda name, offset, data: None,
+            )
+
+
 class Torch(OneFile):
     """Files of torch.save, read by its restricted loader."""
 
@@ -802,6 +868,7 @@ TARGETS: dict[str, type[Target]] = {
     "headers": Headers,
     "indexes": Indexes,
     "gguf": Gguf,
+    "quantised": Quantised,
     "torch": Torch,
     "deltas": Deltas,
     "recipes": Recipes,

@@ -10,6 +10,7 @@ CASES = {
     "headers": 8000,
     "indexes": 1500,
     "gguf": 1000,
+    "quantised": 100,
     "torch": 50,
     "deltas": 250,
     "recipes": 300,

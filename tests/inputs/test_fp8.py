@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import InputError
-from dare.inputs.quantised import PIECE_BYTES, DequantizedSource, dequantized
+from dare.inputs.fp8 import PIECE_BYTES, DequantizedSource, dequantized
+from dare.inputs.quantised import read_quantised
 from dare.inputs.sources import ArraySource, FileSource, check_unchanged, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import entry, file_bytes, read_tensor
@@ -175,8 +176,8 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "plain": plain,
         "table": table,
     }
-    source = dequantized(source_of(arrays))
-    assert isinstance(source, DequantizedSource)
+    source = read_quantised(source_of(arrays), {})
+    assert isinstance(source.inner, DequantizedSource)
     assert {name: info.dtype.name for name, info in source.tensors.items()} == {
         "a.weight": "F32",
         "norm.weight": "F32",

@@ -12,7 +12,7 @@ from ranges import PLACES, Ranged
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
-from dare.inputs.quantised import TILE_BYTES, UnpackedSource, unpacked
+from dare.inputs.mxfp4 import TILE_BYTES, UnpackedSource, unpacked
 from dare.recipe.recipe import Request
 from helpers import read_elements, read_tensor, save
 

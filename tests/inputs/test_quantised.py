@@ -40,7 +40,7 @@ PACKED = {
         "I8 with scales",
     ),
     "NVFP4": (
-        {"l.weight": BYTES, "l.weight_scale": FP8, "l.weight_scale_2": FLOATS},
+        {"l.weight": BYTES, "l.weight_scale_2": FLOATS},
         "weight_scale_2",
         "NVFP4",
     ),

@@ -30,8 +30,6 @@ Read = Callable[[int, int], Raw]
 # Writes bytes of a stored tensor: its name, from which byte on, and the bytes.
 Put = Callable[[str, int, NDArray[np.uint8]], None]
 
-INPUT_FORMATS: tuple[str, ...] = ()  # modules for `format = "input"`; the first that fits is taken
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -107,9 +105,8 @@ def find_recoding(recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
         raise RecipeError(f"dtype {recipe.dtype}: is for an output that ends with .gguf")
     if recipe.format is None or recipe.output is None:
         return None
-    for name in INPUT_FORMATS:
-        if (found := _open(name, recipe, inputs)) is not None:
-            return found
+    if (found := _open("quantised", recipe, inputs)) is not None:
+        return found
     what = "the base is not quantised in a format that can be written"
     raise RecipeError(f'format = "input": {what}; leave it out, or set dtype')
 

@@ -37,6 +37,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MODULES = "modules.json"
+MODELOPT_CONFIG = "hf_quant_config.json"  # says how weights are quantised
 
 CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
@@ -57,7 +58,8 @@ EXAMPLES = 5
 # Weights and what belongs to a training or to a repository: nobody expects them in an output.
 _LEFT_WITHOUT_A_WORD = re.compile(
     r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index\.json)?"
-    r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json",
+    r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json"
+    rf"|{re.escape(MODELOPT_CONFIG)}",
     re.IGNORECASE,
 )
 

@@ -132,12 +132,14 @@ def open_inputs(
     *,
     rescales: bool = True,
     fetches: bool = True,
+    keeps_scales: bool = False,
     merges: Mapping[str, Source] | None = None,
 ) -> tuple[Recipe, Inputs]:
     """Open the files of a recipe; also return the recipe with the commits of those from the hub.
 
     Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
-    is false, the dropped elements of delta files are made up for as they are read. `merges` are
+    is false, the dropped elements of delta files are made up for as they are read. `keeps_scales`
+    shows the base's scales of activations, as its own format in the output does. `merges` are
     the results of the recipe's merges, which `dare.run.nested` opens.
     """
     if merges is None and (recipe.layers or recipe.merges):
@@ -174,7 +176,8 @@ def open_inputs(
         )
         for path, merge in zip(paths, made, strict=True)
     )
-    base = _open(first)
+    keeps_scales = keeps_scales or recipe.format is not None
+    base = _open(replace(first, keeps_scales=keeps_scales))
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     others = [replace(other, base=base, base_config=first.config) for other in others]

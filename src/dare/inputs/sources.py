@@ -78,6 +78,13 @@ class DeltaInfo(NamedTuple):
 WEIGHTS = DeltaInfo()
 
 
+@dataclass(frozen=True, slots=True)
+class CodedInfo(TensorInfo):
+    """A tensor that is decoded as it is read."""
+
+    code: object  # how it is stored, by its format's module
+
+
 class Cost(NamedTuple):
     """The memory that reading takes, beside the buffers that are filled."""
 
@@ -158,6 +165,11 @@ def bytes_for(source: Source, name: str, count: int) -> int:
     if stored is None:
         return count * info.dtype.itemsize
     return stored * count // max(1, info.elements)
+
+
+def home_of(source: Source) -> str:
+    """Return the folder of a source's files, for messages."""
+    return str(next(iter(source.files)).parent) if source.files else "the model"
 
 
 def stamps_of(source: Source) -> list[Any]:
@@ -523,6 +535,7 @@ class Opening:
     base_config: Mapping[str, Any] | None = None  # the base's config.json, if it is known
     rescales: bool = True  # dropped elements of a delta file are made up for
     most_ahead_bytes: int | None = None  # memory for reading ahead of a store
+    keeps_scales: bool = False  # of activations, for an output in the format of this model
     made: Source | None = None  # the source itself, if it is the result of another merge
 
     @cached_property

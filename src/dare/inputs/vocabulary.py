@@ -585,7 +585,8 @@ class RowTensor:
     def __init__(
         self, source: Source, stored: TensorInfo, kind: StorageType, rows: Rows, fill: Fill
     ) -> None:
-        self.info = TensorInfo(stored.name, kind, (len(rows), *stored.shape[1:]), 0)
+        shape = len(rows), *stored.shape[1:]
+        self.info = replace(stored, dtype=kind, shape=shape, start=0)
         self._source = source
         self._stored = stored
         self._width = math.prod(stored.shape[1:])

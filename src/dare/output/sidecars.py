@@ -64,7 +64,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     tokens = aligned.tokens[0 if is_decided else 1 + chosen] if aligned.tokens else None
     stop, notices = _stop_tokens(inputs, giver)
     changes = Changes(
-        dtype=main_type(t for tensors in layout.files.values() for t in tensors),
+        dtype=None if layout.recoding else main_type(t for f in layout.files.values() for t in f),
         vocab_size=aligned.resized(chosen),
         token_ids=aligned.token_ids[chosen] if aligned.token_ids else None,
         chat_template=template,

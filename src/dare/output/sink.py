@@ -220,10 +220,11 @@ class RecodedSink(FileSink):
         def encode(info: TensorInfo) -> Loss | None:
             def read(start: int, count: int) -> Raw:
                 raw = merged.read(info.position(start), count * info.dtype.itemsize)
-                progress(len(raw))
                 return np.frombuffer(raw, info.dtype.carrier)
 
-            return recoding.encode((info.name, info.dtype, info.shape), read, self.write)
+            loss = recoding.encode((info.name, info.dtype, info.shape), read, self.write)
+            progress(info.nbytes)
+            return loss
 
         with ThreadPoolExecutor(threads) as pool:
             return dict(zip(tensors, pool.map(encode, tensors.values()), strict=True))

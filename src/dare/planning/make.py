@@ -19,7 +19,7 @@ from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.formats.recoding import Recoding, find_recoding
-from dare.inputs.sources import Drop, Source, extras_of
+from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import OUTSIDE, find_depths
@@ -219,7 +219,7 @@ def make_plan(
         tuple(extra.tensor for extra in extras),
         tuple(warnings),
         layout,
-        tuple(notes),
+        (*notes, *_format_notes(recipe, base)),
         options=options,
     )
     plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
@@ -421,6 +421,13 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
             yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=q)
     if drops and False in _values(recipe, "rescale"):
         yield notice("no_rescale")
+
+
+def _format_notes(recipe: Recipe, base: Source) -> Iterator[Notice]:
+    """Say that an output will not be quantised as its base is."""
+    coded = sum(isinstance(info, CodedInfo) for info in base.tensors.values())
+    if coded and recipe.format is recipe.dtype is None and recipe.output is not None:
+        yield notice("plain_output", tensors=times(coded, "tensor"))
 
 
 def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:

@@ -48,7 +48,6 @@ from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
 from dare.run.worker import Make, Merger, Worker, conclusions_of, list_surveys, sources_of
 from dare.tensors.chunks import CHUNK, chunk_span
-from dare.tensors.header import TensorInfo
 from dare.tensors.names import comes_before_layers
 
 SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
@@ -62,13 +61,15 @@ def open_recipe(
     *,
     rescales: bool = True,
     fetches: bool = True,
+    keeps_scales: bool = False,
     within: tuple[str, ...] = (),
 ) -> tuple[Recipe, Inputs]:
     """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it.
 
     `within` are the names of the merges that it is a part of.
     """
-    how: dict[str, Any] = {"rescales": rescales, "fetches": fetches}
+    keeps_scales = keeps_scales or recipe.format is not None
+    how: dict[str, Any] = {"rescales": rescales, "fetches": fetches, "keeps_scales": keeps_scales}
     merges: dict[str, Source] = {}
     pinned = dict(recipe.merges)
     files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
@@ -78,7 +79,8 @@ def open_recipe(
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
         inner = own.model_copy(update={"merges": {**others, **own.merges}})
-        found, inputs = open_recipe(inner, options, **how, within=(*within, name))
+        own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
+        found, inputs = open_recipe(inner, options, **own_how, within=(*within, name))
         merges[name] = MergedSource(_plan(found, inputs, options))
         pinned[name] = found.model_copy(update={"merges": own.merges})
     if recipe.layers:
@@ -109,7 +111,10 @@ class MergedSource(Source):
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
-        self.tensors = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
+        self.tensors = {
+            t.name: replace(plan.base.tensors[t.name], dtype=t.dtype, shape=t.shape, start=0)
+            for t in plan.tensors
+        }
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
         self.ties, self.layers = plan.base.ties, plan.base.layers

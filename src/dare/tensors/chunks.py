@@ -53,6 +53,23 @@ def chunk_spans(elements: int) -> Iterator[tuple[int, int]]:
     return (chunk_span(chunk, elements) for chunk in range(chunk_count(elements)))
 
 
+def rectangles(
+    first: int, count: int, width: int, height: int | None = None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a run of elements into rectangles of matrices of a height: row, rows, column, columns.
+
+    >>> list(rectangles(3, 9, 4))
+    [(0, 1, 3, 1), (1, 2, 0, 4)]
+    """
+    while count:
+        row, column = divmod(first, width)
+        rows, columns = 1, min(width - column, count)
+        if not column and count >= width:
+            rows = min(count // width, count if height is None else height - row % height)
+        yield row, rows, column, columns
+        first, count = first + rows * columns, count - rows * columns
+
+
 # ---------------------------------------------------------------- digests
 
 DIGEST_LENGTH = 32

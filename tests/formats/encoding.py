@@ -1,0 +1,41 @@
+"""Tensors stored by a code, and read back by the reader of the format."""
+
+import numpy as np
+
+from dare.inputs.arrays import array_source
+from dare.inputs.quantised import read_quantised
+from dare.tensors.dtypes import BY_TORCH_NAME
+from helpers import read_tensor
+
+
+def encoded(code, values, name="l.weight"):
+    """Store an array; return the loss, and the arrays that it becomes."""
+    kind = BY_TORCH_NAME[values.dtype.name]
+    raw = np.ascontiguousarray(values).reshape(-1).view(kind.carrier)
+    described = name, kind, values.shape
+    room = {
+        own: np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+        for own, dtype, shape in code.stored(described)
+    }
+
+    def put(own, offset, data):
+        room[own][offset : offset + data.size] = data
+
+    loss = code.encode(described, lambda start, count: raw[start : start + count], put)
+    return loss, {
+        own: room[own].view(dtype.numpy_type).reshape(shape)
+        for own, dtype, shape in code.stored(described)
+    }
+
+
+def decoded(arrays, name="l.weight"):
+    """Return what stored arrays read as."""
+    source = read_quantised(array_source(arrays, "x"), {})
+    info = source.tensors[name]
+    raw = np.frombuffer(read_tensor(source, name), info.dtype.numpy_type)
+    return raw.reshape(info.shape)
+
+
+def code_of(arrays, name="l.weight"):
+    """Return how stored arrays are coded."""
+    return read_quantised(array_source(arrays, "x"), {}).tensors[name].code
