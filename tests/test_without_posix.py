@@ -1,0 +1,71 @@
+"""Everyday work in a Python that has no more than Windows': the same bytes and figures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+import everyday_work
+import like_windows
+from helpers import eventually
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be made like it")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return like_windows.prepare(tmp_path_factory.mktemp("windows") / "bin")
+
+
+def is_running(number: str) -> bool:
+    return Path("/proc", number).exists()
+
+
+def test_everyday_work_is_the_same_without_posix(tmp_path, environment):
+    here = tmp_path / "here"
+    everyday_work.make_models(here)
+    there = shutil.copytree(here, tmp_path / "there")
+    command = [sys.executable, everyday_work.__file__, there]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    expected = everyday_work.merge_and_analyze(here)
+    printed, _ = process.communicate()
+    assert process.returncode == 0
+    found, searched, scored = json.loads(printed.replace(str(there), str(here)))
+    assert found == json.loads(json.dumps(expected))
+    for output in ("out", "out.safetensors"):
+        resumed, refused, is_right, _, is_replaced_right, _ = found[output]
+        assert (resumed > 0, refused) == (True, [True])
+        assert is_right
+        assert is_replaced_right
+    assert [name for name in found["left"] if "partial" in name or "replaced" in name] == []
+    candidates = dare.Candidates(dare.Request.of(**everyday_work.recipe_in(here), method="sum"))
+    for scale in everyday_work.SCALES:
+        made = candidates.make({"scale": scale}).arrays["w0"]
+        assert searched[str(scale)] == float(np.abs(made).mean())
+    failed, measured, (stopped, *_) = scored
+    assert failed == ["about to fail"]
+    assert measured == {"sizes": 8 * everyday_work.ELEMENTS}
+    assert not is_running(stopped)
+
+
+def test_an_evaluator_ends_with_its_parent(environment):
+    code = (
+        "import os, sys; from dare.run.processes import Watched; "
+        f"process = Watched([sys.executable, '-c', {everyday_work.SLEEP!r}]); "
+        "process.pump(lambda: process.stdout.endswith(b'\\n'), None); "
+        "print(process.stdout.last_line(), flush=True); os._exit(0)"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+
+    def has_ended() -> None:
+        assert not is_running(ended.stdout.strip())
+
+    eventually(has_ended)
