@@ -67,7 +67,8 @@ def take_away() -> None:
     class Popen(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, command: Any, *more: Any, **how: Any) -> None:
             assert not how.get("pass_fds"), "pass_fds not supported on Windows."
-            how.pop("start_new_session", None)
+            assert not how.get("start_new_session"), "what is of no effect is not asked for"
+            how.pop("creationflags", None)
             shell = 'cmd /d /s /c "'
             if isinstance(command, str) and command.startswith(shell):
                 command = ["/bin/sh", "-c", command.removeprefix(shell).removesuffix('"')]

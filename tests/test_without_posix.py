@@ -14,6 +14,7 @@ import pytest
 import dare
 import everyday_work
 import like_windows
+from dare.kernels.native import kernel_folder
 from helpers import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be made like it")
@@ -21,22 +22,33 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    return like_windows.prepare(tmp_path_factory.mktemp("windows") / "bin")
+    """Variables of a process as on Windows, with the kernels that are compiled here."""
+    folder = tmp_path_factory.mktemp("windows")
+    (folder / "dare").mkdir()
+    (folder / "dare" / "kernels").symlink_to(kernel_folder())
+    return {**like_windows.prepare(folder / "bin"), "XDG_CACHE_HOME": str(folder)}
 
 
-def is_running(number: str) -> bool:
-    return Path("/proc", number).exists()
+def printed_by(words, environment) -> str:
+    command = [sys.executable, *words]
+    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    return run.stdout.decode()
+
+
+def assert_ends(number: str) -> None:
+    def has_ended() -> None:
+        status = Path("/proc", number, "stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    eventually(has_ended)
 
 
 def test_everyday_work_is_the_same_without_posix(tmp_path, environment):
     here = tmp_path / "here"
     everyday_work.make_models(here)
     there = shutil.copytree(here, tmp_path / "there")
-    command = [sys.executable, everyday_work.__file__, there]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     expected = everyday_work.merge_and_analyze(here)
-    printed, _ = process.communicate()
-    assert process.returncode == 0
+    printed = printed_by([everyday_work.__file__, there], environment)
     found, searched, scored = json.loads(printed.replace(str(there), str(here)))
     assert found == json.loads(json.dumps(expected))
     for output in ("out", "out.safetensors"):
@@ -52,7 +64,7 @@ def test_everyday_work_is_the_same_without_posix(tmp_path, environment):
     failed, measured, (stopped, *_) = scored
     assert failed == ["about to fail"]
     assert measured == {"sizes": 8 * everyday_work.ELEMENTS}
-    assert not is_running(stopped)
+    assert_ends(stopped)
 
 
 def test_an_evaluator_ends_with_its_parent(environment):
@@ -62,10 +74,4 @@ def test_an_evaluator_ends_with_its_parent(environment):
         "process.pump(lambda: process.stdout.endswith(b'\\n'), None); "
         "print(process.stdout.last_line(), flush=True); os._exit(0)"
     )
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-
-    def has_ended() -> None:
-        assert not is_running(ended.stdout.strip())
-
-    eventually(has_ended)
+    assert_ends(printed_by(["-c", code], environment).strip())

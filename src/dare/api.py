@@ -165,9 +165,9 @@ def merge(
 
 
 def plan_to_run(
-    recipe: AnyRecipe | Plan | None, *, overwrite: bool = False, **settings: Any
+    recipe: AnyRecipe | Plan | None, *, overwrite: bool = True, **settings: Any
 ) -> Plan:
-    """Return a plan whose models are fetched, unless its output stands in the way."""
+    """Return a plan whose models are fetched; before that, an output in the way is refused."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(recipe, Plan):
         request = make_request(recipe, **given)
@@ -197,16 +197,14 @@ def merge_slice(
     needs what the others find in their tensors: it waits for those that run, so many seconds if
     there is no news, and does the others' looking itself.
     """
-    planned = plan_to_run(recipe, overwrite=overwrite, backend=backend)
-    return run_slice(planned, slice, overwrite=overwrite, wait=wait)
+    return run_slice(plan_to_run(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
 
 
 def finish(
     recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str | None = None
 ) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    planned = plan_to_run(recipe, overwrite=overwrite, backend=backend)
-    return run_finish(planned, overwrite=overwrite)
+    return run_finish(plan_to_run(recipe, backend=backend), overwrite=overwrite)
 
 
 def apply_delta(

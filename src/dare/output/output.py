@@ -322,12 +322,12 @@ def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[
 
 def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     target = layout.target
-    if rename(folder, target, "new"):
+    if rename(folder, target):
         return
     if not overwrite:
         raise _appeared(target)
     check_replaceable(layout)  # it may have come since the merge began
-    if not rename(folder, target, "exchange"):
+    if not rename(folder, target, exchange=True):
         target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
         folder.rename(target)
 
@@ -344,7 +344,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     weights = folder / target.name
     if overwrite:
         weights.replace(target)
-    elif not rename(weights, target, "new"):
+    elif not rename(weights, target):
         raise _appeared(target)
 
 

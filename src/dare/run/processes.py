@@ -37,14 +37,7 @@ from typing import Any
 
 from dare import errors
 from dare.errors import DareError, EvaluationError, OutputError, RecipeError, printable
-from dare.tensors.system import (
-    NO_LINKS,
-    guard_command,
-    kill_all,
-    lock_byte,
-    make_listener,
-    unlock_byte,
-)
+from dare.tensors import system
 
 
 @dataclass
@@ -75,24 +68,24 @@ class Presence:
                     f"{error.strerror or error}"
                 ) from None
             self._file.marks.add(self.mark)
-            lock_byte(self._file.descriptor, self.mark)
+            system.lock_byte(self._file.descriptor, self.mark)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Wait until nobody else has a turn."""
         with self._file.turn:
-            lock_byte(self._file.descriptor, 0, wait=True)
+            system.lock_byte(self._file.descriptor, 0, wait=True)
             try:
                 yield
             finally:
-                unlock_byte(self._file.descriptor, 0)
+                system.unlock_byte(self._file.descriptor, 0)
 
     def is_alive(self, mark: int) -> bool:
         """Tell if the one that is known by a mark is still at work."""
         with _opening:
-            if mark in self._file.marks or not lock_byte(self._file.descriptor, mark):
+            if mark in self._file.marks or not system.lock_byte(self._file.descriptor, mark):
                 return True
-            unlock_byte(self._file.descriptor, mark)
+            system.unlock_byte(self._file.descriptor, mark)
             return False
 
     def close(self) -> None:
@@ -102,7 +95,7 @@ class Presence:
                 return
             self._file.marks.remove(self.mark)
             if self._file.marks:
-                unlock_byte(self._file.descriptor, self.mark)
+                system.unlock_byte(self._file.descriptor, self.mark)
             else:
                 for identity in [key for key, file in _open_files.items() if file is self._file]:
                     del _open_files[identity]
@@ -115,7 +108,7 @@ def _open_lock_file(path: Path) -> _LockFile:
         there = path.stat()
         if (found := _open_files.get((there.st_dev, there.st_ino))) is not None:
             return found
-    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666))
+    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | system.NO_LINKS, 0o666))
     new = os.fstat(file.descriptor)
     _open_files[new.st_dev, new.st_ino] = file
     return file
@@ -180,23 +173,23 @@ class Watched:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
             env={**os.environ, **variables},
+            **system.APART,
         )
         try:
             # It ends the group once the other end of its input is closed, by whatever.
             self._guard = subprocess.Popen(  # noqa: S603
-                guard_command(self._process.pid),
+                system.guard_command(self._process.pid),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                **system.APART,
             )
         except BaseException:
-            kill_all(self._process)
+            system.kill_all(self._process)
             raise
         self.is_running = True
-        self._listener = make_listener()
+        self._listener = system.make_listener()
         pipes = self._process.stdout, self._process.stderr
         for pipe, take in zip(pipes, (self.take, self.printed.add), strict=True):
             assert isinstance(pipe, io.BufferedReader)
@@ -232,7 +225,7 @@ class Watched:
 
     def _read(self, seconds: float) -> bool:
         """Hand on what there is, after waiting for it that long at most; say if there was any."""
-        if not self._listener.has_ended:
+        if not self._listener.is_over():
             return self._listener.read(seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
@@ -247,9 +240,9 @@ class Watched:
         """End the process and all that it has started, and let go of its pipes."""
         if self.is_running:
             self.is_running = False
-            kill_all(self._process)
+            system.kill_all(self._process)
             self._drain()
-            with self._process, self._guard:
+            with contextlib.suppress(BrokenPipeError), self._process, self._guard:
                 self._guard.kill()
             self._listener.close()
 

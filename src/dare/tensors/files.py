@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
 from dare.stores.locations import StorePath
-from dare.tensors.system import NO_LINKS, NO_WAIT, read_some, system_call, write_some
+from dare.tensors.system import IS_POSIX, NO_LINKS, NO_WAIT, read_some, system_call, write_some
 
 if TYPE_CHECKING:
     from dare.stores.ahead import Ahead, StoreFile
@@ -378,8 +378,6 @@ def _write_all(file_descriptor: int, rest: memoryview, position: int) -> None:
 
 # ---------------------------------------------------------------- files of this user alone
 
-HAS_OWNERS = hasattr(os, "geteuid")  # True if files have owners and modes, which Windows' do not
-
 
 def is_safe(folder: Path) -> bool:
     """Return whether only this user and root can write to a folder, or put another in its place.
@@ -387,7 +385,7 @@ def is_safe(folder: Path) -> bool:
     Others can write to a sticky folder above it, such as the system's for temporary files, but
     cannot rename or remove files that are not theirs.
     """
-    if not HAS_OWNERS:
+    if not IS_POSIX:
         return True
     above = {*folder.absolute().parents, *folder.resolve().parents}
     return _is_private(folder.stat()) and all(
@@ -404,7 +402,7 @@ def _is_private(status: os.stat_result, *, or_sticky: bool = False) -> bool:
 def read_private(file: Path) -> bytes:
     """Read a file that nobody but this user and root can write to; PermissionError if it is not."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINKS)) as opened:
-        is_private = not HAS_OWNERS or _is_private(os.fstat(opened.fileno()))
+        is_private = not IS_POSIX or _is_private(os.fstat(opened.fileno()))
         if not (is_private and is_safe(file.parent)):
             raise PermissionError(f"{file}: somebody else can write to it")
         return opened.read()
@@ -440,5 +438,5 @@ def cache_folder() -> Path:
 
 def temporary_folder() -> Path:
     """Return the folder of this user's files if there is no home."""
-    user = os.geteuid() if HAS_OWNERS else "user"
+    user = os.geteuid() if IS_POSIX else "user"
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"dare-{user}"  # noqa: S108 (if it is safe)

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import io
 import os
-import queue
 import selectors
 import shlex
 import signal
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -77,23 +76,20 @@ def sync_folder(folder: Path) -> None:
 _NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 
-def rename(old: Path, new: Path, how: str) -> bool:
-    """Rename to a name that is `new`, or `exchange` two names; False if that cannot be done."""
-    paths = os.fsencode(old), os.fsencode(new)
-    here = ctypes.c_int(-100)  # AT_FDCWD
-    if (call := system_call("renameat2")) is not None:  # Linux
-        given: tuple[Any, ...] = here, paths[0], here, paths[1], 1 if how == "new" else 2
-    elif (call := system_call("renamex_np")) is not None:  # macOS
-        given = *paths, 4 if how == "new" else 2
-    if call is not None:
-        if call(*given) == 0:
-            return True
-        error = ctypes.get_errno()
-        if error == errno.EEXIST:
-            return False
-        if error not in _NO_SUCH_CALL:
-            raise OSError(error, os.strerror(error), str(new))
-    if how == "exchange" or os.path.lexists(new):
+def rename(old: Path, new: Path, *, exchange: bool = False) -> bool:
+    """Rename to a name that is free, or exchange two names; False if that cannot be done."""
+    here, paths = ctypes.c_int(-100), (os.fsencode(old), os.fsencode(new))  # AT_FDCWD
+    linux = here, paths[0], here, paths[1], 2 if exchange else 1
+    macos = *paths, 2 if exchange else 4
+    for name, given in (("renameat2", linux), ("renamex_np", macos)):
+        if (call := system_call(name)) is not None:
+            if call(*given) == 0:
+                return True
+            if (error := ctypes.get_errno()) == errno.EEXIST:
+                return False
+            if error not in _NO_SUCH_CALL:
+                raise OSError(error, os.strerror(error), str(new))
+    if exchange or os.path.lexists(new):
         return False
     old.rename(new)
     return True
@@ -123,13 +119,9 @@ def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False) -> bool:
     """Lock one byte of a file for this process; return whether that was possible."""
     while True:
         try:
-            if IS_POSIX:
-                import fcntl
-
-                how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
-                fcntl.lockf(file_descriptor, how, 1, byte)
-            else:
-                _lock_at(file_descriptor, byte, "LK_NBLCK")
+            _lock(
+                file_descriptor, byte, ["LOCK_EX"] if wait else ["LOCK_EX", "LOCK_NB"], "LK_NBLCK"
+            )
         except (BlockingIOError, PermissionError):  # as POSIX and Windows call it
             if not wait:
                 return False
@@ -140,25 +132,28 @@ def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False) -> bool:
 
 def unlock_byte(file_descriptor: int, byte: int) -> None:
     """Let others lock a byte."""
+    _lock(file_descriptor, byte, ["LOCK_UN"], "LK_UNLCK")
+
+
+def _lock(file_descriptor: int, byte: int, posix: Iterable[str], windows: str) -> None:
     if IS_POSIX:
         import fcntl
 
-        fcntl.lockf(file_descriptor, fcntl.LOCK_UN, 1, byte)
-    else:
-        _lock_at(file_descriptor, byte, "LK_UNLCK")
-
-
-def _lock_at(file_descriptor: int, byte: int, how: str) -> None:
+        fcntl.lockf(file_descriptor, sum(getattr(fcntl, name) for name in posix), 1, byte)
+        return
     msvcrt: Any = import_module("msvcrt")
     with _turns[file_descriptor]:
         os.lseek(file_descriptor, byte, os.SEEK_SET)
-        msvcrt.locking(file_descriptor, getattr(msvcrt, how), 1)
+        msvcrt.locking(file_descriptor, getattr(msvcrt, windows), 1)
 
 
 # ---------------------------------------------------------------- processes
 
 SHELL = "/bin/sh"
+# A session, or a group on Windows, to which nobody else's Ctrl-C goes.
+APART: Mapping[str, Any] = {"start_new_session": True} if IS_POSIX else {"creationflags": 0x200}
 READ_BYTES = 1 << 16
+Take = Callable[[bytes], None]
 LATE_SECONDS = 0.05  # the wait for a thread that has something to hand on
 END = ("taskkill", "/F", "/T", "/PID")
 
@@ -195,15 +190,15 @@ class Listener:
     """Hands on what comes out of pipes, when asked to."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._pipes = selectors.DefaultSelector(), list[io.BufferedReader]()
 
-    def add(self, pipe: io.BufferedReader, take: Callable[[bytes], None]) -> None:
+    def add(self, pipe: io.BufferedReader, take: Take) -> None:
         """Hand on to a function what comes out of a pipe, which is closed in the end."""
         self._selector.register(pipe, selectors.EVENT_READ, take)
+        self._pipes.append(pipe)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all pipes are closed at the other end."""
+    def is_over(self) -> bool:
+        """Return whether all pipes have ended."""
         return not self._selector.get_map()
 
     def read(self, seconds: float) -> bool:
@@ -213,54 +208,40 @@ class Listener:
             if piece := os.read(key.fd, READ_BYTES):
                 key.data(piece)
             else:
-                self._close(key.fileobj)
+                self._selector.unregister(key.fd)
         return bool(ready)
-
-    def _close(self, pipe: Any) -> None:
-        self._selector.unregister(pipe)
-        pipe.close()
 
     def close(self) -> None:
         """Close the pipes."""
-        for key in list(self._selector.get_map().values()):
-            self._close(key.fileobj)
         self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
 
 
 class ThreadListener(Listener):
-    """The same by a thread for each pipe, which closes it at its end and not before."""
+    """Threads that hand on what comes; each closes its pipe at the end, and not before."""
 
     def __init__(self) -> None:
-        self._found = queue.SimpleQueue[tuple[Callable[[bytes], None], bytes]]()
-        self._open = 0
+        super().__init__()
+        self._threads, self._news = list[threading.Thread](), threading.Event()
 
-    def add(self, pipe: io.BufferedReader, take: Callable[[bytes], None]) -> None:
-        self._open += 1
-        threading.Thread(target=self._follow, args=(pipe, take), daemon=True).start()
+    def add(self, pipe: io.BufferedReader, take: Take) -> None:
+        self._threads.append(threading.Thread(target=self._run, args=(pipe, take), daemon=True))
+        self._threads[-1].start()
 
-    def _follow(self, pipe: io.BufferedReader, take: Callable[[bytes], None]) -> None:
+    def _run(self, pipe: io.BufferedReader, take: Take) -> None:
         with pipe:
             while piece := pipe.read1(READ_BYTES):
-                self._found.put((take, piece))
-        self._found.put((take, b""))
+                take(piece)
+                self._news.set()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._open == 0
+    def is_over(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
 
     def read(self, seconds: float) -> bool:
-        try:
-            take, piece = self._found.get(timeout=max(seconds, LATE_SECONDS))
-        except queue.Empty:
-            return False
-        take(piece)
-        self._open -= not piece
-        return True
-
-    def close(self) -> None:
-        pass
+        is_news = self._news.wait(max(seconds, LATE_SECONDS))
+        self._news.clear()
+        return is_news
 
 
-def make_listener() -> Listener:
-    """Return a listener to pipes of this system."""
-    return Listener() if IS_POSIX else ThreadListener()
+make_listener = Listener if IS_POSIX else ThreadListener
