@@ -183,7 +183,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     if missing and constants.HF_HUB_OFFLINE:
         command = shlex.join(["hf", "download", name.repo, *missing, "--revision", commit])
         lack = f"the hub's cache lacks {some_of(missing)} of commit {commit}, and this is offline"
-        raise InputError(f"{lack}; run HF_HUB_OFFLINE=0 {command}")
+        raise InputError(f"{lack}; with HF_HUB_OFFLINE=0, run {command}")
     if missing:
         if verbose:
             text = f"fetching {name} (commit {commit[:12]}) from the hub"
