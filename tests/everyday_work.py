@@ -6,7 +6,6 @@ The digests and figures that come of it must not depend on the system.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from dare.errors import EvaluationError, OutputError
 from dare.output.output import Output
 from dare.recipe.options import RunOptions
 from dare.studies.evaluators import open_scorer
+from dare.tensors.system import quoted
 from helpers import listing, save, sha256
 
 ELEMENTS = 530_000  # two chunks
@@ -132,8 +132,8 @@ def _interrupt() -> None:
 def score_in_all_ways(folder: Path) -> list[Any]:
     """Score a model by a function that fails, a command, and one that never ends."""
     recipe = dare.Recipe(base=folder / "base", models=[folder / "math.safetensors"])
-    command = shlex.join([sys.executable, str(folder / "command.py")])
-    sleeper = shlex.join([sys.executable, "-c", SLEEP])
+    command = " ".join(map(quoted, [sys.executable, str(folder / "command.py")]))
+    sleeper = " ".join(map(quoted, [sys.executable, "-c", SLEEP]))
     options = RunOptions(backend="reference", threads=1)
     found: list[Any] = []
     for evaluator, limit in (
