@@ -19,7 +19,7 @@ from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
-from dare.inputs.opening import convert_yaml, take_extras
+from dare.inputs.opening import convert_yaml, is_on_hub, take_extras
 from dare.output.receipt import (
     Report,
     find_manifest,
@@ -30,6 +30,7 @@ from dare.output.receipt import (
 from dare.output.sidecars import with_sidecars
 from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
+from dare.output.targets import refuse_existing
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid
@@ -158,13 +159,22 @@ def merge(
     replaced with `overwrite`; an input never is.
     """
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
-    return run(Merge(_planned(recipe, **given)), overwrite=overwrite, resume=resume)
+    planned = plan_to_run(recipe, overwrite=overwrite, **given)
+    return run(Merge(planned), overwrite=overwrite, resume=resume)
 
 
-def _planned(recipe: AnyRecipe | Plan | None, **settings: Any) -> Plan:
+def plan_to_run(
+    recipe: AnyRecipe | Plan | None, *, overwrite: bool = True, **settings: Any
+) -> Plan:
+    """Return a plan whose models are fetched; before that, an output in the way is refused."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(recipe, Plan):
-        return plan(recipe, fetches=True, **given)
+        request = make_request(recipe, **given)
+        asked = request.recipe
+        files = {asked.base, *(entry.file for entry in asked.models)} - set(map(Path, asked.merges))
+        if not overwrite and any(map(is_on_hub, files)):
+            refuse_existing(asked.output)
+        return plan(request, fetches=True)
     if given:
         remedy = "give them to plan(…)"
         raise RecipeError(f"{', '.join(given)}: a plan is complete and takes no settings; {remedy}")
@@ -186,14 +196,14 @@ def merge_slice(
     needs what the others find in their tensors: it waits for those that run, so many seconds if
     there is no news, and does the others' looking itself.
     """
-    return run_slice(_planned(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
+    return run_slice(plan_to_run(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
 
 
 def finish(
     recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str | None = None
 ) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    return run_finish(_planned(recipe, backend=backend), overwrite=overwrite)
+    return run_finish(plan_to_run(recipe, backend=backend), overwrite=overwrite)
 
 
 def apply_delta(

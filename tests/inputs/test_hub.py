@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dare.errors import InputError
+import dare
+from dare.errors import DareError, InputError
 from dare.inputs.hub import Resolved, resolve
 from dare.inputs.opening import open_model
 from dare.stores.locations import looks_like_name
@@ -292,6 +293,26 @@ def test_offline_what_is_not_there_cannot_be_had(
         assert "HF_HUB_OFFLINE" in failure(name)
 
 
+def test_offline_a_shard_that_the_cache_lacks_is_named(
+    hub: Hub,
+    sharded: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub.add("org/name", sharded)
+    resolved = fetch("org/name")
+    shard = "model-00002-of-00002.safetensors"
+    (resolved.path / shard).unlink()
+    hub.asked.clear()
+    go_offline(monkeypatch)
+    with pytest.raises(InputError) as caught:
+        resolve(Path("org/name"), verbose=True)
+    how = f"hf download org/name {shard} --revision {resolved.commit}"
+    assert str(caught.value).endswith(f"with HF_HUB_OFFLINE=0, run {how}")
+    assert hub.asked == []
+    assert capsys.readouterr().err == ""
+
+
 def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
     hub.add("org/name", single)
     resolved = fetch("org/name")
@@ -350,3 +371,56 @@ def test_a_cache_that_cannot_take_it(
     message = failure("org/name")
     assert "/cache/blobs/1.incomplete" in message
     assert "HF_HOME" in message
+
+
+# ---------------------------------------------------------------- what is wrong here comes first
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "nowhere.safetensors: no such file"),
+        ("slip", "here/modle: is not in here"),
+        ("empty", "here/empty: has no safetensors file"),
+        ("shard", "model-00002-of-00002.safetensors: no such file"),
+        ("gguf", "here/model.gguf"),
+        ("adapter", "here/adapter: has no adapter_model.safetensors"),
+        ("output", "here/out: exists already"),
+    ],
+)
+def test_faults_of_this_machine_come_before_the_hub_is_asked(
+    hub: Hub,
+    sharded: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    message: str,
+) -> None:
+    hub.add("org/name", sharded)
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    places = {"missing": "nowhere.safetensors", "slip": "here/modle", "gguf": "here/model.gguf"}
+    good = save_shards(here / "shard", WEIGHTS, 2)
+    if fault == "shard":
+        (good / "model-00002-of-00002.safetensors").unlink()
+    for folder in ("empty", "adapter", "out"):
+        (here / folder).mkdir()
+    adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    (here / "model.gguf").write_bytes(b"GGUF")
+    place = places.get(fault, "here/shard" if fault == "output" else f"here/{fault}")
+    output = "here/out" if fault == "output" else "here/new"
+    with pytest.raises(DareError, match=re.escape(message)):
+        dare.merge(base="org/name", models=[place], output=output, verbose=False)
+    assert hub.asked == []
+
+
+def test_an_output_that_may_be_replaced_does_not_keep_models_from_being_fetched(
+    hub: Hub, sharded: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/name", sharded)
+    monkeypatch.chdir(tmp_path)
+    asked = {"base": "org/name", "models": [save(tmp_path / "m.safetensors", WEIGHTS)]}
+    for overwrite in (False, True):
+        dare.merge(**asked, output="out", overwrite=overwrite, verbose=False)
+    assert dare.verify("out").ok

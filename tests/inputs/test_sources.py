@@ -10,6 +10,7 @@ import pytest
 
 from dare.api import merge
 from dare.errors import HeaderError, InputError
+from dare.inputs.opening import open_model
 from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks, stamps_of
 from dare.output.output import Output
 from dare.tensors import files
@@ -298,3 +299,36 @@ def test_plain_safetensors_import_no_other_form(tmp_path):
     command = [sys.executable, "-c", OPEN, save(tmp_path / "m.safetensors", {"w": W})]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert [name.rpartition(".")[2] for name in found] == ["names", "opening", "sources"]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1048576\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-00001-of-00001.safetensors",
+        "config.json",
+        "model.gguf",
+        "pytorch_model.bin",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ],
+)
+def test_a_git_lfs_pointer_is_named_with_the_remedy(tmp_path, name):
+    """In whatever form of model it stands for a file."""
+    if name.startswith("model-"):
+        write_index(tmp_path, {"a": name})
+    if name == "config.json":
+        save(tmp_path / "model.safetensors", {"a": np.zeros(4, np.float32)})
+    if name == "adapter_model.safetensors":
+        adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / name).write_bytes(POINTER)
+    path = tmp_path / name if name.endswith("gguf") else tmp_path
+    with pytest.raises(InputError) as caught:
+        open_model(path, allow_pickle=True)
+    assert str(caught.value).startswith(f"{tmp_path / name}: is a Git LFS pointer")
+    assert "`git lfs pull`" in str(caught.value)

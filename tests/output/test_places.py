@@ -1,14 +1,19 @@
 from __future__ import annotations
 
-from pathlib import Path
+import ntpath
+from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 import dare
 from dare.lora import extract_adapter, merge_adapters
+from dare.output import receipt
 from dare.output.receipt import portable_path, resolve_path, short_name
 from dare.output.targets import manifest_path
+from dare.recipe.entries import AnyPath
 from helpers import save, sha256
 
 
@@ -47,6 +52,25 @@ def test_a_path_is_told_from_the_output_if_they_have_enough_in_common(
     assert text == expected.replace("safeten…", "safetensors")
     if text.startswith(".."):
         assert resolve_path(text, Path(output)) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "output", "expected"),
+    [
+        (r"C:\data\ann\models\base", r"C:\data\ann\merged", "../models/base"),
+        (r"D:\data\ann\base", r"C:\data\ann\merged", "base"),
+        (r"org\name@0123abc", r"C:\data\ann\merged", "org/name@0123abc"),
+    ],
+)
+def test_paths_of_windows_are_written_with_slashes(monkeypatch, path, output, expected):
+    monkeypatch.setattr(receipt, "os", SimpleNamespace(path=ntpath))
+    monkeypatch.setattr(receipt, "Path", PureWindowsPath)
+    assert portable_path(PureWindowsPath(path), PureWindowsPath(output)) == expected
+
+
+def test_paths_in_recipes_are_written_with_slashes():
+    found = TypeAdapter(AnyPath).dump_python(PureWindowsPath(r"..\models\base"), mode="json")
+    assert found == "../models/base"
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def merge(
     if part is not None:
         Slice.parse(part)  # before anything is read
     console = make_console(json=json, quiet=not asked.options.verbose)
-    planned = api.plan(asked, fetches=True)
+    planned = api.plan_to_run(asked, overwrite=overwrite)
     how: dict[str, Any] = {"overwrite": overwrite}
     how["before"] = lambda: _print_plan(console, planned, facts)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them

@@ -12,7 +12,6 @@ import fnmatch
 import math
 import os
 import re
-import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from dare.inputs.quantised import quantisation_settings, tables_of
 from dare.inputs.sources import CONFIG
 from dare.stores.locations import is_stored, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
-from dare.tensors.files import is_there, list_names, read_limited
+from dare.tensors.files import is_there, list_names, open_ordinary, read_limited
 from dare.tensors.header import Described, dump_json, parse_json
 from dare.tensors.names import some_of
 
@@ -333,12 +332,10 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _file(directory: Path, name: str) -> Path:
+    """Resolve a name, if it leads to an ordinary file that is there."""
     path = _inside(directory, name)
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"{directory / name}: is not an ordinary file")
-    except OSError as error:
-        raise InputError(f"{directory / name}: cannot be read: {error.strerror}") from None
+    if not is_stored(path):
+        os.close(open_ordinary(path, directory / name))
     return path
 
 

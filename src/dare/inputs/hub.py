@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from dare.stores.locations import (
     without_credentials,
 )
 from dare.stores.reading import can_read
+from dare.tensors.names import some_of
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -104,15 +106,9 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     name is an address. Raises InputError if it is a name and cannot be had, or if it is more likely
     a path with a slip of the pen. The progress of a download is shown if `verbose`.
     """
-    if is_here(path):
-        return Resolved(path)
     is_address = is_stored(path)
-    name = parse_address(str(path)) if is_address else parse_name(path.as_posix())
-    if name is None:
+    if (name := find_name(path)) is None:
         return Resolved(path)
-    folder = name.repo.partition("/")[0]
-    if not is_address and name.revision is None and Path(folder).is_dir():
-        raise InputError(f"{name}: is not in {folder}; for the model on the hub, write {name}@main")
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -129,6 +125,20 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         text = without_credentials(f"{name}: {_explained(name, error)}")
         has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
         raise InputError(text) from (None if has_secrets else error)
+
+
+def find_name(path: Path) -> Name | None:
+    """Return the name on the hub that a path is; None if it is one of this machine."""
+    if is_here(path):
+        return None
+    if is_stored(path):
+        return parse_address(str(path))
+    if (name := parse_name(path.as_posix())) is None:
+        return None
+    folder = name.repo.partition("/")[0]
+    if name.revision is None and Path(folder).is_dir():
+        raise InputError(f"{name}: is not in {folder}; for the model on the hub, write {name}@main")
+    return name
 
 
 def _find(name: Name, *, verbose: bool) -> Resolved:
@@ -162,12 +172,19 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
 
 def _fetch(name: Name, *, verbose: bool) -> Resolved:
     """Fetch what is not here yet: the small files, then the weights that they name."""
+    from huggingface_hub import constants
+
     small_files = [*LICENCE_FILES, *_within(name, SMALL_FILES)]
     snapshot = _download(name, name.revision, small_files, ignore_patterns=_within(name, DEEPER))
     commit = snapshot.name
     folder = snapshot / name.folder
     weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
-    if not all((folder / file).exists() for file in weights):
+    missing = [str(name.folder / file) for file in weights if not (folder / file).exists()]
+    if missing and constants.HF_HUB_OFFLINE:
+        command = shlex.join(["hf", "download", name.repo, *missing, "--revision", commit])
+        lack = f"the hub's cache lacks {some_of(missing)} of commit {commit}, and this is offline"
+        raise InputError(f"{lack}; with HF_HUB_OFFLINE=0, run {command}")
+    if missing:
         if verbose:
             text = f"fetching {name} (commit {commit[:12]}) from the hub"
             print(printable(text), file=sys.stderr)

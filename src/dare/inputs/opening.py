@@ -31,7 +31,7 @@ from dare.inputs.sources import (
 from dare.recipe.layers import mean_value
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe
-from dare.stores.locations import is_here, is_stored, parse_name, to_path
+from dare.stores.locations import is_here, is_stored, to_path
 from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.files import begins_with
 from dare.tensors.names import quantised_kind, row_rank
@@ -148,12 +148,17 @@ def open_inputs(
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     made = [(merges or {}).get(str(path)) for path in given]
     for path in given if recipe.output_digest is not None and not any(made) else ():
-        is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
-        if not is_on_hub and not path.exists():
+        if not is_on_hub(path) and not path.exists():
             raise InputError(
                 f"{path}: is missing, and it was there when this was merged; if the inputs have "
                 "moved, give their paths with --base and --models (their digests are checked)"
             )
+    unmade = [path for path, merge in zip(given, made, strict=True) if merge is None]
+    if any(map(is_on_hub, unmade)):
+        for path in unmade:  # their faults come before anything is fetched
+            opening = Opening(path, recipe.allow_pickle)
+            if not (is_on_hub(path) or is_stored(path)) and form_of(opening) != "delta_files":
+                _open(opening)
     found = [
         _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
         for path, merge in zip(given, made, strict=True)
@@ -262,6 +267,15 @@ def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
     if opening.made is not None or form_of(opening) != "delta_files":
         return opening.config
     return {} if folder is None else read_config(folder)
+
+
+def is_on_hub(path: Path) -> bool:
+    """Return whether a model is to be had from the hub; refuse a path with a slip of the pen."""
+    if is_here(path):
+        return False
+    from dare.inputs.hub import find_name
+
+    return find_name(path) is not None
 
 
 def _find(path: Path, *, verbose: bool, fetches: bool) -> tuple[Path, Path]:

@@ -38,7 +38,7 @@ from dare.inputs.sources import (
 )
 from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import LocalFile
+from dare.tensors.files import LocalFile, read_beginning
 from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
@@ -147,7 +147,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
             pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, OSError, EOFError):
-        raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
+        raise InputError(f"{file}: {_what_else(file)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
     if any(info.filename.endswith("/constants.pkl") for info in infos):
@@ -206,12 +206,10 @@ def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
     return taken
 
 
-def _what_else(file_descriptor: int) -> str:
-    beginning = os.pread(file_descriptor, 64, 0)
+def _what_else(file: Path) -> str:
+    beginning = read_beginning(file, 64)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"
-    if beginning.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the weights; run git lfs pull"
     return "not a file of torch.save (a zip archive), or it is truncated"
 
 

@@ -41,7 +41,6 @@ from dare.kernels import LANES_MULTIPLE, ROW, Operand, reference
 from dare.kernels.reference import SCALE_GROUP, SUM_LANES, Floats, Lanes, Raw
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.files import (
-    HAS_OWNERS,
     cache_folder,
     is_safe,
     make_private,
@@ -50,6 +49,7 @@ from dare.tensors.files import (
     write_private,
 )
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP
+from dare.tensors.system import IS_POSIX
 
 PACKAGE = Path(__file__).parents[1]
 # The files that decide the machine code of the kernels in `cpu`.
@@ -317,12 +317,12 @@ def _folders() -> Iterator[Path]:
 
     Windows has no owners and modes to ask for, so there it is the user's profile alone.
     """
-    if HAS_OWNERS:
+    if IS_POSIX:
         if given := os.environ.get("NUMBA_CACHE_DIR"):
             yield Path(given)
         yield PACKAGE / "kernels" / "__pycache__"
     yield cache_folder() / "kernels"
-    if HAS_OWNERS:
+    if IS_POSIX:
         yield temporary_folder() / "kernels"
 
 

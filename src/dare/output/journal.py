@@ -33,7 +33,7 @@ from dare import __version__
 from dare.errors import OutputError
 from dare.planning.data import JOURNAL_VERSION
 from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest
-from dare.tensors.files import NO_LINKS
+from dare.tensors.system import IS_POSIX, NO_LINKS, lock_file
 
 WRITER = {"journal": JOURNAL_VERSION, "dare": __version__}  # first in every journal
 
@@ -228,7 +228,7 @@ class Journal:
         """Open and lock it, and see that it still has its name: it may have been published."""
         self._file = os.open(self._path, flags, 0o666)
         try:
-            is_ours = _lock(self._file) and os.path.samestat(
+            is_ours = lock_file(self._file) and os.path.samestat(
                 os.fstat(self._file), self._path.stat()
             )
         except OSError:  # it was published and is gone
@@ -248,7 +248,7 @@ class Journal:
 
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
-        os.truncate(self._file, 0)
+        os.ftruncate(self._file, 0)
         self.note_synced(**WRITER, fingerprint=self.fingerprint)
 
     def note_stamps(self, stamps: str) -> None:
@@ -290,6 +290,11 @@ class Journal:
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
+    def release(self) -> None:
+        """Close it before its folder is renamed or removed, where that needs it."""
+        if not IS_POSIX:
+            self.close()
+
     def close(self) -> None:
         """Close, and let others have it."""
         if self._file >= 0:
@@ -312,13 +317,3 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return False
-
-
-def _lock(file_descriptor: int) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)  # else a file system without locks
-    return True

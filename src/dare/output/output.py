@@ -16,13 +16,10 @@ several processes do instead.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import glob
 import itertools
 import os
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -48,13 +45,13 @@ from dare.output.targets import (
     remove,
     seal,
     slice_journals,
-    sync_folder,
     work_folder,
     write_synced,
     written_files,
 )
 from dare.planning.data import Layout
 from dare.tensors.chunks import bytes_digest
+from dare.tensors.system import rename, sync_folder
 
 
 class Identity(NamedTuple):
@@ -139,7 +136,9 @@ class Publisher:
         for folder in {(self.folder / name).parent for name in ("x", *output.others)}:
             sync_folder(folder)
         output.journal.note_synced(finished=bytes_digest(manifest))
+        output.sink.close()
         output.sink.clear_up()
+        output.journal.release()
         return give_name(layout, output.made, overwrite=output.overwrite)
 
 
@@ -200,6 +199,7 @@ class Output:
         self.sink.close(hopeless=hopeless)
         if self.journal is not None and ((self._is_void and not self._part.is_shared) or hopeless):
             # Nothing is in it, or this can never be finished as it was planned.
+            self.journal.release()
             shutil.rmtree(self.folder, ignore_errors=True)
             for made in self.made:
                 with suppress(OSError):
@@ -307,8 +307,6 @@ class Output:
 
 # ---------------------------------------------------------------- the name
 
-_NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
-
 
 def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
     """Give a complete output its name, and sync the folders `made` for it; return later faults."""
@@ -324,12 +322,12 @@ def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[
 
 def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     target = layout.target
-    if _rename(folder, target, "new"):
+    if rename(folder, target):
         return
     if not overwrite:
         raise _appeared(target)
     check_replaceable(layout)  # it may have come since the merge began
-    if not _rename(folder, target, "exchange"):
+    if not rename(folder, target, exchange=True):
         target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
         folder.rename(target)
 
@@ -346,7 +344,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     weights = folder / target.name
     if overwrite:
         weights.replace(target)
-    elif not _rename(weights, target, "new"):
+    elif not rename(weights, target):
         raise _appeared(target)
 
 
@@ -354,28 +352,6 @@ def _appeared(target: Path) -> OutputError:
     return OutputError(
         f"{target}: appeared during the merge; move it away and run the same merge again"
     )
-
-
-def _rename(old: Path, new: Path, how: str) -> bool:
-    """Rename to a name that is `new`, or `exchange` two names; False if that cannot be done."""
-    system = {"linux": ("renameat2", 1, 2), "darwin": ("renamex_np", 4, 2)}.get(sys.platform)
-    call = getattr(ctypes.CDLL(None, use_errno=True), system[0], None) if system else None
-    if system is not None and call is not None:
-        paths = os.fsencode(old), os.fsencode(new)
-        flag = ctypes.c_uint(system[1] if how == "new" else system[2])
-        here = ctypes.c_int(-100)  # AT_FDCWD
-        given = (here, paths[0], here, paths[1]) if system[0] == "renameat2" else paths
-        if call(*given, flag) == 0:
-            return True
-        error = ctypes.get_errno()
-        if error == errno.EEXIST:
-            return False
-        if error not in _NO_SUCH_CALL:
-            raise OSError(error, os.strerror(error), str(new))
-    if how == "exchange" or os.path.lexists(new):
-        return False
-    old.rename(new)
-    return True
 
 
 # ---------------------------------------------------------------- clearing away

@@ -346,7 +346,7 @@ def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
 MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
 
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-_PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
+_PATH = re.compile(r"(?<!\S)(?:[A-Za-z]:[\\/]|[~/])[^\s:;,]*")
 
 
 def portable_path(path: Path, output: Path) -> str:

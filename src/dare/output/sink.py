@@ -23,11 +23,11 @@ from dare.errors import OutputError
 from dare.formats.recoding import Loss
 from dare.inputs.sources import Raw
 from dare.output.journal import Journal, JournalContent, Record
-from dare.output.targets import sync_folder
 from dare.planning.data import MERGED_NAME, Layout
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo
+from dare.tensors.system import sync_folder
 
 PIECES_NAME = "dare-pieces.bin"
 

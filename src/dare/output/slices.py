@@ -48,12 +48,12 @@ from dare.output.targets import (
     has_mark,
     slice_journal,
     slice_journals,
-    sync_folder,
 )
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
 from dare.tensors.names import some_of
+from dare.tensors.system import sync_folder
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
 PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
@@ -174,6 +174,7 @@ class OneSlice(Alone):
             )
         target = output.sink.layout.target
         if target.exists() and not output.overwrite:
+            main.release()
             shutil.rmtree(output.folder)
             raise OutputError(f"{target}: other slices have just published it")
         output.start_over(main, found)

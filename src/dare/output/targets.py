@@ -36,8 +36,9 @@ from dare.planning.data import Layout, is_directory_target
 from dare.planning.slices import Slice
 from dare.stores.locations import home_folder, is_stored
 from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
-from dare.tensors.files import NO_LINKS, as_stream, open_input, read_beginning, read_limited
+from dare.tensors.files import as_stream, open_input, read_beginning, read_limited
 from dare.tensors.header import json_bytes, read_header
+from dare.tensors.system import NO_LINKS
 
 MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"
@@ -133,6 +134,14 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
     if not overwrite:
         raise ExistsError(target)
     check_replaceable(layout)
+
+
+def refuse_existing(target: Path | None) -> None:
+    """Refuse an output that exists, unless its making has left something to clear away."""
+    if target is None or is_stored(target) or not os.path.lexists(target):
+        return
+    if not (has_mark(target) or partial_folder(target).exists()):
+        raise ExistsError(target)
 
 
 def check_replaceable(layout: Layout) -> None:
@@ -410,12 +419,3 @@ def write_synced(path: Path, content: bytes | Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    file_descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file_descriptor)
-    finally:
-        os.close(file_descriptor)

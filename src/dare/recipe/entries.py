@@ -34,6 +34,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     model_validator,
 )
@@ -267,7 +268,9 @@ def _check_span(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
-AnyPath = Annotated[Path, BeforeValidator(as_path)]
+AnyPath = Annotated[
+    Path, BeforeValidator(as_path), PlainSerializer(Path.as_posix, when_used="json")
+]
 Weight = Annotated[
     float | Gradient | None,
     BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
@@ -475,7 +478,7 @@ def model_names(entries: Sequence[ModelEntry]) -> list[str]:
     ['a/math', 'b/math', 'code (3)', 'code (4)']
     """
     every = [entry.path.parts for entry in entries]
-    return distinct([str(PurePath(*_unique_end(parts, every))) for parts in every])
+    return distinct([PurePath(*_unique_end(parts, every)).as_posix() for parts in every])
 
 
 def _unique_end(parts: tuple[str, ...], every: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

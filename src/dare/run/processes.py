@@ -10,22 +10,20 @@ Code of others is imported, or run in child processes that have bounds and end w
 `Watched` process has a session of its own, so that it can be ended with all it has started. A
 second, tiny process waits for this one to end, however it ends, and then ends the first: an
 evaluator that computes for hours can neither be asked to look after its parent nor be trusted to.
-An `AnsweringProcess` calls a function of ours there, by lines of JSON on a socket that nothing else
-writes to, so that the code of others may print what it likes.
+An `AnsweringProcess` calls a function of ours there, by lines of JSON on its standard input and
+output, which it takes away from the code of others: what that prints goes to standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
+import io
 import json
 import math
 import os
 import secrets
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +37,7 @@ from typing import Any
 
 from dare import errors
 from dare.errors import DareError, EvaluationError, OutputError, RecipeError, printable
+from dare.tensors import system
 
 
 @dataclass
@@ -48,17 +47,6 @@ class _LockFile:
     descriptor: int
     turn: threading.RLock = field(default_factory=threading.RLock)
     marks: set[int] = field(default_factory=set)  # of those here that work on the file
-
-    def lock(self, byte: int, *, wait: bool) -> bool:
-        """Lock one byte; return whether that was possible."""
-        try:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self, byte: int) -> None:
-        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, byte)
 
 
 _open_files: dict[tuple[int, int], _LockFile] = {}  # by device and inode
@@ -80,24 +68,24 @@ class Presence:
                     f"{error.strerror or error}"
                 ) from None
             self._file.marks.add(self.mark)
-            self._file.lock(self.mark, wait=False)
+            system.lock_byte(self._file.descriptor, self.mark)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Wait until nobody else has a turn."""
         with self._file.turn:
-            self._file.lock(0, wait=True)
+            system.lock_byte(self._file.descriptor, 0, wait=True)
             try:
                 yield
             finally:
-                self._file.unlock(0)
+                system.unlock_byte(self._file.descriptor, 0)
 
     def is_alive(self, mark: int) -> bool:
         """Tell if the one that is known by a mark is still at work."""
         with _opening:
-            if mark in self._file.marks or not self._file.lock(mark, wait=False):
+            if mark in self._file.marks or not system.lock_byte(self._file.descriptor, mark):
                 return True
-            self._file.unlock(mark)
+            system.unlock_byte(self._file.descriptor, mark)
             return False
 
     def close(self) -> None:
@@ -107,7 +95,7 @@ class Presence:
                 return
             self._file.marks.remove(self.mark)
             if self._file.marks:
-                self._file.unlock(self.mark)
+                system.unlock_byte(self._file.descriptor, self.mark)
             else:
                 for identity in [key for key, file in _open_files.items() if file is self._file]:
                     del _open_files[identity]
@@ -120,7 +108,7 @@ def _open_lock_file(path: Path) -> _LockFile:
         there = path.stat()
         if (found := _open_files.get((there.st_dev, there.st_ino))) is not None:
             return found
-    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | system.NO_LINKS, 0o666))
     new = os.fstat(file.descriptor)
     _open_files[new.st_dev, new.st_ino] = file
     return file
@@ -128,13 +116,11 @@ def _open_lock_file(path: Path) -> _LockFile:
 
 # ---------------------------------------------------------------- code of others
 
-SHELL = "/bin/sh"
 FILE_SUFFIX = ".py"
 MOST_KEPT_BYTES = 1 << 26  # of standard output, in which a last line of many items is looked for
 MOST_SHOWN_BYTES = 1 << 16
 SHOWN_LINES = 40
 LINE_LENGTH = 1000
-READ_BYTES = 1 << 16
 POLL_SECONDS = 0.1  # between two checks whether a process has ended whose pipes are still open
 MOST_LATE_READS = 64  # after the end: more than a pipe holds, if a stray child goes on
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -171,55 +157,49 @@ class Watched:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: str | Sequence[str],
         *,
         name: str = "",
         threads: int | None = None,
-        channel: int | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Start a command; with a `channel`, a socket that it is given, stdout is only shown.
-
-        `name` stands in messages.
-        """
+        """Start a command; `name` stands in messages."""
         variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
         self._name = name
         self.stdout = Tail(MOST_KEPT_BYTES)
         self.printed = Tail(MOST_SHOWN_BYTES)
         self._process = subprocess.Popen(  # noqa: S603 (it is what the user asked for)
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=() if channel is None else (channel,),
             env={**os.environ, **variables},
+            **system.APART,
         )
         try:
             # It ends the group once the other end of its input is closed, by whatever.
             self._guard = subprocess.Popen(  # noqa: S603
-                [SHELL, "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)],
+                system.guard_command(self._process.pid),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                **system.APART,
             )
         except BaseException:
-            self._kill()
+            system.kill_all(self._process)
             raise
         self.is_running = True
-        self._selector = selectors.DefaultSelector()
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.listen(self._process.stdout.fileno(), self.printed.add if channel else self._take)
-        self.listen(self._process.stderr.fileno(), self.printed.add)
+        self._listener = system.make_listener()
+        pipes = self._process.stdout, self._process.stderr
+        for pipe, take in zip(pipes, (self.take, self.printed.add), strict=True):
+            assert isinstance(pipe, io.BufferedReader)
+            self._listener.add(pipe, take)
+        self._process.stdout = self._process.stderr = None  # they are the listener's
 
-    def _take(self, piece: bytes) -> None:
+    def take(self, piece: bytes) -> None:
+        """Take what comes out of standard output."""
         self.stdout.add(piece)
         self.printed.add(piece)
-
-    def listen(self, descriptor: int, take: Callable[[bytes], None]) -> None:
-        """Hand on what comes out of a pipe or socket, while `pump` runs."""
-        self._selector.register(descriptor, selectors.EVENT_READ, take)
 
     def pump(self, is_enough: Callable[[], bool], time_limit: float | None) -> int | None:
         """Listen until there is enough, or the process has ended; then return its exit status.
@@ -245,41 +225,26 @@ class Watched:
 
     def _read(self, seconds: float) -> bool:
         """Hand on what there is, after waiting for it that long at most; say if there was any."""
-        if not self._selector.get_map():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-            return False
-        ready = self._selector.select(seconds)
-        for key, _ in ready:
-            try:
-                piece = os.read(key.fd, READ_BYTES)
-            except ConnectionResetError:  # a socket whose other end left something unread
-                piece = b""
-            if piece:
-                key.data(piece)
-            else:
-                self._selector.unregister(key.fd)
-        return bool(ready)
+        if not self._listener.is_over():
+            return self._listener.read(seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return False
 
     def _drain(self) -> None:
         for _ in range(MOST_LATE_READS):
             if not self._read(0):
                 return
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def close(self) -> None:
         """End the process and all that it has started, and let go of its pipes."""
         if self.is_running:
             self.is_running = False
-            self._kill()
+            system.kill_all(self._process)
             self._drain()
-            with self._process, self._guard:
+            with contextlib.suppress(BrokenPipeError), self._process, self._guard:
                 self._guard.kill()
-            self._selector.close()
+            self._listener.close()
 
 
 def describe_status(status: int) -> str:
@@ -298,41 +263,44 @@ def describe_status(status: int) -> str:
 
 # ---------------------------------------------------------------- requests and replies
 
+REPLY = b"\0"  # begins one, unlike what Python itself may print before it imports us
+
 
 class AnsweringProcess(Watched):
     """A Python process that answers requests by `answer_requests`."""
 
     def __init__(self, name: str, answering: type, threads: int | None) -> None:
         """Start one whose requests go to methods of an object of a class."""
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            channel = theirs.fileno()
-            # -P and the path: what we import is what it imports, whatever lies in this folder.
-            code = (
-                f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
-                f"from {answering.__module__} import {answering.__name__} as Answering; "
-                f"from {__name__} import answer_requests; answer_requests(Answering(), {channel})"
-            )
-            command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-c", code]
-            super().__init__(command, name=name, threads=threads, channel=channel)
         self._received = bytearray()
-        self.listen(self._channel.fileno(), self._received.extend)
+        # -P and the path: what we import is what it imports, whatever lies in this folder.
+        code = (
+            f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
+            f"from {answering.__module__} import {answering.__name__} as Answering; "
+            f"from {__name__} import answer_requests; answer_requests(Answering())"
+        )
+        command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-c", code]
+        super().__init__(command, name=name, threads=threads, stdin=subprocess.PIPE)
+
+    def take(self, piece: bytes) -> None:
+        self._received.extend(piece)
 
     def ask(self, verb: str, given: Any, time_limit: float | None) -> Any:
         """Send a request and wait for the reply; an error of the other side is raised here."""
         self.printed.clear()
         self._received.clear()
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
-                self._channel.sendall(json.dumps([verb, given]).encode() + b"\n")
-            status = self.pump(lambda: self._received.endswith(b"\n"), time_limit)
-            if status is not None and not self._received.endswith(b"\n"):
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended
+                self._process.stdin.write(json.dumps([verb, given]).encode() + b"\n")
+                self._process.stdin.flush()
+            status = self.pump(self._has_reply, time_limit)
+            if status is not None and not self._has_reply():
                 ended = f"{self._name}: its process {describe_status(status)}"
                 raise EvaluationError(ended, self.printed.shown())
         except BaseException:
             self.close()
             raise
-        reply = json.loads(self._received)
+        reply = json.loads(self._received.rpartition(REPLY)[2])
         if reply.get("is_last"):
             self.close()
         if "error" not in reply:
@@ -343,25 +311,25 @@ class AnsweringProcess(Watched):
         output = "\n".join(filter(None, (self.printed.shown(), reply["output"])))
         raise EvaluationError(f"{self._name}: {reply['args'][0]}", output)
 
-    def close(self) -> None:
-        super().close()
-        self._channel.close()
+    def _has_reply(self) -> bool:
+        return REPLY in self._received and self._received.endswith(b"\n")
 
 
-def answer_requests(answering: object, descriptor: int) -> None:
+def answer_requests(answering: object) -> None:
     """Answer requests by an object's methods, until the other side is gone; then exit.
 
     After a MemoryError or a SystemExit nobody knows what is left of the process: it ends too.
     """
-    channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)  # children of the evaluator must not keep it open
-    with channel.makefile("r", encoding="utf-8") as requests:
-        for request in requests:
-            reply = _reply(answering, *json.loads(request))
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # the evaluator has closed it
-                    stream.flush()
-            channel.sendall(json.dumps(reply).encode() + b"\n")
+    requests, replies = (os.fdopen(os.dup(number), mode) for number, mode in ((0, "rb"), (1, "wb")))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no child of the evaluator has ours
+    os.dup2(2, 1)
+    for request in requests:
+        reply = _reply(answering, *json.loads(request))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the evaluator has closed it
+                stream.flush()
+        replies.write(REPLY + json.dumps(reply).encode() + b"\n")
+        replies.flush()
     os._exit(0)  # threads that the evaluator has left behind do not matter
 
 

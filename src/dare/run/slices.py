@@ -34,13 +34,14 @@ from dare.documents.shown import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
 from dare.output.sink import explaining
-from dare.output.targets import slice_journal, sync_folder, write_synced
+from dare.output.targets import slice_journal, write_synced
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.engine import do_census_steps
 from dare.run.threads import Id, Results
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps
 from dare.tensors.chunks import bytes_digest
+from dare.tensors.system import sync_folder
 
 POLL_SECONDS = 0.25
 OBSERVATIONS_VERSION = 1

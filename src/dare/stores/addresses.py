@@ -6,6 +6,7 @@ Secrets in an address (a password, a signature, a token) are kept apart, and fou
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class Address(_LocalPath):
 
     def __str__(self) -> str:
         """Return the address."""
-        text = super().__str__()
+        text = super().__str__().replace(os.sep, "/")
         scheme, colon, rest = text.partition(":")
         return f"{scheme}:/{rest or '/'}" if colon and scheme in STORES else text
 

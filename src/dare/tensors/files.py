@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
 from dare.stores.locations import StorePath
+from dare.tensors.system import IS_POSIX, NO_LINKS, NO_WAIT, read_some, system_call, write_some
 
 if TYPE_CHECKING:
     from dare.stores.ahead import Ahead, StoreFile
 
 ALIGNMENT = 4096  # direct writes start and end at multiples of this, in the file and in memory
-
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # opens a file and not what a link leads to
 
 Bytes = bytes | NDArray[np.uint8]
 Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with its name
@@ -45,6 +44,8 @@ Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with 
 InputFile: TypeAlias = "LocalFile | StoreFile"  # open for reading, from any thread
 
 READ_AHEAD_BYTES = 128 << 10  # the usual length that a system reads ahead, if it does not say
+LFS_POINTER = b"version https://git-lfs"  # begins what stands for a file that was not fetched
+MAX_LFS_POINTER_BYTES = 1024
 MAX_UNCHECKED_READS = 15  # reads of a file that was in memory, taken to be there still
 
 
@@ -169,7 +170,7 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
     """
     where = where or file
     try:
-        file_descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        file_descriptor = os.open(file, os.O_RDONLY | NO_WAIT)
     except FileNotFoundError:
         raise InputError(f"{where}: no such file") from None
     except OSError as error:
@@ -178,9 +179,15 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
         raise InputError(f"{where}: cannot be opened: {error.strerror or error}") from None
     except ValueError:  # a NUL or half a character
         raise InputError(f"{str(where)!r}: is not a possible file name") from None
-    if not stat.S_ISREG(os.fstat(file_descriptor).st_mode):
+    status = os.fstat(file_descriptor)
+    fault = "" if stat.S_ISREG(status.st_mode) else "is not an ordinary file"
+    if not fault and len(LFS_POINTER) < status.st_size < MAX_LFS_POINTER_BYTES:
+        if os.read(file_descriptor, len(LFS_POINTER)) == LFS_POINTER:
+            fault = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
+        os.lseek(file_descriptor, 0, os.SEEK_SET)
+    if fault:
         os.close(file_descriptor)
-        raise InputError(f"{where}: is not an ordinary file")
+        raise InputError(f"{where}: {fault}")
     return file_descriptor
 
 
@@ -251,12 +258,7 @@ def read_at(file_descriptor: int, into: memoryview, position: int) -> int:
     """Fill a buffer; return how many bytes there were before the end of the file."""
     filled = 0
     while rest := into[filled:]:
-        if hasattr(os, "preadv"):
-            count = os.preadv(file_descriptor, [rest], position + filled)
-        else:
-            data = os.pread(file_descriptor, len(rest), position + filled)
-            rest[: len(data)], count = data, len(data)
-        if not count:
+        if not (count := read_some(file_descriptor, rest, position + filled)):
             break
         filled += count
     return filled
@@ -275,7 +277,7 @@ class OutputFile:
         self._memory: NDArray[np.uint8] | None = None
         try:
             if size is not None:
-                os.truncate(self._buffered, size)
+                os.ftruncate(self._buffered, size)
             # NFS writes whole pages of a file that may be read, over what other machines wrote.
             self._writing = os.open(path, os.O_WRONLY | NO_LINKS)
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
@@ -317,7 +319,7 @@ class OutputFile:
         done = 0
         while done < len(view):
             try:
-                count = os.pwrite(self._direct, view[done:], position + done)
+                count = write_some(self._direct, view[done:], position + done)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -335,7 +337,8 @@ class OutputFile:
     def unwritten_bytes(self) -> int:
         """Return about how much of the file has no place on the disk yet."""
         status = os.fstat(self._buffered)
-        return max(0, status.st_size - status.st_blocks * 512)
+        blocks = getattr(status, "st_blocks", status.st_size)  # Windows has them when it has a size
+        return max(0, status.st_size - blocks * 512)
 
     def sync(self) -> None:
         """Wait until everything is on the disk."""
@@ -355,28 +358,25 @@ MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # the numbers of tmpfs and ramfs
 
 def _take_room(file_descriptor: int, size: int) -> bool:
     """Have all of a file allocated; False if that cannot be done without writing it."""
-    if sys.platform != "linux":
-        return False
-    take = ctypes.CDLL(None).fallocate  # os.posix_fallocate writes where this is not known
-    return bool(take(file_descriptor, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0)
+    take = system_call("fallocate")  # os.posix_fallocate writes where this is not known
+    whole = 0, ctypes.c_longlong(0), ctypes.c_longlong(size)
+    return take is not None and bool(take(file_descriptor, *whole) == 0)
 
 
 def _is_in_memory(file_descriptor: int) -> bool:
     status = (ctypes.c_long * 32)()  # the first of it is the kind
-    found = ctypes.CDLL(None).fstatfs(file_descriptor, status) == 0
-    return found and status[0] in MEMORY_FILE_SYSTEMS
+    ask = system_call("fstatfs")
+    return ask and ask(file_descriptor, status) == 0 and status[0] in MEMORY_FILE_SYSTEMS
 
 
 def _write_all(file_descriptor: int, rest: memoryview, position: int) -> None:
     while rest:
-        count = os.pwrite(file_descriptor, rest, position)
+        count = write_some(file_descriptor, rest, position)
         rest = rest[count:]
         position += count
 
 
 # ---------------------------------------------------------------- files of this user alone
-
-HAS_OWNERS = hasattr(os, "geteuid")  # True if files have owners and modes, which Windows' do not
 
 
 def is_safe(folder: Path) -> bool:
@@ -385,7 +385,7 @@ def is_safe(folder: Path) -> bool:
     Others can write to a sticky folder above it, such as the system's for temporary files, but
     cannot rename or remove files that are not theirs.
     """
-    if not HAS_OWNERS:
+    if not IS_POSIX:
         return True
     above = {*folder.absolute().parents, *folder.resolve().parents}
     return _is_private(folder.stat()) and all(
@@ -402,7 +402,7 @@ def _is_private(status: os.stat_result, *, or_sticky: bool = False) -> bool:
 def read_private(file: Path) -> bytes:
     """Read a file that nobody but this user and root can write to; PermissionError if it is not."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINKS)) as opened:
-        is_private = not HAS_OWNERS or _is_private(os.fstat(opened.fileno()))
+        is_private = not IS_POSIX or _is_private(os.fstat(opened.fileno()))
         if not (is_private and is_safe(file.parent)):
             raise PermissionError(f"{file}: somebody else can write to it")
         return opened.read()
@@ -438,5 +438,5 @@ def cache_folder() -> Path:
 
 def temporary_folder() -> Path:
     """Return the folder of this user's files if there is no home."""
-    user = os.geteuid() if HAS_OWNERS else "user"
+    user = os.geteuid() if IS_POSIX else "user"
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"dare-{user}"  # noqa: S108 (if it is safe)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 from contextlib import closing
 from dataclasses import replace
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
-from dare.run.processes import SHELL, Watched, describe_status
+from dare.run.processes import Watched, describe_status
 from dare.studies.evaluators.kinds import Evaluator, Function, read_scores
 from dare.studies.results import Scored
+from dare.tensors.system import IS_POSIX, SHELL, quoted, shell_command
 
 MODEL, ITEMS = "{model}", "{items}"
 WRITTEN = f"a command with {MODEL} in it"
@@ -49,6 +49,8 @@ def check(command: str) -> None:
                 f"there are {MODEL} and {ITEMS}. If it is meant for the shell, put a space after "
                 "the brace"
             )
+    if not IS_POSIX:
+        return  # that shell can only be asked to run it
     read = _run_shell("-n", "-c", _filled(command, Path("model"), ALL_ITEMS))
     if read.returncode:
         reason = read.stderr.decode(errors="replace").strip()
@@ -81,8 +83,8 @@ def _run(
         file = candidate.with_name("items.json")
         file.write_text(json.dumps(items), encoding="utf-8")
         asked = str(file)
-    words = [SHELL, "-c", _filled(command, candidate, asked)]
-    with closing(Watched(words, name=repr(command), threads=threads)) as process:
+    filled = shell_command(_filled(command, candidate, asked))
+    with closing(Watched(filled, name=repr(command), threads=threads)) as process:
         status = process.pump(lambda: False, time_limit)
     printed = process.printed.shown()
     try:
@@ -95,7 +97,7 @@ def _run(
 
 
 def _filled(command: str, model: Path, items: str) -> str:
-    known = {"model": shlex.quote(str(model)), "items": shlex.quote(items)}
+    known = {"model": quoted(str(model)), "items": quoted(items)}
     return _PLACEHOLDER.sub(lambda found: known.get(found[1], found[0]), command)
 
 
