@@ -18,6 +18,7 @@ from pydantic import Field
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
+from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
@@ -110,7 +111,8 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
         info = source.tensors.get(base.name)
         if info is None:
             absent.append(number)
-            missing += [name] * (base.dtype.is_weight and not source.is_partial)
+            is_unchanged = source.is_partial or base.name.startswith(source.unchanged)
+            missing += [name] * (base.dtype.is_weight and not is_unchanged)
         elif info.shape == base.shape and (
             info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
         ):
@@ -199,8 +201,9 @@ def make_plan(
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
     if recipe.output is not None:
-        layout = lay_out(recipe.output, described, recipe.shard_size)
-        layout = replace(layout, scratch=options.scratch)
+        layout = lay_out(recipe.output, described, recipe.shard_size, stems_of(base))
+        spec = merged_spec(base, named)
+        layout = replace(layout, scratch=options.scratch, metadata=spec)
         listed = (t for file in layout.files.values() for t in file)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
