@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dare.documents.notices import Notice, notice
+from dare.errors import InputError
 from dare.inputs.directory import EXAMPLES, LEGAL, Changes, Sidecars, walk
 from dare.inputs.sources import MODEL_INDEX, STEMS, RenamedSource, Source, components_of
 from dare.recipe.recipe import Recipe
@@ -54,22 +55,30 @@ def leave_components(
     """Take out of models the components that stay the base's; say which those are."""
     components = [prefix for prefix in stems_of(base) if prefix]
     patterns = [word for rule in recipe.tensors for word in rule.match or ()]
-    kept = tuple(
-        prefix
-        for prefix in components
-        if KEPT.fullmatch(prefix[:-1]) and not any(word.startswith(prefix) for word in patterns)
-    )
+
+    def is_kept(name: str) -> bool:
+        folder = name.partition("/")[0]
+        named = any(pattern.startswith(f"{folder}/") for pattern in patterns)
+        return KEPT.fullmatch(folder) is not None and not named
+
     notes, left = [], list(models)
     for place, model in enumerate(models if components else ()):
-        own = {name: name for name in model.tensors if not name.startswith(kept)}
+        own = {name: name for name in model.tensors if not is_kept(name)}
         held = {name.partition("/")[0] + "/" for name in own}
         left[place] = RenamedSource(model, own)
         left[place].unchanged = tuple(prefix for prefix in components if prefix not in held)
-        if lacking := [prefix for prefix in left[place].unchanged if prefix not in kept]:
+        lacking = [prefix for prefix in left[place].unchanged if not is_kept(prefix)]
+        if lacking and not model.is_partial:
             notes.append(notice("lacking_components", names[place], folders=", ".join(lacking)))
-    if kept:
+    if kept := list(filter(is_kept, components)):
         notes.append(notice("kept_components", folders=", ".join(kept), example=kept[0]))
     return left, notes
+
+
+def refuse_pipeline(path: Path, what: str) -> None:
+    """Refuse a pipeline where one model is meant."""
+    if components_of(path):
+        raise InputError(f"{path}: is a pipeline of several models; {what} its folders one by one")
 
 
 def collect_components(directory: Path, kinds: Mapping[str, StorageType | None]) -> Sidecars:

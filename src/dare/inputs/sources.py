@@ -115,12 +115,16 @@ class Source:
     layers: Sequence[tuple[Path | None, int]] = ()
     extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
     metadata: Mapping[str, str] = _NONE  # of its file's header
-    unchanged: tuple[str, ...] = ()  # beginnings of names that it lacks, as if it were partial
+    unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
 
     @property
     def folder(self) -> Path | None:
         """The folder with its configuration and tokenizer, if there is one."""
         return None
+
+    def leaves(self, name: str) -> bool:
+        """Tell whether a tensor that it lacks is unchanged."""
+        return self.is_partial or name.startswith(self.unchanged)
 
     def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
         """Return what is known of a tensor that is stored as a change to the base."""

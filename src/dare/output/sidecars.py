@@ -59,7 +59,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     home = inputs.folders[chosen]
     if home is not None and components_of(home):
         found = collect_components(home, _types_of_folders(layout))
-        card = {"library_name": "diffusers", **inherited(home)}
+        card = {"library_name": "diffusers", **inherited(inputs.folders[0] or home)}
         notes = (*planned.notes, *found.notes)
         return replace(planned, notes=notes, sidecars=found, base_card=card)
     planned = _with_missing_configuration(planned, inputs, chosen)

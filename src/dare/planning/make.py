@@ -111,8 +111,7 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
         info = source.tensors.get(base.name)
         if info is None:
             absent.append(number)
-            is_unchanged = source.is_partial or base.name.startswith(source.unchanged)
-            missing += [name] * (base.dtype.is_weight and not is_unchanged)
+            missing += [name] * (base.dtype.is_weight and not source.leaves(base.name))
         elif info.shape == base.shape and (
             info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
         ):
