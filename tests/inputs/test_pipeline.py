@@ -14,6 +14,8 @@ import dare
 from dare.deltas.compressing import compress
 from dare.errors import DareError, InputError, MismatchError, OutputError
 from dare.inputs.sources import FileSource
+from dare.stores import reading
+from dare.stores.locations import to_path
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -243,6 +245,35 @@ def test_what_is_one_model_is_not_made_of_a_pipeline(pipelines, tmp_path):
         plan(pipelines, output=tmp_path / "out.safetensors")
     with pytest.raises(InputError, match="one by one"):
         compress(*pipelines[:2], tmp_path / "delta.safetensors", lossless=True)
+
+
+def test_it_goes_to_a_store_and_is_read_there(pipelines, tmp_path, monkeypatch):
+    from obstore.store import MemoryStore
+
+    store = MemoryStore()
+    monkeypatch.setattr(reading, "_connect", lambda *_: store)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    reading.forget()
+    dare.merge(plan(pipelines, output="s3://bucket/out"))
+    assert dare.verify("s3://bucket/out").sha256 == dare.verify(merge(pipelines)).sha256
+    base = to_path("s3://bucket/out")
+    dare.merge(base=base, models=pipelines[1:2], output=tmp_path / "next", verbose=False)
+    assert (tmp_path / "next" / UNET).exists()
+    assert (tmp_path / "next/scheduler/scheduler_config.json").exists()
+    reading.forget()
+
+
+def test_an_adapter_of_a_component_finds_its_place(pipelines, tmp_path):
+    draw, module = np.random.default_rng(5), "base_model.model.conv_in.lora"
+    left, right = (draw.standard_normal(shape, np.float32) for shape in ((4, 2), (2, 3)))
+    (tmp_path / "style").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["conv_in"]}
+    (tmp_path / "style/adapter_config.json").write_text(json.dumps(config))
+    factors = {f"{module}_A.weight": right, f"{module}_B.weight": left}
+    save_file(factors, tmp_path / "style/adapter_model.safetensors")
+    out = merge([pipelines[0], tmp_path / "style"])
+    found, own = (load_file(path / UNET)["conv_in.weight"] for path in (out, pipelines[0]))
+    np.testing.assert_allclose(found - own, left @ right, atol=1e-5)
 
 
 @pytest.mark.parametrize(

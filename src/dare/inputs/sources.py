@@ -584,12 +584,18 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
 
 def components_of(directory: Path) -> list[str]:
     """Return the folders of a pipeline of diffusers, with weights or not; none of another model."""
+    used = named_components(directory)
+    return [name for name in list_names(directory) if name in used] if used else []
+
+
+def named_components(directory: Path) -> list[str]:
+    """Return the names of the components that a pipeline of diffusers has."""
     if not is_directory(directory) or not is_there(file := directory / MODEL_INDEX):
         return []
     document = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
-    named = document if isinstance(document, dict) else {}
-    used = {name for name, given in named.items() if isinstance(given, list) and any(given)}
-    return [name for name in list_names(directory) if name in used and name[0] not in "._"]
+    named = document.items() if isinstance(document, dict) else ()
+    used = (name for name, given in named if isinstance(given, list) and any(given))
+    return [name for name in used if re.fullmatch(r"[a-zA-Z]\w*", name)]
 
 
 def _folders(path: Path) -> dict[str, Path]:
