@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from dare.documents.notices import Notice
 from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.names import match_names, tie
-from dare.inputs.pipeline import leave_components
 from dare.inputs.sources import (
     Aligned,
     ExtendedSource,
     Opening,
     Source,
+    components_of,
     extras_of,
     read_config,
 )
@@ -191,8 +191,11 @@ def open_inputs(
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
         base, (*models,), tied = tie(base, models, names, configs)
         notes += tied
-    models, left = leave_components(recipe, base, models, names)
-    notes += left
+    if base.folder is not None and components_of(base.folder):
+        from dare.inputs.pipeline import leave_components
+
+        models, left = leave_components(recipe, base, models, names)
+        notes += left
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):

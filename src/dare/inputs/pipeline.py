@@ -53,7 +53,7 @@ def leave_components(
     recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
 ) -> tuple[list[Source], list[Notice]]:
     """Take out of models the components that stay the base's; say which those are."""
-    components = [prefix for prefix in stems_of(base) if prefix]
+    components = list(stems_of(base))
     patterns = [word for rule in recipe.tensors for word in rule.match or ()]
 
     def is_kept(name: str) -> bool:
@@ -62,7 +62,7 @@ def leave_components(
         return KEPT.fullmatch(folder) is not None and not named
 
     notes, left = [], list(models)
-    for place, model in enumerate(models if components else ()):
+    for place, model in enumerate(models):
         own = {name: name for name in model.tensors if not is_kept(name)}
         held = {name.partition("/")[0] + "/" for name in own}
         left[place] = RenamedSource(model, own)
