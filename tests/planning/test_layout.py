@@ -69,6 +69,9 @@ def test_a_directory_without_a_shard_size_holds_one_file():
     assert names(layout) == {"model.safetensors": ["a", "b"]}
     assert layout.is_directory
     assert layout.indexes() == {}
+    assert (
+        lay_out(FOLDER / "m-00001-of-00001.safetensors", [("a", F32, (9,))], None).indexes() == {}
+    )
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,7 @@ def _configure(document: dict[str, Any], changes: Changes) -> None:
     document |= changes.config
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
-        is_known = {"torch_dtype", "dtype", "_class_name"} & document.keys()  # diffusers has none
-        if not is_known:
+        if not {"torch_dtype", "dtype", "_class_name"} & document.keys():  # diffusers takes none
             document["torch_dtype"] = name
         known = [*(kind.torch_name for kind in MODEL_TYPES), "auto"]
         for table in tables_of(document):

@@ -612,7 +612,7 @@ def _folders(path: Path) -> dict[str, Path]:
 class Promise(NamedTuple):
     """The tensors that an index says a shard has."""
 
-    made_by: Path
+    place: Path  # of the index
     tensors: set[str]
 
 

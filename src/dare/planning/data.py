@@ -84,8 +84,7 @@ class Layout:
     def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
         """Return each file's header bytes and the places of its tensors.
 
-        A file in a folder has the tensors of a pipeline's component, under the names they have
-        there.
+        A file in a folder has a component of a pipeline, with the names that tensors have there.
         """
         built = {}
         for file, tensors in self.files.items():
@@ -99,8 +98,11 @@ class Layout:
         models: dict[str, list[str]] = {}
         for file in self.files:
             models.setdefault(_SHARD.sub("", file), []).append(file)
-        shards = {name: files for name, files in models.items() if _SHARD.search(files[0])}
-        return {f"{name}.safetensors.index.json": self._index(f) for name, f in shards.items()}
+        return {
+            f"{name}.safetensors.index.json": self._index(files)
+            for name, files in models.items()
+            if len(files) > 1
+        }
 
     def _index(self, files: Sequence[str]) -> bytes:
         total = sum(_nbytes(tensor) for file in files for tensor in self.files[file])
