@@ -118,6 +118,29 @@ def flux(doubles: int = 3, singles: int = 5) -> Shapes:
     return shapes | linear("final_layer.adaLN_modulation.1", 2 * WIDTH, WIDTH)
 
 
+def wan(blocks: int = 3, width: int = 24) -> Shapes:
+    """Wan's transformer, as its authors name it."""
+    shapes: Shapes = {
+        "patch_embedding.weight": (width, 16, 1, 2, 2),
+        "patch_embedding.bias": (width,),
+    }
+    shapes |= linear("text_embedding.0", width, CONTEXT) | linear("text_embedding.2", width, width)
+    shapes |= linear("time_embedding.0", width, 8) | linear("time_embedding.2", width, width)
+    shapes |= linear("time_projection.1", 6 * width, width)
+    for number in range(blocks):
+        block = f"blocks.{number}"
+        shapes[f"{block}.modulation"] = (1, 6, width)
+        for part in ("self_attn", "cross_attn"):
+            for letter in "qkvo":
+                shapes |= linear(f"{block}.{part}.{letter}", width, width)
+            shapes[f"{block}.{part}.norm_q.weight"] = (width,)
+            shapes[f"{block}.{part}.norm_k.weight"] = (width,)
+        shapes |= norm(f"{block}.norm3", width)
+        shapes |= linear(f"{block}.ffn.0", 32, width) | linear(f"{block}.ffn.2", width, 32)
+    shapes["head.modulation"] = (1, 2, width)
+    return shapes | linear("head.head", 64, width)
+
+
 def linear(name: str, outputs: int, inputs: int) -> Shapes:
     """A linear layer."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from diffusion_models import Shapes, flux, stable_diffusion
+from diffusion_models import Shapes, flux, stable_diffusion, wan
 from safetensors.numpy import load_file, save_file
 
 import dare
+from dare.recipe.layers import OUTSIDE, find_depths
 from dare.tensors.names import is_embedding
 
 UNET = "model.diffusion_model"
@@ -98,3 +99,38 @@ def test_flux_is_one_stack_of_double_and_single_blocks(tmp_path):
         if out[name].tobytes() != base[name].tobytes()
     }
     assert changed == {True}
+
+
+@pytest.mark.parametrize("root", ["", "model.diffusion_model.", "transformer/"])
+@pytest.mark.parametrize(
+    ("doubles", "singles"),
+    [("double_blocks", "single_blocks"), ("transformer_blocks", "single_transformer_blocks")],
+)
+def test_the_57_blocks_of_flux_are_as_deep_as_they_lie(root, doubles, singles):
+    blocks = [f"{root}{doubles}.{n}.w" for n in range(19)]
+    blocks += [f"{root}{singles}.{n}.w" for n in range(38)]
+    around = [
+        f"{root}{n}.w" for n in ("img_in", "final_layer.adaLN_modulation.1", "time_in.in_layer")
+    ]
+    depths = find_depths(reversed([*around, *blocks]))
+    assert [depths[name] * 56 for name in blocks] == list(range(57))
+    assert {depths[name] for name in around} == {OUTSIDE}
+
+
+@pytest.mark.parametrize("root", ["", "model.diffusion_model.", "transformer_2/"])
+def test_all_of_wan_but_its_blocks_stands_outside_of_them(root):
+    apart = ("img_emb.proj.1.w", "condition_embedder.image_embedder.ff.net.0.proj.weight")
+    names = [root + name for name in (*wan(), *apart)]
+    depths = find_depths(names)
+    for name in names:
+        _, is_block, rest = name.partition(f"{root}blocks.")
+        expected = int(rest.partition(".")[0]) if is_block else 0
+        assert depths[name] * 2 == expected, name
+    heads = {f"{root}head.head.{part}" for part in ("weight", "bias")}
+    assert set(filter(is_embedding, names)) == heads
+
+
+def test_networks_of_a_pipeline_are_apart():
+    names = [f"{part}/blocks.{n}.w" for part in ("transformer", "transformer_2") for n in range(3)]
+    names += [f"unet/{block}.w" for block in ("down_blocks.0", "mid_block", "up_blocks.0")]
+    assert [str(depth) for depth in find_depths(names).values()] == ["0", "1/2", "1"] * 3

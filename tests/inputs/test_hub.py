@@ -14,7 +14,7 @@ import dare
 from dare.errors import DareError, InputError
 from dare.inputs.hub import Resolved, resolve
 from dare.inputs.opening import open_model
-from dare.stores.locations import looks_like_name
+from dare.stores.locations import looks_like_name, to_path
 from fake_hub import Hub
 from helpers import save, save_shards
 
@@ -198,6 +198,30 @@ def test_a_folder_inside_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
     assert set(folder_bytes(resolved.path)) == {*SMALL, "model.safetensors"}
     outside = {path.name for path in resolved.path.parents[1].iterdir()}
     assert outside == {"runs", "README.md"}
+
+
+def test_the_components_of_a_pipeline_are_fetched(
+    hub: Hub, single: dict[str, bytes], sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = single["model.safetensors"]
+    wanted = {
+        "model_index.json": b'{"unet": ["d", "U"], "vae": ["d", "V"], "scheduler": ["d", "S"]}',
+        "scheduler/scheduler_config.json": b"{}",
+        "vae/config.json": b"{}",
+        "vae/diffusion_pytorch_model.safetensors": weights,
+        **{f"unet/{file}": data for file, data in sharded.items() if file not in UNWANTED},
+    }
+    others = {"vae/diffusion_pytorch_model.fp16.safetensors": weights, "v1.safetensors": weights}
+    others["image_encoder/model.safetensors"] = weights
+    hub.add("org/name", {**wanted, **others, "vae/diffusion_pytorch_model.bin": b"pickle"})
+    assert set(open_model(resolve(to_path("hf://org/name"), verbose=False).path).tensors) == {
+        f"{part}/{name}" for part in ("unet", "vae") for name in WEIGHTS
+    }
+    resolved = fetch("org/name")
+    assert folder_bytes(resolved.path) == wanted
+    assert len(open_model(resolved.path).tensors) == 2 * len(WEIGHTS)
+    go_offline(monkeypatch)
+    assert fetch("org/name") == resolved
 
 
 def test_a_file_inside_is_fetched(hub: Hub) -> None:

@@ -16,10 +16,12 @@ from ranges import PLACES, Ranged
 from dare.errors import HeaderError, InputError
 from dare.inputs.opening import FORMS
 from dare.inputs.sources import Opening, check_unchanged
-from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, TorchSource
+from dare.inputs.torch_bin import TorchSource
 from helpers import read_tensor
 
 torch = pytest.importorskip("torch")
+
+SINGLE_NAME, INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def save(path, value):

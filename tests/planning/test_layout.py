@@ -68,7 +68,10 @@ def test_a_directory_without_a_shard_size_holds_one_file():
     layout = lay_out(FOLDER, [("a", F32, (9,)), ("b", F32, (9,))], None)
     assert names(layout) == {"model.safetensors": ["a", "b"]}
     assert layout.is_directory
-    assert layout.index() is None
+    assert layout.indexes() == {}
+    assert (
+        lay_out(FOLDER / "m-00001-of-00001.safetensors", [("a", F32, (9,))], None).indexes() == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_a_file_cannot_be_sharded():
 
 def test_the_index_says_where_every_tensor_is():
     layout = lay_out(FOLDER, [("b", F32, (2,)), ("a", F32, (2,)), ("é", F16, (1,))], 8)
-    assert json.loads(layout.index()) == {
+    assert json.loads(layout.indexes()["model.safetensors.index.json"]) == {
         "metadata": {"total_size": 18},
         "weight_map": {
             "a": "model-00001-of-00003.safetensors",

@@ -51,6 +51,7 @@ from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_inputs
+from dare.inputs.pipeline import refuse_pipeline
 from dare.inputs.sources import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -398,6 +399,7 @@ def _read_header(file: Path, nbytes: int) -> bytes:
 
 
 def _open_files(path: Path) -> FileSource:
+    refuse_pipeline(path, "compress without loss")
     source = open_source(path)
     if is_delta_file(source):
         raise InputError(f"{path}: is already a delta file; `dare apply` turns it into a model")

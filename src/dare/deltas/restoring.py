@@ -41,8 +41,9 @@ class RestoredLayout(Layout):
         del metadata  # these files have their own
         return {name: (text, dict(header.tensors)) for name, (text, header) in self.headers.items()}
 
-    def index(self) -> None:
-        """The model's own is among the files that lie beside the weights."""
+    def indexes(self) -> dict[str, bytes]:
+        """Return none: the model's own is among the files that lie beside the weights."""
+        return {}
 
 
 def open_delta(path: AnyPath) -> DeltaFile:

@@ -56,7 +56,7 @@ EXAMPLES = 5
 
 # Weights and what belongs to a training or to a repository: nobody expects them in an output.
 _LEFT_WITHOUT_A_WORD = re.compile(
-    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index\.json)?"
+    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index(\.\w+)?\.json)?"
     r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json"
     rf"|{re.escape(MODELOPT_CONFIG)}",
     re.IGNORECASE,
@@ -141,11 +141,7 @@ def collect(
         gathered.set_stop_tokens(changes.stop_tokens)
     if changes.tokens is not None:
         gathered.check_stop_tokens(changes.tokens)
-    kept = {name.split("/")[0] for name in gathered.files}
-    left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
-    if left:
-        files = some_of(left, EXAMPLES)
-        gathered.notes.append(notice("not_copied", files=files, directory=directory))
+    gathered.note_left(top)
     gathered.files = dict(sorted(gathered.files.items()))
     return gathered
 
@@ -162,10 +158,18 @@ class Sidecars:
         """Take files of a directory in."""
         self.files |= {name: _file(directory, name) for name in names}
 
+    def note_left(self, names: Iterable[str]) -> None:
+        """Say which of a directory's files and folders stay behind, if anybody would miss them."""
+        kept = {name.split("/")[0] for name in self.files} | self.files.keys()
+        last = ((name, name.rpartition("/")[2]) for name in names if name not in kept)
+        if left := [name for name, own in last if not _LEFT_WITHOUT_A_WORD.fullmatch(own)]:
+            files = some_of(left, EXAMPLES)
+            self.notes.append(notice("not_copied", files=files, directory=self.directory))
+
     def module_files(self) -> Iterator[str]:
         """Yield the files of the folders that sentence-transformers' modules.json names."""
         for folder in _module_folders(self.directory):
-            names = list(_walk(self.directory, folder))
+            names = list(walk(self.directory, folder))
             weights = [name for name in names if name.endswith(".safetensors")]
             pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
             if weights or pickles:
@@ -250,14 +254,15 @@ class Sidecars:
                 'set vocabulary = "union", or set chat_template or copy_from to another model'
             )
 
-    def configure(self, changes: Changes) -> None:
+    def configure(self, changes: Changes, folder: str = "") -> None:
         """Rewrite the configuration where the output differs from the directory's model."""
-        if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
-            self.notes.append(notice("kept_type", CONFIG, dtype=changes.dtype.name))
-        for name in (CONFIG, GENERATION_CONFIG):
-            if name in self.files and (name == CONFIG or changes.token_ids is not None):
+        config = folder + CONFIG
+        if changes.dtype is not None and changes.dtype not in MODEL_TYPES and config in self.files:
+            self.notes.append(notice("kept_type", config, dtype=changes.dtype.name))
+        for name in (config, GENERATION_CONFIG):
+            if name in self.files and (name == config or changes.token_ids is not None):
                 document = self.table(name)
-                if name == CONFIG:
+                if name == config:
                     _configure(document, changes)
                 _renumber(document, changes.token_ids or {}, self.directory / name)
                 self.replace(name, document)
@@ -292,7 +297,7 @@ def _are_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _walk(directory: Path, folder: str) -> Iterator[str]:
+def walk(directory: Path, folder: str) -> Iterator[str]:
     """Yield every file below a folder, by its name relative to the directory."""
     left = [folder]
     count = 0
@@ -360,7 +365,7 @@ def _configure(document: dict[str, Any], changes: Changes) -> None:
     document |= changes.config
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
-        if "torch_dtype" not in document and "dtype" not in document:
+        if not {"torch_dtype", "dtype", "_class_name"} & document.keys():  # diffusers takes none
             document["torch_dtype"] = name
         known = [*(kind.torch_name for kind in MODEL_TYPES), "auto"]
         for table in tables_of(document):

@@ -31,7 +31,14 @@ from dare.errors import InputError, printable
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.gguf import part_names
-from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
+from dare.inputs.sources import (
+    CONFIG,
+    INDEX_NAME,
+    MODEL_INDEX,
+    STEMS,
+    named_components,
+    read_index,
+)
 from dare.stores.addresses import Access, grant_access
 from dare.stores.locations import (
     WEIGHT_SUFFIXES,
@@ -46,6 +53,7 @@ from dare.stores.locations import (
 from dare.stores.reading import can_read
 from dare.tensors.names import some_of
 
+SINGLE_NAMES = [f"{stem}.safetensors" for stem in STEMS]
 INSTALL = "pip install 'dare-merge[hf]'"
 
 # Patterns of files that are fetched from the top of the repository too: they hold for it all.
@@ -61,7 +69,9 @@ LICENCE_FILES = (
 # Patterns of files that are fetched beside the weights, in their folder; code is never run.
 SMALL_FILES = (
     *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
-    *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
+    *(f"{stem}.safetensors.index.json" for stem in STEMS),
+    *(lora.CONFIG_NAME, MODEL_INDEX, "scheduler_config.json"),
+    *("*.py", "[0-9]_Dense/model.safetensors"),
     *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
 
@@ -178,6 +188,15 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     snapshot = _download(name, name.revision, small_files, ignore_patterns=_within(name, DEEPER))
     commit = snapshot.name
     folder = snapshot / name.folder
+    found = Resolved(snapshot / name.inside, name.repo, commit, name.inside)
+    parts = [] if name.file else named_components(folder)
+    for part in parts:
+        own = replace(name, inside=(name.folder / part).as_posix(), revision=commit)
+        _download(own, commit, _within(own, SMALL_FILES), ignore_patterns=_within(own, DEEPER))
+        if (folder / part / CONFIG).exists():  # as all have that have weights
+            _fetch(own, verbose=verbose)
+    if parts:
+        return found
     weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
     missing = [str(name.folder / file) for file in weights if not (folder / file).exists()]
     if missing and constants.HF_HUB_OFFLINE:
@@ -192,26 +211,28 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     for file in weights:
         if not (folder / file).exists():
             raise InputError(f"the hub has no {name.folder / file} at commit {commit}")
-    return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
+    return found
 
 
 def _named_weights(name: Name, folder: Path) -> Sequence[str]:
     """Return the files of weights, if the name or the small files say which; else nothing."""
     if name.file:
         return part_names(name.file)
-    if (folder / INDEX_NAME).exists():
-        return [file.name for file in read_index(folder / INDEX_NAME)]
+    for stem in STEMS:
+        if (index := folder / f"{stem}.safetensors.index.json").exists():
+            return [file.name for file in read_index(index)]
     if lora.looks_like(folder):
         return [lora.WEIGHTS_NAME]
-    return [SINGLE_NAME] if (folder / SINGLE_NAME).exists() else []
+    return [file for file in SINGLE_NAMES if (folder / file).exists()][:1]
 
 
 def _only_weights(name: Name, commit: str, folder: Path) -> str:
     """Return the one file of weights in a folder without an index, or refuse."""
     files = _listed(name, commit, folder)
     weights = [file for file in files if file.endswith(".safetensors")]
-    if SINGLE_NAME in weights or len(weights) == 1:
-        return SINGLE_NAME if SINGLE_NAME in weights else weights[0]
+    usual = [file for file in SINGLE_NAMES if file in weights]
+    if usual or len(weights) == 1:
+        return (usual or weights)[0]
     revision = name.revision or "main"
     others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
     example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)

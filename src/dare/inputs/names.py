@@ -76,7 +76,7 @@ def _match_prefix(base: Mapping[str, Any], names: dict[str, str]) -> str:
         counts = Counter(
             longer[: dot.end()]
             for longer in whole
-            for dot in re.finditer(r"\.", longer)
+            for dot in re.finditer(r"[./]", longer)
             if longer[dot.end() :] in lacking
         )
         best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")

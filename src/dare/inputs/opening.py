@@ -25,6 +25,7 @@ from dare.inputs.sources import (
     ExtendedSource,
     Opening,
     Source,
+    components_of,
     extras_of,
     read_config,
 )
@@ -211,6 +212,11 @@ def open_inputs(
 
         for model in models:
             bind_base(model)
+    if base.folder is not None and components_of(base.folder):
+        from dare.inputs.pipeline import leave_components
+
+        models, left = leave_components(recipe, base, models, names)
+        notes += left
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.documents.notices import Notice
 from dare.errors import HeaderError, InputError
-from dare.stores.locations import to_path
+from dare.stores.locations import WEIGHT_SUFFIXES, to_path
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_count, chunk_span, chunk_spans
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import (
@@ -48,6 +49,8 @@ from dare.tensors.names import some_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+STEMS = ("model", "diffusion_pytorch_model")  # of files of weights: transformers', diffusers'
+MODEL_INDEX = "model_index.json"  # of a pipeline of diffusers, which is one model in each folder
 MAX_INDEX_BYTES = 100_000_000
 MEAN_PIECE = 1 << 16  # elements of a mean that are computed at once
 
@@ -118,11 +121,17 @@ class Source:
     # Of a stack of layers: the folder that each is from, and its number there.
     layers: Sequence[tuple[Path | None, int]] = ()
     extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
+    metadata: Mapping[str, str] = _NONE  # of its file's header
+    unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
 
     @property
     def folder(self) -> Path | None:
         """The folder with its configuration and tokenizer, if there is one."""
         return None
+
+    def leaves(self, name: str) -> bool:
+        """Tell whether a tensor that it lacks is unchanged."""
+        return self.is_partial or name.startswith(self.unchanged)
 
     def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
         """Return what is known of a tensor that is stored as a change to the base."""
@@ -267,20 +276,26 @@ class InputFiles(Source):
 
 
 class FileSource(InputFiles):
-    """One safetensors file, or the shards of one model."""
+    """One safetensors file, the shards of one model, or all models in the folder of a pipeline."""
 
     def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
         super().__init__(path, most_ahead_bytes)
         self.headers: dict[Path, Header] = {}
-        files = find_files(path, INDEX_NAME, SINGLE_NAME)
+        folders = _folders(path)
+        files = {
+            file: (prefix, promise)
+            for prefix, folder in folders.items()
+            for file, promise in find_files(folder, "safetensors", *STEMS).items()
+        }
         prefetch_beginnings(files)
-        for file, promised in files.items():
+        for file, (prefix, promise) in files.items():
             with self.open_header(file) as opened:
                 header = self.headers[file] = read_header(opened, str(file))
-            if promised is not None:
-                check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
+            if promise is not None:
+                check_against_index(promise, file, set(header.tensors))
             for info in header.tensors.values():
-                self.add(info, file)
+                self.add(replace(info, name=prefix + info.name) if prefix else info, file)
+        self.metadata = next(iter(self.headers.values())).metadata if "" in folders else {}
 
     def has_note(self, key: str) -> bool:
         """Return whether a header has a note of this name."""
@@ -334,6 +349,7 @@ class SourceView(Source):
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
         self.layers, self.extras = inner.layers, inner.extras
+        self.metadata, self.unchanged = inner.metadata, inner.unchanged
 
     @property
     def folder(self) -> Path | None:
@@ -579,19 +595,60 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     return FileSource(to_path(path))
 
 
-def find_files(path: Path, index: str, single: str) -> dict[Path, set[str] | None]:
+def components_of(directory: Path) -> list[str]:
+    """Return the folders of a pipeline of diffusers, with weights or not; none of another model."""
+    used = named_components(directory)
+    return [name for name in list_names(directory) if name in used] if used else []
+
+
+def named_components(directory: Path) -> list[str]:
+    """Return the names of the components that a pipeline of diffusers has."""
+    if not is_directory(directory) or not is_there(file := directory / MODEL_INDEX):
+        return []
+    document = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    named = document.items() if isinstance(document, dict) else ()
+    used = (name for name, given in named if isinstance(given, list) and any(given))
+    return [name for name in used if re.fullmatch(r"[a-zA-Z]\w*", name)]
+
+
+def _folders(path: Path) -> dict[str, Path]:
+    """Return the folders of a model's weights, by what the names of the tensors begin with."""
+    if not (components := components_of(path)):
+        return {"": path}
+    folders = [path / name for name in components if is_directory(path / name)]
+    weights = {f: [n for n in list_names(f) if n.endswith(WEIGHT_SUFFIXES)] for f in folders}
+    if not any(weights.values()):
+        raise InputError(f"{path}: no folder that {MODEL_INDEX} names has weights")
+    return {f"{folder.name}/": folder for folder, files in weights.items() if files}
+
+
+class Promise(NamedTuple):
+    """The tensors that an index says a shard has."""
+
+    place: Path  # of the index
+    tensors: set[str]
+
+
+def find_files(path: Path, kind: str, *stems: str) -> dict[Path, Promise | None]:
     """Find the files of a model, each with the tensors that its index promises, if any.
 
-    In a directory, that is the index, or the usual single file, or the only one that ends alike.
+    In a directory, that is the index, or the usual single file, or the only one that ends alike: a
+    variant such as `model.fp16.safetensors`, which may have an index too.
     """
     if not is_directory(path):
         return {path: None}
-    names, kind = list_names(path), single.rpartition(".")[2]
-    if index in names:
-        return dict(read_index(path / index))
+    names, index = list_names(path), f"{stems[0]}.{kind}.index.json"
     weights = [name for name in names if name.endswith(f".{kind}")]
-    if single in weights or len(weights) == 1:
-        return {path / (single if single in weights else weights[0]): None}
+    usual = [f"{stem}.{kind}{ending}" for stem in stems for ending in (".index.json", "")]
+    found = [name for name in usual if name in names][:1]
+    if not found:
+        found = [name for name in names if re.fullmatch(rf".+\.{kind}\.index\.\w+\.json", name)]
+        found += [name for name in weights if not found or not re.search(r"-of-\d+\.", name)]
+    if len(found) == 1:
+        file = path / found[0]
+        if file.suffix != ".json":
+            return {file: None}
+        return {shard: Promise(file, tensors) for shard, tensors in read_index(file).items()}
     if weights:
         raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
     raise InputError(f"{path}: has no {kind} file and no {index}")
@@ -615,8 +672,9 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def check_against_index(index: Path, file: Path, held: set[str], promised: set[str]) -> None:
+def check_against_index(promise: Promise, file: Path, held: set[str]) -> None:
     """Refuse a shard that holds other tensors than its index promises."""
+    index, promised = promise
     for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
             names = some_of(sorted(tensors))

@@ -41,8 +41,6 @@ from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.files import LocalFile, read_beginning
 from dare.tensors.header import TensorInfo, admit
 
-SINGLE_NAME = "pytorch_model.bin"
-INDEX_NAME = "pytorch_model.bin.index.json"
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
@@ -60,10 +58,10 @@ class TorchSource(InputFiles):
         super().__init__(path)
         self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
         self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
-        for file, promised in find_files(path, INDEX_NAME, SINGLE_NAME).items():
+        for file, promise in find_files(path, "bin", "pytorch_model").items():
             held = self._read_pickle(file)
-            if promised is not None:
-                check_against_index(path / INDEX_NAME, file, held, promised)
+            if promise is not None:
+                check_against_index(promise, file, held)
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:

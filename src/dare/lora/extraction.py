@@ -35,6 +35,7 @@ from dare.inputs.loaded import (
 )
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
+from dare.inputs.pipeline import refuse_pipeline
 from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, join_experts, truncate_matrix
@@ -241,6 +242,7 @@ class Extract(AdapterWork[ExtractionReport]):
 
 
 def _open(base: Path, model: Path, as_stored: bool) -> Change:
+    refuse_pipeline(base, "extract adapters from")
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")

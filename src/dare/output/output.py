@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
-from dare.inputs.sources import INDEX_NAME
 from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
 from dare.output.sink import FileSink, Metadata, check_free_space, explaining
 from dare.output.targets import (
@@ -133,7 +132,8 @@ class Publisher:
         assert output.journal is not None
         layout = output.sink.layout
         write_synced(self.folder / manifest_path(layout.target).name, manifest)
-        for folder in {(self.folder / name).parent for name in ("x", *output.others)}:
+        names = ("x", *output.others, *layout.files)
+        for folder in {(self.folder / name).parent for name in names}:
             sync_folder(folder)
         output.journal.note_synced(finished=bytes_digest(manifest))
         output.sink.close()
@@ -241,11 +241,15 @@ class Output:
     def clear(self, kept: Collection[str]) -> bool:
         """Remove all but these files, also sidecars of an earlier try; tell if there were any."""
         held = (MARK_NAME, JOURNAL_NAME)
-        leftovers = [
-            path
-            for path in self.folder.iterdir()
-            if path.name not in kept or (path.name not in held and not is_only_name(path))
-        ]
+        folders = [self.folder]
+        leftovers = []
+        for path in itertools.chain.from_iterable(map(Path.iterdir, folders)):
+            name = path.relative_to(self.folder).as_posix()
+            is_plain = path.is_dir() and not path.is_symlink()
+            if is_plain and any(file.startswith(f"{name}/") for file in kept):
+                folders.append(path)
+            elif name not in kept or (name not in held and not is_only_name(path)):
+                leftovers.append(path)
         for leftover in leftovers:
             remove(leftover)
         return bool(leftovers)
@@ -300,8 +304,7 @@ class Output:
         with self.explaining():
             self._is_void = False
             digests = self.sink.complete(metadata, whole=whole)
-            if (index := self.sink.layout.index()) is not None:
-                self.add_files({INDEX_NAME: index})
+            self.add_files(self.sink.layout.indexes())
             return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))
 
 

@@ -27,13 +27,17 @@ from dare.inputs.directory import (
     stop_tokens_of,
 )
 from dare.inputs.opening import Inputs
-from dare.inputs.sources import CONFIG
+from dare.inputs.pipeline import collect_components
+from dare.inputs.sources import CONFIG, components_of
 from dare.output.receipt import Report, short_name, without_folders
+from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.recipe.entries import NOT_RECORDED, distinct
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
+from dare.tensors.dtypes import StorageType
 from dare.tensors.files import is_there
+from dare.tensors.header import Described
 from dare.tensors.mask import MASK_VERSION
 
 CARD_NAME = "README.md"
@@ -53,8 +57,13 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     is_whole = layout is not None and not layout.is_directory and inputs.folders[chosen] is None
     if layout is None or is_whole or not (layout.is_directory or layout.recoding):
         return planned
-    planned = _with_missing_configuration(planned, inputs, chosen)
     home = inputs.folders[chosen]
+    if home is not None and components_of(home):
+        found = collect_components(home, _types_of_folders(layout))
+        card = {"library_name": "diffusers", **inherited(inputs.folders[0] or home)}
+        notes = (*planned.notes, *found.notes)
+        return replace(planned, notes=notes, sidecars=found, base_card=card)
+    planned = _with_missing_configuration(planned, inputs, chosen)
     if home is None:
         return planned
     own = aligned.tokenizer
@@ -92,6 +101,14 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         sidecars=found,
         base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
     )
+
+
+def _types_of_folders(layout: Layout) -> dict[str, StorageType | None]:
+    """Return the main type of each component's weights."""
+    tensors: dict[str, list[Described]] = {}
+    for file, own in layout.files.items():
+        tensors.setdefault(file[: file.rfind("/") + 1], []).extend(own)
+    return {folder: main_type(own) for folder, own in tensors.items()}
 
 
 def _template(

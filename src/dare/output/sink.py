@@ -116,6 +116,7 @@ class FileSink:
         for file in self.built if files is None else files:
             header, placed = self.built[file]
             size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
+            (self.folder / file).parent.mkdir(exist_ok=True)
             self.opened[file] = OutputFile(self.folder / file, size)
             self.opened[file].write(header, 0)
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -22,7 +22,7 @@ from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
 from dare.formats.recoding import Recoding
 from dare.inputs.directory import Sidecars
-from dare.inputs.sources import SINGLE_NAME, Drop, Source, stamps_of
+from dare.inputs.sources import STEMS, Drop, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Chain, Recipe, names_of
 from dare.stages import Settings, Stage
@@ -40,6 +40,8 @@ OTHER_FORMATS = re.compile(
     re.IGNORECASE,
 )
 
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,6 +51,7 @@ class Layout:
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
     recoding: Recoding | None = field(default=None, kw_only=True)  # if not plain safetensors
+    metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of every file
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
@@ -84,16 +87,35 @@ class Layout:
         return [sum(map(_nbytes, tensors)) for tensors in self.files.values()]
 
     def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
-        """Return each file's header bytes and the places of its tensors."""
-        build = build_header if self.recoding is None else self.recoding.build_header
-        return {name: build(tensors, metadata) for name, tensors in self.files.items()}
+        """Return each file's header bytes and the places of its tensors.
 
-    def index(self) -> bytes | None:
-        """The shard index, where there is more than one file."""
-        if len(self.files) == 1:
-            return None
-        total = sum(self.sizes)
-        places = {tensor[0]: name for name, tensors in self.files.items() for tensor in tensors}
+        A file in a folder has a component of a pipeline, with the names that tensors have there.
+        """
+        built, build = {}, self.recoding.build_header if self.recoding else build_header
+        for file, tensors in self.files.items():
+            own = [(_within(file, name), kind, shape) for name, kind, shape in tensors]
+            header, placed = build(own, {**self.metadata, **metadata})
+            built[file] = header, dict(zip((t[0] for t in tensors), placed.values(), strict=True))
+        return built
+
+    def indexes(self) -> dict[str, bytes]:
+        """Return the index of each model that has several files, by its name."""
+        models: dict[str, list[str]] = {}
+        for file in self.files:
+            models.setdefault(_SHARD.sub("", file), []).append(file)
+        return {
+            f"{name}.safetensors.index.json": self._index(files)
+            for name, files in models.items()
+            if len(files) > 1
+        }
+
+    def _index(self, files: Sequence[str]) -> bytes:
+        total = sum(_nbytes(tensor) for file in files for tensor in self.files[file])
+        places = {
+            _within(file, tensor[0]): file.rpartition("/")[2]
+            for file in files
+            for tensor in self.files[file]
+        }
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -107,28 +129,51 @@ def lay_out(
     target: Path,
     tensors: Iterable[Described],
     shard_size: int | None,
+    stems: Mapping[str, str] | None = None,
     recoding: Recoding | None = None,
 ) -> Layout:
-    """Order tensors as the safetensors library does, widest type first, and fill shards in turn."""
+    """Order tensors as the safetensors library does, widest type first, and fill shards in turn.
+
+    `stems` are what files are called, by what the names of their tensors begin with.
+    """
+    stems = stems or {"": STEMS[0]}
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
     if not is_directory_target(target):
         if shard_size is not None:
             raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
+        if any(stems):
+            raise OutputError(f"{target}: a pipeline is several models; name a directory")
         return Layout(target, {target.name: tuple(ordered)}, recoding=recoding)
 
+    models: dict[str, list[Described]] = {prefix: [] for prefix in stems}
+    for tensor in ordered:
+        prefix = "" if "" in stems else tensor[0][: tensor[0].find("/") + 1]
+        models.setdefault(prefix, []).append(tensor)
+    files: dict[str, tuple[Described, ...]] = {}
+    for prefix, own in models.items():
+        stem, shards = stems.get(prefix, STEMS[0]), _fill_shards(own, shard_size)
+        for number, shard in enumerate(shards, start=1):
+            ending = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
+            files[f"{prefix}{stem}{ending}.safetensors"] = tuple(shard)
+    return Layout(target, files, recoding=recoding)
+
+
+def _fill_shards(tensors: Iterable[Described], shard_size: int | None) -> list[list[Described]]:
     shards: list[list[Described]] = [[]]
     used = 0
-    for tensor in ordered:
+    for tensor in tensors:
         size = _nbytes(tensor)
         if shards[-1] and used + size > (shard_size or math.inf):
             shards.append([])
             used = 0
         shards[-1].append(tensor)
         used += size
-    count = len(shards)
-    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    names = [SINGLE_NAME] if count == 1 else names
-    return Layout(target, dict(zip(names, map(tuple, shards), strict=True)), recoding=recoding)
+    return shards
+
+
+def _within(file: str, tensor: str) -> str:
+    """Return the name of a tensor in a file, which may lie in the folder of a component."""
+    return tensor.removeprefix(file[: file.rfind("/") + 1])
 
 
 def _nbytes(tensor: Described) -> int:

@@ -19,6 +19,7 @@ from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.formats.recoding import Recoding, find_recoding
+from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
@@ -111,7 +112,7 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
         info = source.tensors.get(base.name)
         if info is None:
             absent.append(number)
-            missing += [name] * (base.dtype.is_weight and not source.is_partial)
+            missing += [name] * (base.dtype.is_weight and not source.leaves(base.name))
         elif info.shape == base.shape and (
             info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
         ):
@@ -205,8 +206,9 @@ def make_plan(
         stored = described
         if recoding is not None:
             stored = [own for tensor in described for own in recoding.stored(tensor)]
-        layout = lay_out(recipe.output, stored, recipe.shard_size, recoding)
-        layout = replace(layout, scratch=options.scratch)
+        layout = lay_out(recipe.output, stored, recipe.shard_size, stems_of(base), recoding)
+        spec = merged_spec(base, named)
+        layout = replace(layout, scratch=options.scratch, metadata=spec)
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])

@@ -6,7 +6,7 @@ last norm and the head, take the first number, and a stack of a single layer tak
 
 The blocks of a diffusion model have several names and follow each other, so they are one stack:
 input, middle and output blocks of a U-Net, double and single blocks of a transformer. 25 numbers
-are those of the 25 blocks of Stable Diffusion 1.5.
+are those of the 25 blocks of Stable Diffusion 1.5, 57 those of Flux.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ SEQUENCES: tuple[tuple[str, ...], ...] = (
 # The first of these in a name: the one middle block, a module outside the layers although its parts
 # are numbered, or a number. The text encoders in `conditioner.embedders` are no layers.
 _PLACE = re.compile(
-    r"(?:^|\.)(?P<middle>middle_block|mid_block)\."
-    rf"|(?:^|\.)(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation)\."
+    r"(?:^|[./])(?P<middle>middle_block|mid_block)\."
+    rf"|(?:^|[./])(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation"
+    r"|text_embedding(?=\.\d)|img_emb)\."
     r"|(?<!embedders)\.(?P<layer>\d+)\."
 )
 
@@ -83,12 +84,16 @@ def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
     """
     networks: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for stack in counts:
-        outer, _, inner = stack.rpartition(".")
+        inner = _last_part(stack)
         sequence = next((names for names in SEQUENCES if inner in names), (inner,))
-        networks.setdefault((outer, sequence), []).append(stack)
+        networks.setdefault((stack.removesuffix(inner), sequence), []).append(stack)
     for (_, sequence), stacks in networks.items():
-        stacks.sort(key=lambda stack: sequence.index(stack.rpartition(".")[2]))
+        stacks.sort(key=lambda stack: sequence.index(_last_part(stack)))
     return list(networks.values())
+
+
+def _last_part(stack: str) -> str:
+    return re.split(r"[./]", stack)[-1]
 
 
 def find_depths(tensors: Iterable[str], first_layer: int = 0) -> dict[str, Fraction]:

@@ -41,12 +41,12 @@ EMBEDDINGS = (
 PROJECTIONS = (
     *("time_embed", "time_embedding", "time_projection", "time_text_embed", "add_embedding"),
     *("label_emb", "timestep_embedder", "guidance_embedder", "context_embedder"),
-    *("x_embedder", "y_embedder", "t_embedder"),
+    *("x_embedder", "y_embedder", "t_embedder", "condition_embedder"),
 )
 _PROJECTION = re.compile(
     rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
     r"|(?<=diffusion_model\.)pos_embed$|^pos_embed\.(?=proj\.)|^pos_embed\.pos_embed$"
-    r"|(?<![^.])text_embedding(?=\.\d)"
+    r"|(?<![^.])text_embedding(?=\.\d)|(?:^|(?<=diffusion_model\.))patch_embedding(?=\.)"
 )
 
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
@@ -95,7 +95,16 @@ def without_projections(tensor: str) -> str:
     >>> without_projections("time_text_embed.text_embedder.linear_1.weight")
     '-.linear_1.weight'
     """
-    return _PROJECTION.sub("-", tensor)
+    return _PROJECTION.sub("-", in_component(tensor))
+
+
+def in_component(tensor: str) -> str:
+    """Return the name of a pipeline's tensor as its component has it, and any other as it is.
+
+    >>> in_component("text_encoder/shared.weight"), in_component("model/h0/mlp/w")
+    ('shared.weight', 'model/h0/mlp/w')
+    """
+    return re.sub(r"^\w+/(?=[^/]*$)", "", tensor)
 
 
 def is_layer_matrix(tensor: str, shape: Sequence[int]) -> bool:
@@ -149,21 +158,21 @@ def row_rank(tensor: str) -> int | None:
     >>> row_rank("model.embed_tokens.weight"), row_rank("model.norm.weight")
     (0, None)
     """
-    *_, module, parameter = ("", *tensor.split("."))
+    *_, module, parameter = ("", *in_component(tensor).split("."))
     has_rows = module in _WITH_ROWS and parameter in ("weight", "bias")
     return _WITH_ROWS.index(module) if has_rows else None
 
 
 def tying_rank(tensor: str) -> int:
     """Rank a tensor among those that are one: the one that stands for them all comes first."""
-    *_, module, _ = ("", *tensor.split("."))
+    *_, module, _ = ("", *in_component(tensor).split("."))
     order = ("shared", *_WITH_ROWS)
     return order.index(module) if module in order else len(order)
 
 
 def module_of_weight(tensor: str) -> str:
     """Return the last name of the module that a weight belongs to; empty for all but weights."""
-    module, _, parameter = tensor.rpartition(".")
+    module, _, parameter = in_component(tensor).rpartition(".")
     return module.rpartition(".")[2] if parameter == "weight" else ""
 
 

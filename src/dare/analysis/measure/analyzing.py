@@ -296,7 +296,6 @@ def find_subjects(
     subjects: list[Subject] = []
     left_out: list[LeftOut] = []
     named = list(models.items())
-    partial = [number for number, (_, source) in enumerate(named) if source.is_partial]
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
         fit = fit_tensor(info, named)
@@ -306,7 +305,7 @@ def find_subjects(
                 left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
             continue
         left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
-        unchanged = tuple(number for number in fit.absent if number in partial)
+        unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
             subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
     left_out += find_extras(base, named)
@@ -391,6 +390,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
             name
             for name, info in sorted(study.base.tensors.items())
             if info.dtype.is_weight and name not in source.tensors
+            if not name.startswith(source.unchanged)
         ),
         dtypes=_count_types(source.tensors[t.name] for t in analyzed if t.name in source.tensors),
         is_adapter=source.is_partial,
