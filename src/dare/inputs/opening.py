@@ -76,6 +76,7 @@ FORMS: dict[str, Callable[[Opening], bool]] = {
     "quantised": _may_be_quantised,
     "sources": lambda _: True,
 }
+NEED_BASE = ("lora", "lora_files", "delta_files")  # forms that may not open without their base
 
 
 def form_of(opening: Opening) -> str:
@@ -154,12 +155,7 @@ def open_inputs(
                 f"{path}: is missing, and it was there when this was merged; if the inputs have "
                 "moved, give their paths with --base and --models (their digests are checked)"
             )
-    unmade = [path for path, merge in zip(given, made, strict=True) if merge is None]
-    if any(map(is_on_hub, unmade)):
-        for path in unmade:  # their faults come before anything is fetched
-            opening = Opening(path, recipe.allow_pickle)
-            if not (is_on_hub(path) or is_stored(path)) and form_of(opening) != "delta_files":
-                _open(opening)
+    _check_local([p for p, m in zip(given, made, strict=True) if m is None], recipe.allow_pickle)
     found = [
         _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
         for path, merge in zip(given, made, strict=True)
@@ -195,13 +191,31 @@ def open_inputs(
         for name, source in zip(("base", *names), (base, *models), strict=True)
         for remark in source.remarks
     ]
+    base, models, more = _in_line(recipe, base, models, paths[0], configs)
+    aligned = align_rows(recipe, base, models, folders)
+    aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
+    if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
+        what = "has a row for each token, and vocabularies differ"
+        raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
+    return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *more, *aligned.notes))
+
+
+def _in_line(
+    recipe: Recipe,
+    base: Source,
+    models: list[Source],
+    path: Path,
+    configs: Sequence[Mapping[str, Any]],
+) -> tuple[Source, list[Source], list[Notice]]:
+    """Bring names and layouts of the models in line with those of the base at a path; say how."""
+    names, notes = recipe.names, list[Notice]()
     for place, (name, config) in enumerate(zip(names, configs[1:], strict=True)):
         if config or configs[0] or models[place].tensors.keys() != base.tensors.keys():
             models[place], remarks = match_names(
                 base, models[place], name, base_config=configs[0], model_config=config
             )
             notes += remarks
-        models[place], remarks = in_layout_of(base, models[place], name, paths[0], configs[0])
+        models[place], remarks = in_layout_of(base, models[place], name, path, configs[0])
         notes += remarks
     is_partial = any(model.is_partial for model in models)
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
@@ -217,12 +231,7 @@ def open_inputs(
 
         models, left = leave_components(recipe, base, models, names)
         notes += left
-    aligned = align_rows(recipe, base, models, folders)
-    aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
-    if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
-        what = "has a row for each token, and vocabularies differ"
-        raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
-    return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
+    return base, models, notes
 
 
 def align_rows(
@@ -273,6 +282,14 @@ def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
     if opening.made is not None or form_of(opening) != "delta_files":
         return opening.config
     return {} if folder is None else read_config(folder)
+
+
+def _check_local(paths: Sequence[Path], allow_pickle: bool) -> None:
+    """Find the faults of models on this machine before others are fetched from the hub."""
+    for path in paths if any(map(is_on_hub, paths)) else ():
+        opening = Opening(path, allow_pickle)
+        if not (is_on_hub(path) or is_stored(path)) and form_of(opening) not in NEED_BASE:
+            _open(opening)
 
 
 def is_on_hub(path: Path) -> bool:
