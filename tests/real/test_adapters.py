@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     import torch
     import transformers
     from peft import LoraConfig, PeftModel, get_peft_model
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -219,3 +219,59 @@ def test_starts_that_leave_the_base(tmp_path, start):
 )
 def test_biases_and_embeddings(tmp_path, kind, config):
     check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, **config})
+
+
+# ---------------------------------------------------------------- diffusion
+
+UNET = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "sample_size": 8,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 8,
+}
+
+
+@pytest.mark.parametrize("alpha", [4, 6])
+@pytest.mark.parametrize("form", ["diffusers", "kohya"])
+def test_lora_files_of_a_unet(tmp_path, form, alpha):
+    """The U-Net is merged by itself, and its output compared with that of the one with LoRA."""
+    diffusers = pytest.importorskip("diffusers")
+    from diffusers.utils import convert_state_dict_to_kohya
+    from peft.utils import get_peft_model_state_dict
+
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(**UNET).eval()
+    unet.save_pretrained(tmp_path / "base")
+    config = LoraConfig(
+        r=4, lora_alpha=alpha, target_modules=["to_q", "to_out.0", "conv1", "proj_in"]
+    )
+    unet.add_adapter(config)
+    train(unet, scale=0.3)
+    layers = get_peft_model_state_dict(unet)
+    if form == "diffusers":
+        pipeline = diffusers.StableDiffusionPipeline
+        metadata = {"unet_lora_adapter_metadata": config.to_dict()}
+        pipeline.save_lora_weights(tmp_path / "adapter", unet_lora_layers=layers, **metadata)
+    else:
+        (tmp_path / "adapter").mkdir()
+        named = convert_state_dict_to_kohya(
+            {f"unet.{name}": value for name, value in layers.items()}
+        )
+        alphas = {name: torch.tensor(float(alpha)) for name in named if name.endswith(".alpha")}
+        assert alphas
+        save_file(named | alphas, tmp_path / "adapter" / "lora.safetensors")
+    given = {"base": tmp_path / "base", "output": tmp_path / "out", "method": "linear"}
+    dare.merge(models=[tmp_path / "adapter"], verbose=False, **given)
+    result = diffusers.UNet2DConditionModel(**UNET).eval()
+    (weights,) = (tmp_path / "out").glob("*.safetensors")
+    result.load_state_dict(load_file(weights))
+    inputs = torch.randn(2, 4, 8, 8), torch.tensor(3), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        found, expected = (model(*inputs).sample.double() for model in (result, unet))
+    off = float((found - expected).abs().max() / (expected.max() - expected.min()))
+    print(f"{form} {alpha}: {off:.1e}")
+    assert off < TOLERANCE
