@@ -26,7 +26,7 @@ ENCODER = {name: TEXT[name] for name in list(TEXT)[1:5]}
 IMAGE = {**ENCODER, "image_size": 8, "patch_size": 4}
 HEAD = {**TEXT, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-MIXTURE = {**HEAD, **EXPERTS, "moe_intermediate_size": 8}
+MIXTURE = {**HEAD, **EXPERTS, "moe_intermediate_size": 12}
 DEEPSEEK = {
     **TEXT,
     "n_routed_experts": 4,
@@ -118,6 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {**MIXTURE, "intermediate_size_mlp": 24},
     "JambaForCausalLM": {**TEXT, **EXPERTS, **JAMBA},
     "DeepseekV3ForCausalLM": DEEPSEEK,
+    **dict.fromkeys(("HrmTextForCausalLM", "NomicBertForMaskedLM", "GteModel"), TEXT),
     "GPT2LMHeadModel": GPT,
     "GPTJForCausalLM": {**GPT, "rotary_dim": 4},
     "GPTBigCodeForCausalLM": GPT,
@@ -152,6 +153,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Wav2Vec2ForCTC": AUDIO,
     "LlavaForConditionalGeneration": LLAVA,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": {**MIXTURE, "rope_parameters": ROPE},
+        "vision_config": {
+            **{**IMAGE, "depth": 1, "num_heads": 2, "out_hidden_size": 16},
+            **{"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+        },
+        "tie_word_embeddings": False,
+    },
 }
 
 

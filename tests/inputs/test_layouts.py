@@ -29,9 +29,17 @@ CHAINS = {
     "turned": lambda a, b: torch.stack([a, b]).transpose(1, 2).contiguous(),
     "turned back": lambda a, _: a.transpose(0, 1).contiguous().transpose(0, 1),
     "rope": lambda a, _: a.view(2, 3, 2, 8).transpose(1, 2).reshape(12, 8),
+    "rope of 28 heads": lambda a, b: _turn_heads(torch.cat([a] * 7 + [b] * 7)),
     "split": lambda a, b: torch.split(torch.cat([a, b]), [5, 19], dim=0)[1],
     "number": lambda a, _: a[3, 2],
 }
+
+
+def _turn_heads(matrix):
+    """As for rotary embeddings; the first row of each head stays where it is."""
+    return matrix.view(28, 3, 2, 8).transpose(1, 2).reshape(168, 8)
+
+
 A, B = (torch.arange(96.0).reshape(12, 8) + shift for shift in (0, 1000))
 
 
@@ -82,6 +90,15 @@ def test_only_a_whole_tensor_in_its_order_has_an_origin():
     assert set(origins.values()) == {None}
 
 
+def test_heads_that_are_turned_are_not_taken_for_what_they_were():
+    recorder = layouts._recorder()
+    whole = recorder.make("a", (168, 8))
+    with recorder:
+        turned = _turn_heads(whole)
+    assert find_origin(recorder.pieces(whole), 1344) == "a"
+    assert find_origin(recorder.pieces(turned), 1344) is None
+
+
 def _sized(chain):
     pieces, shape = record(chain)
     return pieces, int(np.prod(shape))
@@ -93,6 +110,7 @@ def _sized(chain):
         (lambda a, b: a + b, "may compute"),
         (lambda a, _: a.mul_(2), "may compute"),
         (lambda a, _: a.expand(2, 12, 8), "may compute"),
+        (lambda a, _: a.view(torch.int32), "may compute"),
         (lambda a, b: torch.stack([a, b[1:]]), "different shapes"),
     ],
 )

@@ -4,6 +4,7 @@ import copy
 import math
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -20,6 +21,7 @@ transformers.logging.disable_progress_bar()
 DROP_RATE, KEEP_RATIO, SEED = 0.5, 0.4, 42
 TOLERANCE = 2e-5  # of the largest logit
 WEIGHTS = "model.safetensors"
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def dare_linear(name, base, models):
@@ -87,7 +89,7 @@ def save_otherwise(model, folder):
         return "in F16", floats(load_file(folder / WEIGHTS))
     save_file(loaded, folder / WEIGHTS, metadata={"format": "pt"})
     same = len(stored.keys() & loaded.keys())
-    return f"as in memory: {len(loaded) - same} tensors for {len(stored) - same}", stored
+    return f"as in memory, {len(loaded) - same} for {len(stored) - same} tensors", stored
 
 
 def floats(state):
@@ -106,16 +108,9 @@ def test_the_merged_model_is_that_of_torch(tmp_path, record_property, architectu
     cells = []
     for method, formula in METHODS.items():
         stages = {"dare": {"drop_rate": DROP_RATE}, "trim": {"keep_ratio": KEEP_RATIO}}
-        request = dare.Request.of(
-            base=tmp_path / "base",
-            models=[tmp_path / "one", tmp_path / "two"],
-            output=tmp_path / method,
-            method=method,
-            stages={stage: given for stage, given in stages.items() if stage in method},
-            seed=SEED,
-            verbose=False,
-        )
-        dare.merge(request)
+        own = {stage: given for stage, given in stages.items() if stage in method}
+        given = {"method": method, "stages": own, "seed": SEED}
+        dare.merge(request(tmp_path, method, "base", "one", "two", **given))
         merged, info = type(base).from_pretrained(tmp_path / method, output_loading_info=True)
         assert not any(info.values())
         expected = {
@@ -131,5 +126,95 @@ def test_the_merged_model_is_that_of_torch(tmp_path, record_property, architectu
         error = float((found - wanted).abs().max()) / scale
         assert error <= TOLERANCE
         assert float((wanted - before).abs().max()) > 100 * TOLERANCE * scale
-        cells.append(f"{error:.0e}")
+        cells.append(f"{error:.0e}" if error else "0")
     record_property("architectures", (architecture, str(len(origin)), layout, *cells))
+
+
+# ---------------------------------------------------------------- layouts and adapters
+
+
+def request(tmp_path, output, base, *models, **given):
+    return dare.Request.of(
+        base=tmp_path / base,
+        models=[tmp_path / model for model in models],
+        output=tmp_path / output,
+        verbose=False,
+        **given,
+    )
+
+
+def turn_experts(folder):
+    """Store experts as they were published: inputs and outputs exchanged."""
+    state = load_file(folder / WEIGHTS)
+    turned = {n: v.transpose(1, 2).contiguous() if v.dim() == 3 else v for n, v in state.items()}
+    save_file(turned, folder / WEIGHTS, metadata={"format": "pt"})
+    return turned
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "HrmTextForCausalLM", "GteModel"])
+def test_a_base_as_in_memory_takes_models_as_saved(tmp_path, architecture):
+    """Only names of tensors differ then from a merge in which all are as in memory."""
+    base, _ = build(architecture)
+    for name, model in {"base": base, "one": tune(base, 1)}.items():
+        model.save_pretrained(tmp_path / name)
+        model.save_pretrained(tmp_path / f"{name}-loaded")
+        save_file(in_memory(model), tmp_path / f"{name}-loaded" / WEIGHTS)
+    outputs = []
+    for number, model in enumerate(("one", "one-loaded")):
+        dare.merge(request(tmp_path, f"out{number}", "base-loaded", model, method="dare+linear"))
+        outputs.append((tmp_path / f"out{number}" / WEIGHTS).read_bytes())
+    one, two = (load_file(tmp_path / f"out{number}" / WEIGHTS) for number in range(2))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_experts_that_are_turned_in_the_base_are_turned_in_the_model(tmp_path):
+    base, _ = build("Qwen3VLMoeForConditionalGeneration")
+    base.save_pretrained(tmp_path / "base")
+    tune(base, 1).save_pretrained(tmp_path / "one")
+    tune(base, 1).save_pretrained(tmp_path / "turned")
+    origin, turned = turn_experts(tmp_path / "base"), turn_experts(tmp_path / "turned")
+    for model in ("one", "turned"):
+        plan = request(tmp_path, model + "-out", "base", model, method="linear")
+        dare.merge(plan)
+        merged = load_file(tmp_path / f"{model}-out" / WEIGHTS)
+        assert merged.keys() == origin.keys()
+        for name in merged:
+            torch.testing.assert_close(merged[name], turned[name], rtol=0, atol=1e-7)
+    notes = dare.plan(request(tmp_path, "again", "base", "one")).notes
+    assert [*next(note.subjects for note in notes if note.code == "other_layout")] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("MixtralForCausalLM", {"target_parameters": EXPERTS}),
+        ("Qwen3MoeForCausalLM", {"target_parameters": EXPERTS[:1]}),
+        ("DeepseekV3ForCausalLM", {"target_parameters": EXPERTS[1:]}),
+        ("NomicBertForMaskedLM", {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
+        ("HrmTextForCausalLM", {"target_modules": ["k_proj", "up_proj"]}),
+    ],
+)
+def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
+    tmp_path, architecture, targets
+):
+    """Of experts that the files have one by one, and of parts of what they have packed."""
+    base, inputs = build(architecture)
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, lora_alpha=4, **{"target_modules": [], **targets})
+    adapted = peft.get_peft_model(base, config).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        wanted = adapted(**inputs)[0]
+    adapted.save_pretrained(tmp_path / "lora")
+    dare.merge(request(tmp_path, "out", "base", "lora", method="linear"))
+    before, _ = build(architecture)
+    merged, info = type(before).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        found, unchanged = (model.eval()(**inputs)[0] for model in (merged, before))
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert (unchanged - wanted).abs().max() > 100 * TOLERANCE * wanted.abs().max()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -32,6 +32,7 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
 SPAN = 1 << 16  # elements: what lies no further apart is read at once
+SAMPLE, SCATTER = 24, 0x9E3779B97F4A7C15  # how many elements, and a factor that scatters numbers
 UNCHANGED = ""  # stands for a tensor that an adapter does not change
 ONE_PROGRAM = "save both with one program"
 # Functions of torch that show, copy or join elements, and leave each as it is.
@@ -98,11 +99,8 @@ class Joined:
         """Return the part that an element is in, its place there, and the rest of the run."""
         row, column = divmod(index, self._starts[-1])
         part = bisect_right(self._starts, column) - 1
-        return (
-            part,
-            row * self.runs[part] + column - self._starts[part],
-            self._starts[part + 1] - column,
-        )
+        run, skipped = self.runs[part], column - self._starts[part]
+        return part, row * run + skipped, run - skipped
 
     def locate(self, index: int) -> tuple[str, int]:
         part, place, _ = self._find(index)
@@ -172,8 +170,8 @@ Pieces = Stored | Joined | Strided
 
 def find_origin(pieces: Pieces, elements: int) -> str | None:
     """Return the stored tensor that pieces are from the first element to the last, by a sample."""
-    places = [elements * n // 7 for n in range(7)] + [min(1, elements - 1), elements - 1]
-    found = [pieces.locate(place) for place in places if elements]
+    places = [0, elements - 1, *(n * SCATTER % elements for n in range(SAMPLE))] if elements else []
+    found = [pieces.locate(place) for place in places]
     is_one = len({name for name, _ in found}) == 1 and [place for _, place in found] == places
     return found[0][0] if is_one else None
 
@@ -183,21 +181,21 @@ def find_origin(pieces: Pieces, elements: int) -> str | None:
 
 def _recorder() -> Any:
     """Return a context that makes tensors without memory, and records what becomes of them."""
-    from torch import Tensor, empty
-    from torch.overrides import TorchFunctionMode
+    torch = sys.modules["torch"]
+    mode: Any = torch.overrides.TorchFunctionMode
 
-    class Recorder(TorchFunctionMode):  # type: ignore[misc]
+    class Recorder(mode):  # type: ignore[misc]
         held: dict[int, tuple[Any, Pieces]]  # what the storages hold, which are kept, by id
 
-        def hold(self, tensor: Tensor, pieces: Pieces) -> Tensor:
+        def hold(self, tensor: Any, pieces: Pieces) -> Any:
             storage = tensor.untyped_storage()
             self.held[id(storage)] = storage, pieces
             return tensor
 
-        def make(self, name: str, shape: Sequence[int]) -> Tensor:
-            return self.hold(empty(shape, device="meta"), Stored(name))
+        def make(self, name: str, shape: Sequence[int]) -> Any:
+            return self.hold(torch.empty(shape, device="meta"), Stored(name))
 
-        def pieces(self, tensor: Tensor) -> Pieces:
+        def pieces(self, tensor: Any) -> Pieces:
             inner, shape = self.held[id(tensor.untyped_storage())][1], tuple(tensor.shape)
             return Strided(inner, shape or (1,), tensor.stride() or (1,), tensor.storage_offset())
 
@@ -207,14 +205,14 @@ def _recorder() -> Any:
             name, kwargs = function.__name__, kwargs or {}
             if name in JOINS:
                 return self.join(name == "stack", *args, **kwargs)
-            if name not in VIEWS | COPIES:
+            if name not in VIEWS | COPIES or any(isinstance(arg, torch.dtype) for arg in args):
                 raise ValueError(f"{name} may compute")
             result = function(*args, **kwargs)
             if name in COPIES and id(result.untyped_storage()) not in self.held:
                 self.hold(result, self.pieces(args[0]))
             return result
 
-        def join(self, stacks: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        def join(self, stacks: bool, tensors: Sequence[Any], dim: int = 0) -> Any:
             # not by torch, which would import its compiler for it
             dim %= tensors[0].dim() + stacks
             parts = [part.unsqueeze(dim) if stacks else part for part in tensors]
@@ -225,63 +223,31 @@ def _recorder() -> Any:
             runs = tuple(size * math.prod(shapes[0][dim:]) for size in sizes)
             whole = [*shapes[0][:dim], sum(sizes), *shapes[0][dim:]]
             joined = Joined(tuple(map(self.pieces, parts)), runs)
-            return self.hold(empty(whole, device="meta"), joined)
+            return self.hold(torch.empty(whole, device="meta"), joined)
 
     recorder = Recorder()
     recorder.held = {}
     return recorder
 
 
-def _convert(tables: Tables, tensors: Mapping[str, Any], find: Callable[..., Any]) -> Any:
-    """Give tensors the names that are found for them, and join or cut them as the tables say."""
-    from transformers.core_model_loading import dot_natural_key
-
-    by_pattern = {p: each for each in tables.converters for p in each.source_patterns}
-    found: dict[str, Any] = {}
-    gathered: dict[str, Any] = {}
-    for name in sorted(tensors, key=dot_natural_key):
-        new, pattern = find(name)
-        if pattern is None:
-            found.setdefault(new, tensors[name])
-        else:
-            if new not in gathered:
-                gathered[new] = deepcopy(by_pattern[pattern])
-            gathered[new].add_tensor(new, name, pattern, tensors[name])
-    for new, converter in gathered.items():
-        made = converter.convert(new, model=tables.model, config=tables.model.config)
-        found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-    return found
-
-
-def _save(tables: Tables, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors in memory as they are saved, in the layout that the tables have loaded."""
-    from transformers.core_model_loading import rename_source_key as rename
-
-    used = [each for each in tables.transforms if each.was_used()]
-    back = Tables(tables.model, [each.reverse_transform() for each in reversed(used)])
-    found = _convert(back, loaded, lambda name: rename(name, [], back.converters))
-    return {rename(name, back.renamings, [])[0]: tensor for name, tensor in found.items()}
-
-
 def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Any:
     """Return the tensors of the base that a model has: shapes, and what they are made of."""
-    recorder, tables, others = _recorder(), Tables.of(built), Tables.of(built)
+    recorder, tables, others = _recorder(), Tables(built), Tables(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}
     theirs = {name: recorder.make(own[name], info.shape) for name, info in model.tensors.items()}
     if model.is_partial:  # an adapter has names in memory, and only some of them
         unchanged = {n: recorder.make(UNCHANGED, p.shape) for n, p in tables.state.items()}
         theirs = {n: theirs.get(n, t) for n, t in unchanged.items() if n not in base.tensors}
     with recorder:
-        ours = _save(tables, _convert(tables, ours, tables.find))
-        loaded = theirs if model.is_partial else _convert(others, theirs, others.find)
-        theirs = _save(tables, loaded)
+        ours = tables.save(tables.load(ours))
+        theirs = tables.save(theirs if model.is_partial else others.load(theirs))
     found: dict[str, tuple[tuple[int, ...], Pieces]] = {}
     for pair in [(ours[name], theirs[name]) for name in ours if name in theirs]:
         turned = [t.transpose(-1, -2) if t.dim() > 1 else t for t in pair]
         for one, other in (pair, turned):  # some tables take a tensor and its transpose
             home, pieces = find_origin(recorder.pieces(one), one.numel()), recorder.pieces(other)
             if home and base.tensors[home].shape == tuple(one.shape):
-                found |= {} if pieces.names == {UNCHANGED} else {home: (tuple(other.shape), pieces)}
+                found[home] = tuple(other.shape), pieces
                 break
     return found
 
@@ -302,10 +268,9 @@ class LayoutSource(SourceView):
         self.cost = inner.cost.with_reading(2 * 8 * SPAN)
 
     def delta_of(self, name: str) -> DeltaInfo:
-        if name not in self.made:
-            return super().delta_of(name)
-        parts = self.made[name][1].names - {UNCHANGED}
-        return DeltaInfo(any(self.inner.delta_of(part).is_change for part in parts))
+        parts = self.made[name][1].names - {UNCHANGED} if name in self.made else ()
+        is_change = any(self.inner.delta_of(part).is_change for part in parts)
+        return DeltaInfo(is_change) if parts else super().delta_of(name)
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), bytes_digest(repr(self.made).encode())]
@@ -368,6 +333,8 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
     names: dict[str, str] = {}
     made: dict[str, tuple[TensorInfo, Pieces]] = {}
     for name, (shape, pieces) in found.items():
+        if pieces.names == {UNCHANGED}:
+            continue
         origin = find_origin(pieces, math.prod(shape))
         if origin and inner.tensors[origin].shape == shape:
             names[name] = origin
@@ -384,12 +351,10 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
 
 def _common_type(source: Source, names: frozenset[str]) -> StorageType | None:
     """Return the type of tensors that can be parts of one; None: they cannot."""
-    deltas = {name: source.delta_of(name) for name in names - {UNCHANGED}}
-    kinds = {(source.tensors[name].dtype, delta.is_change) for name, delta in deltas.items()}
-    if len(kinds) > 1 or any(delta.drop for delta in deltas.values()):
-        return None
-    ((dtype, is_change),) = kinds
-    return dtype if is_change or UNCHANGED not in names else None
+    deltas = [(part, source.delta_of(part)) for part in names - {UNCHANGED}]
+    kinds = {(source.tensors[part].dtype, delta.is_change, delta.drop) for part, delta in deltas}
+    ((dtype, is_change, drop), *others) = kinds
+    return None if others or drop or (UNCHANGED in names and not is_change) else dtype
 
 
 def _turned(base: Source, model: Source) -> str:

@@ -13,9 +13,10 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -164,15 +165,13 @@ def _by_transformers(
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
     model = build_without_weights(where, config, remedy)
-    from transformers.core_model_loading import dot_natural_key
-
-    tables = Tables.of(model)
+    tables = Tables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
     hindered = dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
     owners = Counter(map(id, state.values()))
     places = {}
-    for name in sorted(tensors, key=dot_natural_key):  # as they are loaded
+    for name in tables.in_order(tensors):
         new, converter = tables.find(name)
         if new not in state:
             places[name] = LoadedTensor(name, "absent")
@@ -197,43 +196,59 @@ def _by_transformers(
     return places, (note,) if moved else ()
 
 
-@dataclass(frozen=True)
 class Tables:
     """The tables by which transformers brings the stored tensors of a model into memory."""
 
-    model: Any
-    transforms: Sequence[Any]  # renamings and converters, which note whether they were used
+    def __init__(self, model: Any, transforms: Sequence[Any] | None = None) -> None:
+        from transformers import conversion_mapping, core_model_loading
 
-    @classmethod
-    def of(cls, model: Any) -> Tables:
-        """Return those of a model, not used yet."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
+        self.model, self._core = model, core_model_loading
+        self.state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+        if transforms is None:
+            transforms = conversion_mapping.get_model_conversion_mapping(model)
+        self._transforms = transforms  # which note whether they were used
+        self.converters = [each for each in transforms if hasattr(each, "operations")]
+        self._renamings = [each for each in transforms if not hasattr(each, "operations")]
 
-        return cls(model, get_model_conversion_mapping(model))
-
-    @cached_property
-    def state(self) -> Mapping[str, Any]:
-        """The tensors of the model in memory."""
-        state: Mapping[str, Any] = self.model.state_dict(keep_vars=True)
-        return state
-
-    @cached_property
-    def renamings(self) -> list[Any]:
-        """The tables that change names alone."""
-        return [each for each in self.transforms if not hasattr(each, "operations")]
-
-    @cached_property
-    def converters(self) -> list[Any]:
-        """The tables that join, cut or turn tensors."""
-        return [each for each in self.transforms if hasattr(each, "operations")]
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Return names of tensors in the order in which transformers loads them."""
+        return sorted(names, key=self._core.dot_natural_key)
 
     def find(self, name: str) -> tuple[str, str | None]:
         """Return the name in memory of a stored tensor, and the pattern of its converter if any."""
-        from transformers.core_model_loading import rename_source_key
-
-        tables = self.renamings, self.converters
-        new, pattern = rename_source_key(name, *tables, self.model.base_model_prefix, self.state)
+        new, pattern = self._core.rename_source_key(
+            name, self._renamings, self.converters, self.model.base_model_prefix, self.state
+        )
         return (name, None) if new not in self.state and name in self.state else (new, pattern)
+
+    def load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return stored tensors as the model has them in memory."""
+        return self._convert(tensors, self.find)
+
+    def save(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors in memory as they are saved, in the layout that these have loaded."""
+        used = [each for each in self._transforms if each.was_used()]
+        back = Tables(self.model, [each.reverse_transform() for each in reversed(used)])
+        rename = self._core.rename_source_key
+        found = back._convert(loaded, lambda name: rename(name, [], back.converters))
+        return {rename(name, back._renamings, [])[0]: tensor for name, tensor in found.items()}
+
+    def _convert(self, tensors: Mapping[str, Any], find: Callable[[str], Any]) -> dict[str, Any]:
+        by_pattern = {p: each for each in self.converters for p in each.source_patterns}
+        found: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
+        for name in self.in_order(tensors):
+            new, pattern = find(name)
+            if pattern is None:
+                found.setdefault(new, tensors[name])
+                continue
+            if new not in gathered:
+                gathered[new] = deepcopy(by_pattern[pattern])
+            gathered[new].add_tensor(new, name, pattern, tensors[name])
+        for new, converter in gathered.items():
+            made = converter.convert(new, model=self.model, config=self.model.config)
+            found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        return found
 
 
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
@@ -249,7 +264,7 @@ def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -
     """Build the model that a configuration describes, without memory for its weights."""
     try:
         import transformers
-        import transformers.core_model_loading
+        from transformers import conversion_mapping, core_model_loading  # noqa: F401
     except ImportError:
         kind = config["model_type"]
         raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
