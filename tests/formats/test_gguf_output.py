@@ -370,6 +370,16 @@ def test_scaled_positions():
     assert (found["gemma3.rope.freq_base"], found["gemma3.rope.freq_base_swa"]) == (1e6, 1e4)
 
 
+def test_a_stack_of_layers_has_its_number_of_layers(pair, tmp_path):
+    ranges = [{"model": str(pair / "base"), "range": span} for span in ([0, 6], [2, 5])]
+    given = {"layers": ranges, "output": str(tmp_path / "out.gguf"), "dtype": "Q8_0"}
+    dare.merge(given, verbose=False)
+    with GgufSource(tmp_path / "out.gguf") as found:
+        assert found.metadata["llama.block_count"] == 9
+        name = "model.layers.{}.self_attn.q_proj.weight"
+        assert read_tensor(found, name.format(7)) == read_tensor(found, name.format(3))
+
+
 # ---------------------------------------------------------------- what does not go together
 
 
