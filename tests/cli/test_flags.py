@@ -76,6 +76,7 @@ GIVEN = {
     "seed": (["--seed", "0"], 0),
     "scale": (["--scale", "-0.5"], -0.5),
     "dtype": (["--dtype", "bfloat16"], "BF16"),
+    "format": (["--format", "input"], "input"),
     "embedding_drop_rate": (["--embedding-drop-rate", "0.25"], 0.25),
     "tensors": (
         ["--tensors", "*.mlp.*: drop_rate=0.5, rescale=l1", "*norm*: drop_rate=0"],

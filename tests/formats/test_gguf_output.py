@@ -30,7 +30,7 @@ from tiny_models import (
 import dare
 from dare.errors import DareError, InputError, OutputError, RecipeError
 from dare.formats import gguf as writing
-from dare.formats.gguf_keys import model_keys, rope_factors, vocabulary_keys
+from dare.formats.gguf_keys import model_keys, vocabulary_keys
 from dare.inputs.directory import Sidecars
 from dare.inputs.gguf import FAMILIES, GgufSource, gguf_name, hugging_face_name
 from helpers import read_tensor, save
@@ -262,7 +262,7 @@ def vocabulary(tokenizer, **more):
     settings = config("llama", **more)
     files = {"config.json": settings, "tokenizer.json": tokenizer, "tokenizer_config.json": {}}
     written = {name: json.dumps(document).encode() for name, document in files.items()}
-    return vocabulary_keys(Sidecars(None, dict(written)))
+    return vocabulary_keys(Sidecars(None, dict(written)), 12)
 
 
 LLAMA3 = (
@@ -349,6 +349,8 @@ def test_hostile_tokenizers_are_refused_or_understood(path, value):
         ("llama", {"num_hidden_layers": "many"}, "llama"),
         ("llama", {"num_attention_heads": None}, "llama"),
         ("llama", {"rope_parameters": [1]}, "llama"),
+        ("llama", {"vocab_size": 10**12}, "vocab_size"),
+        ("llama", {"head_dim": -8}, "head_dim"),
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(model_type, more, fault):
@@ -358,14 +360,24 @@ def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(model_type, m
 
 def test_scaled_positions():
     yarn = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "rope_theta": 5e5}
-    found = model_keys(config("qwen2", rope_scaling=yarn))
+    found, tensors = model_keys(config("qwen2", rope_scaling=yarn))
     keys = {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 32.0, "original_context_length": 128}
     assert {key: found[f"qwen2.rope.scaling.{key}"] for key in keys} == keys
     assert found["qwen2.rope.freq_base"] == 5e5
-    assert rope_factors(config("qwen2", rope_scaling=yarn)) is None
+    assert tensors == {}
     both = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    found = model_keys(config("gemma3_text", rope_parameters=both))
+    found, _ = model_keys(config("gemma3_text", rope_parameters=both))
     assert (found["gemma3.rope.freq_base"], found["gemma3.rope.freq_base_swa"]) == (1e6, 1e4)
+
+
+def test_a_stack_of_layers_has_its_number_of_layers(pair, tmp_path):
+    ranges = [{"model": str(pair / "base"), "range": span} for span in ([0, 6], [2, 5])]
+    given = {"layers": ranges, "output": str(tmp_path / "out.gguf"), "dtype": "Q8_0"}
+    dare.merge(given, verbose=False)
+    with GgufSource(tmp_path / "out.gguf") as found:
+        assert found.metadata["llama.block_count"] == 9
+        name = "model.layers.{}.self_attn.q_proj.weight"
+        assert read_tensor(found, name.format(7)) == read_tensor(found, name.format(3))
 
 
 # ---------------------------------------------------------------- what does not go together

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "embedding_drop_rate": 0.5,
     "dtype": "BF16",
+    "format": "input",
     "tokens": {"<|im_end|>": {"model": "math"}},
     "pad_to_multiple_of": 64,
     "copy_from": "math",

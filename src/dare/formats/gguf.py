@@ -7,11 +7,11 @@ makes them. Tensors have their GGUF names, and the converter's changes are made 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, OutputError, RecipeError
-from dare.formats.gguf_keys import CONVERTER, model_keys, rope_factors, vocabulary_keys
+from dare.formats.gguf_keys import CONVERTER, model_keys, vocabulary_keys
 from dare.formats.recoding import Floats, Loss, LossMeter, Put, Read, Recoding
 from dare.inputs.directory import Sidecars, main_type
 from dare.inputs.gguf import (
@@ -35,16 +35,17 @@ from dare.inputs.gguf import (
     with_changes,
 )
 from dare.inputs.sources import CONFIG, Source, SourceView, decoded, read_config
-from dare.kernels import reference
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.files import read_beginning
 from dare.tensors.header import Described, TensorInfo
 
-TYPES = ("F32", "F16", "BF16", "Q8_0")  # what may be asked for
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked for
 PIECE_ELEMENTS = 1 << 18  # recoded at once
-LAST = "output_norm.weight"  # every architecture has it; what is no weight is written with it
-_DROPPED = ("split.", "quantize.", "general.alignment", "general.size_label")
+MOST_COPIED = 1 << 16  # elements of a tensor that is no weights
+LAST = "output_norm.weight"  # every model has it; what is no weights is written with it
+DROPPED = ("split.", "quantize.", "general.alignment", "general.size_label")
+CODES: dict[type, tuple[int, str]] = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
 
 
 @dataclass(frozen=True)
@@ -57,76 +58,60 @@ class GgufRecoding(Recoding):
     metadata: Mapping[str, Any]  # the architecture, and the numbers of heads
     family: Family | None
     pairs: Mapping[str, bytes]  # keys with their values, ready to be written
-    own: Mapping[str, Stored] = field(default_factory=dict)  # tensors of a GGUF base
-    copied: Mapping[str, Floats] = field(default_factory=dict)  # those that are no weights
+    copied: Mapping[str, Floats]  # tensors that are no weights
+    own: Mapping[str, Stored] = field(default_factory=dict)  # those of a GGUF base
     ties: Mapping[str, str] = field(default_factory=dict)  # second names, which are left out
 
-    @cached_property
-    def _gguf(self) -> Any:
-        return import_gguf(self.output)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the package out, which does not pickle."""
-        return {key: value for key, value in vars(self).items() if key != "_gguf"}
-
     def merged_type(self, base: TensorInfo) -> StorageType:
-        name = self._kind(self._name(base.name), base.shape, base.dtype)
+        name = self._kind(self._name(base.name), base.shape)
         return STORAGE_TYPES[name if name in AS_STORED else "F32"]
 
     def stored(self, tensor: Described) -> Sequence[Described]:
         found = self._find(tensor)
-        named = [(found.name, self._type(found), found.shape)] if found else []
-        is_last = found is not None and found.name == LAST
-        others = self.copied.items() if is_last else ()
-        return [*named, *((name, STORAGE_TYPES["F32"], own.shape) for name, own in others)]
+        if found is None:
+            return []
+        others = self.copied.items() if found.name == LAST else ()
+        return [
+            (found.name, _storage_type(found), found.shape),
+            *((name, STORAGE_TYPES["F32"], values.shape) for name, values in others),
+        ]
 
     def _name(self, name: str) -> str:
-        found = gguf_name(name, self.family) if self.family else None
-        return found or name
+        return (gguf_name(name, self.family) if self.family else None) or name
 
-    def _kind(self, name: str, shape: tuple[int, ...], dtype: StorageType) -> str:
-        """Return the type of a tensor in the file: as llama.cpp has it, vectors in F32."""
-        if not dtype.is_weight:
-            return dtype.name
+    def _kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the type of a tensor of weights in the file; vectors are F32, as in llama.cpp."""
         if self.asked is None and name in self.own:
             return str(self.own[name].kind.name)
         if len(shape) < 2 or self.asked is None:
             return "F32"
-        is_whole = shape[-1] % self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType.Q8_0][0]
-        return "F16" if self.asked == "Q8_0" and is_whole else self.asked
+        return "F16" if self.asked == "Q8_0" and shape[-1] % 32 else self.asked
 
     def _find(self, tensor: Described) -> Stored | None:
-        """Return a merged tensor as it is in the file."""
-        name, dtype, shape = tensor
-        own = self._name(name)
-        is_head = own == "output.weight" and self.family is not None and self.family.norm_shift
-        if name in self.ties or is_head or name.endswith("rotary_emb.inv_freq"):
-            return None  # Gemma's head is its embedding
-        if own not in self.own and own == name:
+        """Return a merged tensor as it is in the file; None if it is not there."""
+        (name, dtype, shape), own = tensor, self._name(tensor[0])
+        is_gemmas_head = own == "output.weight" and self.family and self.family.norm_shift
+        if own in self.own:
+            if self.own[own].shape != shape:
+                what = f"has the shape {shape}, and a GGUF base keeps its vocabulary"
+                raise RecipeError(f"{name}: {what}; {CONVERTER}")
+        elif name in self.ties or is_gemmas_head or name.endswith("rotary_emb.inv_freq"):
+            return None
+        elif own == name:
             raise InputError(f"{name}: has no name in GGUF; {CONVERTER}")
-        if own in self.own and self.own[own].shape != shape:
-            what = f"is {shape} and was {self.own[own].shape}, and a GGUF base keeps its vocabulary"
-            raise RecipeError(f"{name}: {what}; {CONVERTER}")
-        kind = self._gguf.GGMLQuantizationType[self._kind(own, shape, dtype)]
-        sizes = self._gguf.GGML_QUANT_SIZES[kind]
-        found = Stored(own, self.output, kind, shape, 0, *sizes)
+        gguf = import_gguf(self.output)
+        kind = gguf.GGMLQuantizationType[self._kind(own, shape) if dtype.is_weight else dtype.name]
+        found = Stored(own, self.output, kind, shape, 0, *gguf.GGML_QUANT_SIZES[kind])
         return with_changes(found, self.family, self.metadata) if self.family else found
 
-    def _type(self, tensor: Stored) -> StorageType:
-        name = tensor.kind.name
-        if name in AS_STORED:
-            return STORAGE_TYPES[name]
-        raw, bits = np.dtype(np.uint8), Fraction(8 * tensor.block_bytes, tensor.block_elements)
-        return StorageType(name, raw, raw, packed_bits=bits)
-
     def encode(self, tensor: Described, read: Read, put: Put) -> Loss | None:
-        found = self._find(tensor)
+        found, meter = self._find(tensor), LossMeter()
         if found is None:
             return None
         for name, values in self.copied.items() if found.name == LAST else ():
             put(name, 0, values.reshape(-1).view(np.uint8))
-        elements, meter = int(np.prod(found.shape, dtype=np.int64)), LossMeter()
-        width = elements // found.shape[0] if found.head_rows and found.shape[0] else 1
+        elements = math.prod(found.shape)
+        width = elements // found.shape[0] if found.head_rows else 1
         unit = found.head_rows * width or found.block_elements
         piece = max(1, PIECE_ELEMENTS // unit) * unit
         for start in range(0, elements, piece):
@@ -134,39 +119,24 @@ class GgufRecoding(Recoding):
             if found.head_rows:
                 heads = raw.reshape(-1, 2, found.head_rows // 2, width)
                 raw = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1)
-            if found.is_computed:
-                raw = self._quantise(found, decoded(raw) - np.float32(found.shift), meter)
-            place = start // found.block_elements * found.block_bytes
-            put(found.name, place, raw.view(np.uint8))
+            if found.shift:
+                raw = raw - np.float32(found.shift)
+            if found.kind.name not in AS_STORED:
+                raw = _quantise(found, decoded(raw), meter)
+            put(found.name, start // found.block_elements * found.block_bytes, raw.view(np.uint8))
         return None if found.kind.name in AS_STORED else meter.loss
-
-    def _quantise(self, tensor: Stored, values: Floats, meter: LossMeter) -> NDArray[Any]:
-        if tensor.kind.name in AS_STORED:
-            raw = np.empty(values.size, STORAGE_TYPES[tensor.kind.name].carrier)
-            reference.encode(values, raw)
-            return raw
-        with np.errstate(all="ignore"):
-            quants = self._gguf.quants
-            codes: NDArray[np.uint8] = quants.quantize(values.reshape(1, -1), tensor.kind)
-            stored = quants.dequantize(codes, tensor.kind).reshape(-1)
-        if not np.isfinite(stored).all():
-            what = f"has values that {tensor.kind.name} cannot hold"
-            raise OutputError(f"{tensor.name}: {what}; set dtype = F32 or BF16")
-        meter.add(values, stored)
-        return codes.reshape(-1)
 
     def build_header(
         self, tensors: Iterable[Described], metadata: Mapping[str, str]
     ) -> tuple[bytes, dict[str, TensorInfo]]:
         del metadata  # it is in the manifest beside the file
+        kinds = import_gguf(self.output).GGMLQuantizationType
         entries, placed, position = b"", [], 0
         for name, dtype, shape in tensors:
-            info = TensorInfo(name, dtype, shape, position)
-            kind = self._gguf.GGMLQuantizationType[dtype.name]
+            placed.append(TensorInfo(name, dtype, shape, position))
             sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-            entries += _text(name) + sizes + struct.pack("<IQ", kind, position)
-            placed.append(info)
-            position += -(-info.nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+            entries += _text(name) + sizes + struct.pack("<IQ", kinds[dtype.name], position)
+            position += -(-placed[-1].nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
         counts = struct.pack("<IQQ", 3, len(placed), len(self.pairs))
         header = MAGIC + counts + b"".join(self.pairs.values()) + entries
         header += bytes(-len(header) % DEFAULT_ALIGNMENT)
@@ -175,8 +145,27 @@ class GgufRecoding(Recoding):
     def with_files(self, beside: Sidecars) -> Self:
         if self.own:
             return self
-        keys = model_keys(beside.table(CONFIG)) | vocabulary_keys(beside)
-        return replace(self, pairs={**{key: pack(key, keys[key]) for key in keys}, **self.pairs})
+        keys, _ = model_keys(beside.table(CONFIG))
+        keys |= vocabulary_keys(beside, keys[f"{keys['general.architecture']}.vocab_size"])
+        return replace(self, pairs={**_packed(keys), **self.pairs})
+
+
+def _storage_type(tensor: Stored) -> StorageType:
+    raw, bits = np.dtype(np.uint8), Fraction(8 * tensor.block_bytes, tensor.block_elements)
+    other = StorageType(tensor.kind.name, raw, raw, packed_bits=bits)
+    return STORAGE_TYPES.get(tensor.kind.name, other)
+
+
+def _quantise(tensor: Stored, values: Floats, meter: LossMeter) -> NDArray[np.uint8]:
+    quants = import_gguf(tensor.file).quants
+    with np.errstate(all="ignore"):
+        codes: NDArray[np.uint8] = quants.quantize(values.reshape(1, -1), tensor.kind)
+        stored = quants.dequantize(codes, tensor.kind).reshape(-1)
+    if not np.isfinite(stored).all():
+        what = f"has values that {tensor.kind.name} cannot hold"
+        raise OutputError(f"{tensor.name}: {what}; set dtype = F32 or BF16")
+    meter.add(values, stored)
+    return codes.reshape(-1)
 
 
 def _text(text: str) -> bytes:
@@ -184,27 +173,24 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def pack(key: str, value: Any) -> bytes:
-    """Return a key with its value, in the types that llama.cpp's converter uses."""
-    kind, raw = _value(value[0] if isinstance(value, list) else value)
-    if isinstance(value, list):
-        kind = 5 if kind == 4 else kind  # of whole numbers, signed ones
-        items = struct.pack(f"<{len(value)}{'if'[kind == 6]}", *value) if kind in (5, 6) else b""
-        raw = struct.pack("<IQ", kind, len(value)) + (items or b"".join(map(_text, value)))
-        kind = 9
-    return _text(key) + struct.pack("<I", kind) + raw
+def _packed(keys: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return keys with their values, in the types that llama.cpp's converter uses."""
+    try:
+        return {key: _text(key) + _pack(value) for key, value in keys.items()}
+    except (struct.error, OverflowError, UnicodeError) as error:
+        raise InputError(f"a value cannot be written as GGUF: {error}") from None
 
 
-def _value(value: Any) -> tuple[int, bytes]:
-    match value:
-        case str():
-            return 8, _text(value)
-        case bool():
-            return 7, struct.pack("<?", value)
-        case int():
-            return 4, struct.pack("<I", value)
-        case _:
-            return 6, struct.pack("<f", value)
+def _pack(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if not isinstance(value, list):
+        kind, code = CODES[type(value)]
+        return struct.pack(f"<I{code}", kind, value)
+    if isinstance(value[0], str):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+    kind, code = (5, "i") if isinstance(value[0], int) else CODES[float]
+    return struct.pack(f"<IIQ{len(value)}{code}", 9, kind, len(value), *value)
 
 
 def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
@@ -213,75 +199,54 @@ def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
     They come from the base, or from the model that `copy_from` names.
     """
     assert recipe.output is not None
-    if recipe.dtype not in (None, *TYPES):
-        raise RecipeError(f"dtype {recipe.dtype}: GGUF is written as {', '.join(TYPES)}")
+    if recipe.dtype not in (None, *FILE_TYPES):
+        raise RecipeError(f"dtype {recipe.dtype}: GGUF is written as {', '.join(FILE_TYPES)}")
     number = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     source = inputs[number]
     while isinstance(source, SourceView):
         source = source.inner
     if isinstance(source, GgufSource):
-        return _from_gguf(recipe, source)
+        return _from_gguf(recipe.output, recipe, source)
     if source.folder is None or not (config := read_config(source.folder)):
         raise InputError(
             f"{recipe.output}: GGUF needs a configuration and a tokenizer; give the base as a "
             "directory or as GGUF, or name a model that has them with copy_from"
         )
-    metadata, factors = model_keys(config), rope_factors(config)
+    metadata, copied = model_keys(config)
     kind = main_type((i.name, i.dtype, i.shape) for i in inputs[0].tensors.values())
     asked = recipe.dtype or ("BF16" if kind is STORAGE_TYPES["BF16"] else "F16")
-    return GgufRecoding(
-        recipe.output,
-        f"GGUF ({asked})",
-        asked,
-        metadata,
-        FAMILIES[metadata["general.architecture"]],
-        _general(recipe, {asked}, asked),
-        copied={} if factors is None else {"rope_freqs.weight": factors},
-        ties=inputs[0].ties,
-    )
+    family, pairs = FAMILIES[metadata["general.architecture"]], _general(recipe, asked, {asked})
+    given = recipe.output, f"GGUF ({asked})", asked, metadata, family, pairs, copied
+    return GgufRecoding(*given, ties=inputs[0].ties)
 
 
-def _general(recipe: Recipe, kinds: set[str], asked: str | None) -> dict[str, bytes]:
+def _general(recipe: Recipe, asked: str | None, kinds: set[str]) -> dict[str, bytes]:
     """Return the keys that every output has of its own."""
-    given: dict[str, Any] = {
-        "general.type": "model",
-        "general.name": f"{recipe.methods} merge by dare",
-    }
-    if asked is not None:
-        numbers = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-        given["general.file_type"] = numbers[asked]
-    if kinds - set(AS_STORED):
-        given["general.quantization_version"] = 2
-    return {key: pack(key, value) for key, value in given.items()}
+    given: dict[str, Any] = {"general.type": "model"}
+    given["general.name"] = f"{recipe.methods} merge by dare"
+    given |= {} if asked is None else {"general.file_type": FILE_TYPES[asked]}
+    given |= {"general.quantization_version": 2} if kinds - {*AS_STORED} else {}
+    return _packed(given)
 
 
-def _from_gguf(recipe: Recipe, source: GgufSource) -> GgufRecoding:
+def _from_gguf(output: Path, recipe: Recipe, source: GgufSource) -> GgufRecoding:
     """Take over the keys of a GGUF file, and its types if nothing else is asked for."""
-    assert recipe.output is not None
     own = {tensor.name: tensor for tensor in source.stored.values()}
     kinds = {tensor.kind for tensor in own.values()}
-    asked = recipe.dtype
-    if asked is None and not all(_can_be_written(recipe.output, kind) for kind in kinds):
-        asked = "F16"
+    can_stay = all(_can_be_written(output, kind) for kind in kinds)
+    asked = recipe.dtype or (None if can_stay else "F16")
     names = {kind.name for kind in kinds} if asked is None else {asked}
     head = read_beginning(source.first, max((end for _, end in source.pairs.values()), default=0))
-    pairs = {
-        key: head[start:end]
-        for key, (start, end) in source.pairs.items()
-        if not key.startswith(_DROPPED)
-    }
+    kept = {key: span for key, span in source.pairs.items() if not key.startswith(DROPPED)}
+    pairs = {key: head[start:end] for key, (start, end) in kept.items()}
+    for tensor in source.left_out:
+        if tensor.kind.name != "F32" or math.prod(tensor.shape) > MOST_COPIED:
+            raise InputError(f"{tensor.file}: {tensor.name} is too large, or not F32")
     with source:
         copied = {tensor.name: source.read_left_out(tensor) for tensor in source.left_out}
-    return GgufRecoding(
-        recipe.output,
-        f"GGUF ({', '.join(sorted(names))})",
-        asked,
-        source.metadata,
-        FAMILIES.get(source.architecture),
-        pairs | _general(recipe, names, asked),
-        own,
-        copied,
-    )
+    family, pairs = FAMILIES.get(source.architecture), pairs | _general(recipe, asked, names)
+    shown = f"GGUF ({', '.join(sorted(names))})"
+    return GgufRecoding(output, shown, asked, source.metadata, family, pairs, copied, own)
 
 
 def _can_be_written(output: Path, kind: Any) -> bool:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -19,110 +21,104 @@ from dare.inputs.gguf import FAMILIES
 from dare.inputs.sources import CONFIG
 
 CONVERTER = "write a directory, and use convert_hf_to_gguf.py of llama.cpp"
+MOST = 1 << 22  # of anything that is counted in a configuration, but positions
+NEVER_MERGED = -1e6  # a score
+SPACE = "▁"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
+# What the converter takes for special, even if it is not marked so.
+SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>")
+WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+_TABLES = tomllib.loads(files("dare.formats").joinpath("gguf.toml").read_text("utf-8"))
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # by model type, if not its own
-_NEEDED = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-_OPTIONAL = {
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-}
-_GEMMA_FLOATS = ("attn_logit_softcapping", "final_logit_softcapping")
-_FULL_EVERY = {"gemma2": 2, "gemma3": 6}  # layers; those between have a sliding window
-_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the model whose queries are scaled by its width
-_YARN = {
-    "extrapolation_factor": "yarn_ext_factor",
-    "attention_factor": "yarn_attn_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
+Table = Mapping[str, Any]
 
 
-def model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture, and the keys that say how the model computes."""
+def _refuse(what: str | None) -> None:
+    if what is not None:
+        raise InputError(f"GGUF cannot be written of a model with {what}; {CONVERTER}")
+
+
+# ---------------------------------------------------------------- the model
+
+
+def model_keys(config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """Return the keys that say how the model computes, and the tensors that say it."""
     kind = str(config.get("model_type"))
-    name = ARCHITECTURES.get(kind, kind)
+    name = _TABLES["architectures"].get(kind, kind)
     _refuse(None if name in FAMILIES else f"the model type {kind} (known: {', '.join(FAMILIES)})")
     try:
-        found: dict[str, Any] = {key: int(config[own]) for key, own in _NEEDED.items()}
-        found |= {key: int(config[own]) for key, own in _OPTIONAL.items() if config.get(own)}
-        found["attention.layer_norm_rms_epsilon"] = float(config["rms_norm_eps"])
-        if name == "llama":
-            heads = found["embedding_length"] // found["attention.head_count"]
-            found["rope.dimension_count"] = found.get("attention.key_length", heads)
-        if name in _FULL_EVERY:
-            found |= {key: float(config[key]) for key in _GEMMA_FLOATS if config.get(key)}
-            found["attention.sliding_window"] = int(config["sliding_window"])
-        found |= _rope_keys(config)
+        found = dict(_numbers(name, config))
+        rope, factors = _positions(name, config)
         _refuse(_unlike_llama_cpp(name, config, found))
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except WRONG as error:
         raise InputError(f"{CONFIG}: does not say how {kind} computes ({error!r})") from None
-    return {"general.architecture": name, **{f"{name}.{key}": v for key, v in found.items()}}
+    keys = {f"{name}.{key}": value for key, value in (found | rope).items()}
+    return {"general.architecture": name, **keys}, factors
 
 
-def _unlike_llama_cpp(name: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> str | None:
+def _numbers(name: str, config: Table) -> Iterator[tuple[str, Any]]:
+    given = [(key, own) for key, own in _TABLES["optional"].items() if config.get(own) is not None]
+    for key, own in (*_TABLES["needed"].items(), *given):
+        number = int(config[own])
+        if not 0 < number < (MOST << 10 if key == "context_length" else MOST):
+            raise ValueError(f"{own} is {number}")
+        yield key, number
+    yield "attention.layer_norm_rms_epsilon", float(config["rms_norm_eps"])
+    if name == "llama":
+        yield "rope.dimension_count", _head_size(config)
+    if name in _TABLES["full_every"]:
+        yield "attention.sliding_window", int(config["sliding_window"])
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config.get(key):
+                yield key, float(config[key])
+
+
+def _head_size(config: Table) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _unlike_llama_cpp(name: str, config: Table, keys: Table) -> str | None:
     """Say what llama.cpp takes for granted of an architecture, and this model has otherwise."""
-    layers, every = keys["block_count"], _FULL_EVERY.get(name)
+    every, layers = _TABLES["full_every"].get(name), keys["block_count"]
     if every is None:
-        silent = config.get("hidden_act", "silu")
-        return None if name.startswith("gemma") or silent == "silu" else f"hidden_act {silent}"
+        act = "silu" if name.startswith("gemma") else config.get("hidden_act", "silu")
+        return None if act == "silu" else f"hidden_act {act}"
     usual = [f"{'sliding' if n % every else 'full'}_attention" for n in range(1, layers + 1)]
-    if (
-        config.get("layer_types", usual) != usual
-        or config.get("sliding_window_pattern", every) != every
-    ):
+    order = config.get("layer_types", usual), config.get("sliding_window_pattern", every)
+    if order != (usual, every):
         return "layers with a sliding window in another order"
-    width = keys["embedding_length"] // keys["attention.head_count"]
-    scale = width if layers == _LARGEST[name] else keys["attention.key_length"]
+    is_wide = layers == _TABLES["scaled_by_width"][name]
+    scale = (
+        config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
+    )
     asked = config.get("query_pre_attn_scalar", scale)
     return None if asked == scale else f"query_pre_attn_scalar {asked}"
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") else {}
-    return {**theta, **found.get("full_attention", found)}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _rope_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield how positions are told; `rope_factors` has what llama3 adds to that."""
-    rope, kind = _rope_parameters(config), _rope_type(_rope_parameters(config))
-    yield "rope.freq_base", float(rope.get("rope_theta", 10000.0))
-    sliding = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    if (local := sliding.get("rope_theta", config.get("rope_local_base_freq"))) is not None:
-        yield "rope.freq_base_swa", float(local)
+def _positions(name: str, config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """Return the keys of the rotary embedding, and of Llama 3 what divides its frequencies."""
+    given: Table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Table = given.get("full_attention", given)
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    found: dict[str, Any] = {"rope.freq_base": theta}
+    local = given.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
+    if local is not None:
+        found["rope.freq_base_swa"] = float(local)
     if kind in ("linear", "yarn"):
-        yield "rope.scaling.type", kind
-        yield "rope.scaling.factor", float(rope["factor"])
+        numbers = {key: rope[own] for key, own in _TABLES["rope"].items() if rope.get(own)}
+        found |= {"rope.scaling.type": kind, **{key: float(n) for key, n in numbers.items()}}
     if kind == "yarn":
         length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        yield "rope.scaling.original_context_length", int(length)
-        for own, key in _YARN.items():
-            if rope.get(own) is not None:
-                yield f"rope.scaling.{key}", float(rope[own])
-    is_llama3 = kind == "llama3" and config.get("model_type") in ("llama", "mistral")
-    _refuse(None if kind in ("default", "linear", "yarn") or is_llama3 else f"rope_type {kind}")
+        found["rope.scaling.original_context_length"] = int(length)
+    if kind == "llama3" and name == "llama":
+        return found, {"rope_freqs.weight": _factors(rope, theta, _head_size(config))}
+    _refuse(None if kind in ("default", "linear", "yarn") else f"rope_type {kind}")
+    return found, {}
 
 
-def rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
-    """Return what Llama 3 divides each frequency by, which llama.cpp has as a tensor."""
-    rope = _rope_parameters(config)
-    if _rope_type(rope) != "llama3":
-        return None
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    powers = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    waves = 2 * math.pi * np.float64(rope["rope_theta"]) ** powers
+def _factors(rope: Table, theta: float, size: int) -> NDArray[np.float32]:
+    waves = 2 * math.pi * theta ** (np.arange(0, min(size, MOST), 2) / size)
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     length = rope["original_max_position_embeddings"]
     smooth = np.clip((length / waves - low) / (high - low), 0, 1)
@@ -131,161 +127,131 @@ def rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
 
 # ---------------------------------------------------------------- the vocabulary
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>")
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_OTHER = r"[^\r\n\p{L}\p{N}]?"
-_TEKKEN = (
-    rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# llama.cpp's name for a way to split text before merging, and whether whole words are looked up.
-_SPLITTERS = {
-    ("bytes by words",): ("gpt-2", False),
-    ("digits", "bytes by words"): ("smollm", False),
-    (rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", "bytes"): ("llama-bpe", True),
-    (rf"{_SHORT}|{_WORDS}|\p{{N}}|{_REST}", "bytes"): ("qwen2", False),
-    (_TEKKEN, "bytes"): ("tekken", True),
-}
-_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-SPACE = "▁"
-NEVER_MERGED = -1e6  # a score
 
-
-def vocabulary_keys(beside: Sidecars) -> dict[str, Any]:
-    """Return the keys of the tokenizer that lies beside the weights."""
+def vocabulary_keys(beside: Sidecars, size: int) -> dict[str, Any]:
+    """Return the keys of the tokenizer that lies beside weights with so many rows."""
     tokenizer = beside.table("tokenizer.json")
     try:
-        found = _token_keys(beside, tokenizer) | _special_keys(beside, tokenizer)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        what = "is missing" if not tokenizer else f"cannot be understood ({error!r})"
+        is_sure = "tokenizer.model" in beside.files
+        tokens = _token_keys(tokenizer, size, is_sure=is_sure)
+        settings = beside.table(CONFIG), beside.table(TOKENIZER_CONFIG)
+        tokens |= _special_keys(tokenizer, *settings)
+    except WRONG as error:
+        what = f"cannot be understood ({error!r})" if tokenizer else "is missing"
         raise InputError(f"tokenizer.json: {what}; {CONVERTER}") from None
-    if (template := beside.chat_template()) is not None:
-        found["chat_template"] = template
-    prefixes = {key: "tokenizer." if key == "chat_template" else "tokenizer.ggml." for key in found}
-    return {prefixes[key] + key: value for key, value in found.items()}
+    template = beside.chat_template()
+    chat = {} if template is None else {"tokenizer.chat_template": template}
+    return {f"tokenizer.ggml.{key}": value for key, value in tokens.items()} | chat
 
 
-def _token_keys(beside: Sidecars, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    model, size = tokenizer["model"], int(beside.table(CONFIG)["vocab_size"])
+def _token_keys(tokenizer: Table, size: int, *, is_sure: bool) -> dict[str, Any]:
+    """Return all tokens; it `is_sure` that pieces were made by sentencepiece."""
+    model = tokenizer["model"]
     _refuse(None if model["type"] == "BPE" else f"a tokenizer of type {model['type']}")
-    vocabulary, is_bytes = model["vocab"], bool(model.get("byte_fallback"))
-    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    texts, kinds = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
+    vocabulary, has_bytes = model["vocab"], bool(model.get("byte_fallback"))
+    texts, kinds = [f"[PAD{number}]" for number in range(size)], [UNUSED] * size
     for text, number in vocabulary.items():
-        is_byte = is_bytes and re.fullmatch("<0x[0-9A-F]{2}>", text)
-        texts[range(size)[number]] = text
-        kinds[number] = _BYTE if is_byte else _NORMAL
-    for token in tokenizer.get("added_tokens", ()):
+        is_byte = has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", text)
+        texts[range(size)[number]], kinds[number] = text, BYTE if is_byte else NORMAL
+    if has_bytes and (unknown := vocabulary.get(model.get("unk_token"))) is not None:
+        kinds[unknown] = UNKNOWN
+    for token in tokenizer.get("added_tokens") or ():
         text, number = str(token["content"]), range(size)[token["id"]]
-        is_special = token.get("special") or _SPECIAL.fullmatch(text)
+        is_special = token.get("special") or SPECIAL.fullmatch(text)
         texts[number] = text if is_special else text.replace(SPACE, " ")
-        kinds[number] = _CONTROL if is_special else _USER_DEFINED
+        if kinds[number] != UNKNOWN:
+            kinds[number] = CONTROL if is_special else USER_DEFINED
     found = {"tokens": texts, "token_type": kinds}
-    if not is_bytes:
-        joined = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-        return {"model": "gpt2", "pre": _splitter(tokenizer), **found, "merges": joined}
-    if model.get("unk_token") in vocabulary:
-        kinds[vocabulary[model["unk_token"]]] = _UNKNOWN
-    prefix = _space_prefix(tokenizer)
-    if "tokenizer.model" not in beside.files:
-        pieces = {t for t, n in vocabulary.items() if kinds[n] == _NORMAL}
-        _refuse(_lacking_merge(pieces, merges))
+    merges = [tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"]]
+    if not has_bytes:
+        pairs = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in merges]
+        return {"model": "gpt2", "pre": _splitter(tokenizer), **found, "merges": pairs}
+    pieces = {text for text, number in vocabulary.items() if kinds[number] == NORMAL}
+    _refuse(None if is_sure else _lacking_merge(pieces, set(merges)))
     ranks: dict[str, float] = {}
     for pair in merges:
         ranks.setdefault("".join(pair), -float(len(ranks)))
-    scores = [ranks.get(t, NEVER_MERGED) if len(t) > 1 else 0.0 for t in texts]
-    more = {"scores": scores, "add_space_prefix": prefix}
-    return {"model": "llama", "pre": "default", **found, **more}
+    scores = [ranks.get(text, NEVER_MERGED) if len(text) > 1 else 0.0 for text in texts]
+    space = {"scores": scores, "add_space_prefix": _adds_space(tokenizer)}
+    return {"model": "llama", "pre": "default", **found, **space}
 
 
-def _lacking_merge(pieces: set[str], merges: list[tuple[str, ...]]) -> str | None:
-    """Say that some parts may not be merged, though llama.cpp merges all that give a piece."""
-    known = set(merges)
+def _lacking_merge(pieces: Collection[str], merges: Collection[tuple[str, ...]]) -> str | None:
+    """Say that some parts are not merged, as llama.cpp merges all that give a piece."""
     for piece in pieces:
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]
-            if pair not in known and pieces.issuperset(pair):
+            if pair not in merges and pair[0] in pieces and pair[1] in pieces:
                 return f"a tokenizer that does not merge {pair}"
     return None
 
 
-def _parts(step: Any, key: str) -> list[Any]:
-    """Return the steps of a sequence, or the only one."""
-    if step is None:
+def _steps(tokenizer: Table, name: str, inner: str) -> list[Any]:
+    """Return the steps of a part of a tokenizer; it may be missing, or a single one."""
+    part = tokenizer.get(name)
+    if part is None:
         return []
-    return list(step[key]) if step["type"] == "Sequence" else [step]
+    return list(part[inner]) if part["type"] == "Sequence" else [part]
 
 
-def _splitter(tokenizer: Mapping[str, Any]) -> str:
+def _splitter(tokenizer: Table) -> str:
     """Return llama.cpp's name for the way in which a tokenizer of bytes splits text."""
-    steps = []
-    for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
-        match part:
-            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": is_split}:
-                steps.append("bytes by words" if is_split else "bytes")
+    steps: list[Any] = []
+    for step in _steps(tokenizer, "pre_tokenizer", "pretokenizers"):
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": by_words}:
+                steps.append("bytes by words" if by_words else "bytes")
             case {"type": "Digits", "individual_digits": True}:
                 steps.append("digits")
             case {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": pattern}:
                 steps.append(pattern.get("Regex"))
             case _:
-                steps.append(part["type"])
-    looks_up = bool(tokenizer["model"].get("ignore_merges"))
-    name, expected = _SPLITTERS.get(tuple(steps), (None, looks_up))
-    normalizers = [n["type"] for n in _parts(tokenizer.get("normalizer"), "normalizers")]
-    is_known = name is not None and looks_up == expected and normalizers in ([], ["NFC"])
-    _refuse(None if is_known else f"a tokenizer that splits text by {steps}")
+                steps.append(step["type"])
+    wanted = {"steps": steps, "looks_up": bool(tokenizer["model"].get("ignore_merges"))}
+    name = next((own for own, table in _TABLES["splitters"].items() if table == wanted), None)
+    forms = [step["type"] for step in _steps(tokenizer, "normalizer", "normalizers")]
+    is_known = name is not None and forms in ([], ["NFC"])
+    _refuse(None if is_known else f"a tokenizer that splits text by {wanted}, {forms}")
     return str(name)
 
 
-def _space_prefix(tokenizer: Mapping[str, Any]) -> bool:
-    """Tell whether a tokenizer with bytes for what it lacks puts a space before a text."""
-    steps = [
-        *_parts(tokenizer.get("normalizer"), "normalizers"),
-        *_parts(tokenizer.get("pre_tokenizer"), "pretokenizers"),
-    ]
-    replaces = prefixes = False
-    for step in steps:
+def _adds_space(tokenizer: Table) -> bool:
+    """Tell whether a tokenizer of pieces puts a space before a text."""
+    replaces = adds = False
+    for step in (
+        *_steps(tokenizer, "normalizer", "normalizers"),
+        *_steps(tokenizer, "pre_tokenizer", "pretokenizers"),
+    ):
         match step:
             case {"type": "Prepend", "prepend": "▁"}:
-                prefixes = True
+                adds = True
             case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
                 replaces = True
             case {"type": "Metaspace", "replacement": "▁", **rest}:
-                replaces = True
-                prefixes |= rest.get("prepend_scheme", "always") != "never"
+                replaces, adds = True, rest.get("prepend_scheme", "always") != "never"
             case {"type": "Split", "pattern": {"String": " "}}:
-                pass
+                pass  # Gemma's, which finds no spaces any more
             case _:
                 _refuse(f"a tokenizer with the step {step['type']}")
     _refuse(None if replaces else "a tokenizer that leaves spaces as they are")
-    return prefixes
+    return adds
 
 
-def _special_keys(beside: Sidecars, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of special tokens, and those that are added to every text."""
-    settings, config = beside.table(TOKENIZER_CONFIG), beside.table(CONFIG)
-    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    found, texts = {}, {}
-    for kind, key in _SPECIAL_IDS.items():
-        texts[kind] = token_text(settings.get(f"{kind}_token"))
+def _special_keys(tokenizer: Table, config: Table, settings: Table) -> dict[str, Any]:
+    """Return the ids of special tokens, and whether they are added to every text."""
+    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    texts = {kind: token_text(settings.get(f"{kind}_token")) for kind in _TABLES["special_ids"]}
+    found: dict[str, Any] = {}
+    for kind, key in _TABLES["special_ids"].items():
         number = ids.get(texts[kind], config.get(f"{kind}_token_id"))
-        if type(number) is int and number >= 0:
-            found[f"{key}_token_id"] = number
-    single = [
-        step.get("SpecialToken", {}).get("id")
-        for part in _parts(tokenizer.get("post_processor"), "processors")
-        for step in part.get("single", ())
+        if type(number) is int and 0 <= number < MOST:
+            found[key] = number
+    around = [
+        token.get("SpecialToken", {}).get("id")
+        for step in _steps(tokenizer, "post_processor", "processors")
+        for token in step.get("single", ())
     ]
     for kind, place in (("bos", 0), ("eos", -1)):
-        is_added = len(single) > 1 and single[place] is not None and single[place] == texts[kind]
-        found[f"add_{kind}_token"] = is_added or settings.get(f"add_{kind}_token") is True
+        is_there = len(around) > 1 and around[place] in ids and around[place] == texts[kind]
+        found[f"add_{kind}_token"] = is_there or settings.get(f"add_{kind}_token") is True
     return found
-
-
-def _refuse(what: str | None) -> None:
-    if what is not None:
-        raise InputError(f"GGUF cannot be written of a model with {what}; {CONVERTER}")

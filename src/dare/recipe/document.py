@@ -34,7 +34,7 @@ from dare.recipe.entries import (
 )
 from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
-from dare.recipe.recipe import Layers, Recipe, Request
+from dare.recipe.recipe import OTHER_TYPES, Layers, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import load_installed_stages, takers
 
@@ -108,6 +108,8 @@ def _build_merges(given: dict[str, Any]) -> None:
     if not layers:
         return
     shared = {key: given[key] for key in SHARED if key in given}
+    if str(shared.get("dtype")).upper() in OTHER_TYPES:  # which the whole is recoded to
+        shared["dtype"] = "F32"
     stack = [
         _build_merge(entry, Layers, f"[[layers]], number {number}", shared)
         for number, entry in enumerate(layers, start=1)

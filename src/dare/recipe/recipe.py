@@ -130,7 +130,7 @@ class Recipe(Strict, init=False):
     seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has a seed.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: WeightType = Field(
-        None, description="Storage type of the merged weights (F32, BF16, …); else the base's."
+        None, description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); else the base's."
     )
     format: Literal["input"] | None = Field(
         None, description='"input" stores quantised weights as the base does, not as plain ones.'
