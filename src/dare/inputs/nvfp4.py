@@ -43,8 +43,7 @@ class UnpackedSource(SourceView):
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
         for name, parts in packed.items():
             *rows, width = parts.codes.shape
-            shape = (*rows, width * 2)
-            tensors[name] = CodedInfo(name, STORAGE_TYPES["F32"], shape, 0, parts)
+            tensors[name] = CodedInfo(name, STORAGE_TYPES["F32"], (*rows, width * 2), 0, parts)
         super().__init__(inner, tensors, computed=packed)
         count = times(len(packed), "NVFP4 tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
@@ -101,8 +100,7 @@ def _check(name: str, packed: Packed, source: Source) -> None:
             "and one F32 number. Dequantise it"
         )
     if name in source.tensors and name != codes.name:
-        both = f"has both {name} and {codes.name}; remove one of them"
-        raise InputError(f"{home_of(source)}: {both}")
+        raise InputError(f"{home_of(source)}: has both {name} and {codes.name}; remove one of them")
 
 
 @cache
