@@ -2,7 +2,8 @@
 
 Linux and macOS are POSIX systems, and Windows is none. There a file has one position, at which
 threads take turns. What is open can be neither renamed nor removed, a folder cannot be synced, only
-sockets can be selected on, and processes have no groups. No other module knows that.
+sockets can be selected on, and processes have no groups. Other modules ask here, and never for the
+name of a system.
 """
 
 from __future__ import annotations
