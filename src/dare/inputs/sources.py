@@ -603,8 +603,9 @@ def components_of(directory: Path) -> list[str]:
 
 def named_components(directory: Path) -> list[str]:
     """Return the names of the components that a pipeline of diffusers has."""
-    if not is_directory(directory) or not is_there(file := directory / MODEL_INDEX):
+    if not is_directory(directory) or MODEL_INDEX not in list_names(directory):
         return []
+    file = directory / MODEL_INDEX
     document = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     named = document.items() if isinstance(document, dict) else ()
     used = (name for name, given in named if isinstance(given, list) and any(given))

@@ -193,7 +193,7 @@ class Fate(StrEnum):
 
     MERGED = "merged"
     COPIED = "copied from base (not a weight type)"
-    BASE_ONLY = "copied from base (no model has it)"
+    BASE_ONLY = "copied from base (no model changes it)"
     PASSED = "passed through"
     MISMATCHED = "copied from base (a model's does not fit)"
     EXTRA = "taken from models (the base lacks it)"
