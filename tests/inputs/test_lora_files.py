@@ -95,9 +95,13 @@ def test_alpha_is_divided_by_the_rank(tmp_path, alpha, scale):
     lora, product = factors("lora_te_text_model_encoder_layers_1_mlp_fc1", (24, 6))
     if alpha is not None:
         lora["lora_te_text_model_encoder_layers_1_mlp_fc1.alpha"] = np.asarray(alpha)
-    found, _ = changes(tmp_path, base_of(text_encoder()), lora)
+    root = "cond_stage_model.transformer.text_model" if alpha is None else "text_model"
+    shapes = text_encoder(root)
+    if scale == 0.25:  # as transformers 5 names it
+        shapes = {name.removeprefix("text_model."): shape for name, shape in shapes.items()}
+    found, _ = changes(tmp_path, base_of(shapes), lora)
     ((name, value),) = found.items()
-    assert name == "cond_stage_model.transformer.text_model.encoder.layers.1.mlp.fc1.weight"
+    assert name.endswith("encoder.layers.1.mlp.fc1.weight")
     np.testing.assert_allclose(value, scale * product, atol=1e-5)
 
 

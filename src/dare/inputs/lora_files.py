@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from dare.documents.notices import notice
 from dare.errors import InputError
-from dare.inputs.lora import F32, Adapter, LoraSource, Product, finite, parse_config
+from dare.inputs.lora import F32, Adapter, LoraSource, finite, parse_config
+from dare.inputs.products import Product
 from dare.inputs.sources import FileSource, Opening, Source, read_floats
 from dare.tensors.header import TensorInfo, admit, parse_json
 
@@ -41,7 +42,8 @@ OTHERS = {
 }
 MERGE_ELSEWHERE = "merge it with the program it was made for, and give the result as a model"
 OTHER_BASE = "give the base that it was trained on, in the form that it names"
-ENCODERS = ("te1", "te2", "te3")
+NETWORK = "network"
+COMPONENTS = (NETWORK, "te1", "te2", "te3")
 
 
 class _Place(NamedTuple):
@@ -70,7 +72,8 @@ class LoraFile(LoraSource):
         places = _find_places(self._base_tensors)
         with self._stored:
             for module, pair in self._find_modules().items():
-                component, name = _split(module, "prefixes")
+                known, name = _split(module, "prefixes")
+                component = known or NETWORK
                 found = places.get((component, name)) or places.get((component, _renamed(name)))
                 if found is None:
                     missing[module] = component
@@ -79,10 +82,10 @@ class LoraFile(LoraSource):
                     self._add_module(module, pair, found)
         for module, component in missing.items():
             if component in matched or not matched:
-                what = "is not in the base, " + (
-                    "and others are" if matched else "nor is any other"
+                others = "others are" if matched else "nor is any other"
+                raise InputError(
+                    f"{self.path}: {module} is not in the base, {others}; {OTHER_BASE}"
                 )
-                raise InputError(f"{self.path}: {module} {what}; {OTHER_BASE}")
         if missing:
             counts = Counter(missing.values()).items()
             left = ", ".join(f"{count} of {component}" for component, count in counts)
@@ -158,11 +161,10 @@ def _tables() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("dare.inputs").joinpath("lora_names.toml").read_text("utf-8"))
 
 
-def _split(name: str, table: str) -> tuple[str, str]:
-    """Return the component of a name, and the rest with underscores."""
+def _split(name: str, table: str) -> tuple[str | None, str]:
+    """Return the component of a name, if it says one, and the rest with underscores."""
     found = next((prefix for prefix in _tables()[table] if name.startswith(prefix)), "")
-    component = _tables()[table].get(found, "network")
-    return component, name.removeprefix(found).replace(".", "_")
+    return _tables()[table].get(found), name.removeprefix(found).replace(".", "_")
 
 
 def _renamed(module: str) -> str:
@@ -189,8 +191,7 @@ def _find_places(tensors: Mapping[str, TensorInfo]) -> dict[tuple[str, str], lis
                     is_last = number + 1 == len(parts)
                     height = rows - number * columns if is_last else columns
                     modules[packed.expand(part)] = _Place(tensor, number * columns, height)
-        lone = component == "network" and name.startswith("text_model_")
         for module, place in modules.items():
-            for each in ENCODERS if lone else (component,):
+            for each in (component,) if component else COMPONENTS:
                 found.setdefault((each, module), []).append(place)
     return found

@@ -1,0 +1,117 @@
+"""Products of stored factors: the change of a matrix by a LoRA, or of each expert's matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from dare import kernels
+from dare.inputs.sources import Floats, Raw, Source, decoded
+from dare.tensors.chunks import CHUNK
+
+PIECE = 1 << 20  # elements of the left factor that are read at once
+
+
+@dataclass(frozen=True)
+class Product:
+    """A delta as a product: scale · left·right, each a stored tensor or its transpose.
+
+    The left factor is read a piece at a time. An element is the sum of its products in the order of
+    the rank, so its bits do not depend on the pieces. Several experts have one such matrix each:
+    lora_A has the directions of one after those of another, lora_B has them side by side.
+    """
+
+    left: str
+    right: str | None  # None is a column of ones: the delta is `left` itself
+    transposed: bool  # True if `left` is lora_A, False if it is lora_B
+    scale: float
+    experts: int = 1
+    offset: int = 0  # elements of the tensor before it; it changes nothing there, nor behind it
+
+    def sides(self, stored: Source) -> tuple[int, int, int]:
+        """Return rows, rank and columns, of one expert."""
+        if self.right is None:
+            return stored.tensors[self.left].elements, 1, 1
+        left, right = (_as_matrix(stored, key) for key in (self.left, self.right))
+        if self.transposed:
+            return left[1], left[0] // self.experts, right[0]
+        return left[0], left[1] // self.experts, right[1]
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
+        rows, rank, columns = self.sides(stored)
+        height = min(rows, self._most_rows(rank), CHUNK // max(1, columns) + 2)
+        keys = (key for key in (self.left, self.right) if key is not None)
+        itemsize = max(4, *(stored.tensors[key].dtype.itemsize for key in keys))
+        of_others = (self.experts - 1) * (columns if self.transposed else height)
+        copied = height if self.experts > 1 else 0
+        stored_bytes = itemsize * (max(height, columns) + of_others)
+        return rank * (4 * (height + columns + of_others + copied) + stored_bytes)
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        rows, _, columns = self.sides(stored)
+        start, size = start - self.offset, rows * columns
+        first, end = max(0, start), min(start + into.size, size * self.experts)
+        if end - first < into.size:
+            into[:] = 0
+        for expert in range(first // max(1, size), -(-end // max(1, size))):
+            begin, last = max(first, expert * size), min(end, (expert + 1) * size)
+            part = into[begin - start : last - start]
+            self._fill_expert(stored, expert, begin - expert * size, part)
+
+    def _fill_expert(self, stored: Source, expert: int, start: int, into: Floats) -> None:
+        _, rank, columns = self.sides(stored)
+        right = np.ones((1, 1), np.float32)
+        if self.right is not None and self.transposed:
+            right = np.ascontiguousarray(self._read_up(stored, self.right, expert, 0, columns).T)
+        elif self.right is not None:
+            right = read_block(stored, self.right, expert * rank, (expert + 1) * rank)
+        end, most = start + into.size, self._most_rows(rank)
+        last = -(-end // columns)
+        for top in range(start // columns, last, most):
+            bottom, begin = min(top + most, last), max(start, top * columns)
+            left = self._read_left(stored, expert, rank, top, bottom)
+            part = into[begin - start : min(end, bottom * columns) - start]
+            first = begin - top * columns
+            kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
+            del left  # before the next is read, for memory's sake
+
+    def _most_rows(self, rank: int) -> int:
+        return max(1, PIECE // max(1, rank * self.experts))
+
+    def _read_left(self, stored: Source, expert: int, rank: int, top: int, bottom: int) -> Floats:
+        """Read some rows of the left factor, which are columns if it is stored transposed."""
+        if not self.transposed:
+            return self._read_up(stored, self.left, expert, top, bottom)
+        first, last = expert * rank, (expert + 1) * rank
+        return np.ascontiguousarray(read_block(stored, self.left, first, last, top, bottom).T)
+
+    def _read_up(self, stored: Source, key: str, expert: int, top: int, bottom: int) -> Floats:
+        """Read some rows of lora_B, as far as they are an expert's."""
+        block = read_block(stored, key, top, bottom)
+        return np.ascontiguousarray(block[:, expert :: self.experts])
+
+
+def read_block(
+    stored: Source, key: str, top: int, bottom: int, first: int = 0, last: int | None = None
+) -> Floats:
+    """Read rows and columns of a stored matrix, in float32; a vector is a column."""
+    width = _as_matrix(stored, key)[1]
+    last = width if last is None else last
+    raw: Raw = np.empty((bottom - top, last - first), stored.tensors[key].dtype.carrier)
+    if last - first == width:
+        stored.read(key, top * width, raw.reshape(-1))
+    else:
+        for row in range(top, bottom):
+            stored.read(key, row * width + first, raw[row - top])
+    if raw.dtype == np.float32:  # which only F32 is carried by
+        return raw
+    return decoded(raw.reshape(-1), "cpu").reshape(raw.shape)
+
+
+def _as_matrix(stored: Source, key: str) -> tuple[int, int]:
+    shape = stored.tensors[key].shape
+    return shape[0], math.prod(shape[1:])
