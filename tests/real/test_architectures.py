@@ -185,6 +185,32 @@ def test_experts_that_are_turned_in_the_base_are_turned_in_the_model(tmp_path):
     assert [*next(note.subjects for note in notes if note.code == "other_layout")] == ["one"]
 
 
+def drop(state, name):
+    del state[name]
+
+
+def halve(state, name):
+    state[name] = state[name].half()
+
+
+def add_fused(state, _name):
+    state["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 48, 16)
+
+
+@pytest.mark.parametrize("damage", [drop, halve, add_fused])
+def test_experts_that_cannot_be_fused_are_never_left_out(tmp_path, damage):
+    base, _ = build("MixtralForCausalLM")
+    base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(tmp_path / "one")
+    save_file(in_memory(base), tmp_path / "base" / WEIGHTS)
+    state = load_file(tmp_path / "one" / WEIGHTS)
+    damage(state, "model.layers.0.block_sparse_moe.experts.2.w1.weight")
+    save_file(state, tmp_path / "one" / WEIGHTS)
+    allowed = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
+    with pytest.raises(MismatchError, match="base stores experts fused .* one by one .* save both"):
+        dare.plan(request(tmp_path, "out", "base", "one", **allowed))
+
+
 @pytest.mark.parametrize(
     ("architecture", "targets"),
     [
