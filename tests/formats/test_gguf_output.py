@@ -334,7 +334,14 @@ PATHS = [
 @given(st.sampled_from(PATHS), JSON)
 def test_hostile_tokenizers_are_refused_or_understood(path, value):
     with contextlib.suppress(DareError):
-        vocabulary(changed(piece_tokenizer(), path, value))
+        writing._packed(vocabulary(changed(piece_tokenizer(), path, value)))
+
+
+@given(st.sampled_from(sorted(config("gemma2"))), JSON, st.sampled_from(["llama", "gemma2"]))
+def test_hostile_configurations_are_refused_or_understood(key, value, model_type):
+    with contextlib.suppress(DareError):
+        keys, _ = model_keys(config(model_type) | {key: value, "rope_scaling": value})
+        writing._packed(keys)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +397,8 @@ def test_outputs_that_cannot_be_gguf_are_refused(pair, tmp_path):
     for output in (tmp_path / "a.safetensors", tmp_path / "a", None):
         with pytest.raises(RecipeError, match=r"Q8_0.*\.gguf"):
             dare.plan(**files, output=output, dtype="Q8_0")
+    with pytest.raises(RecipeError, match="format"):
+        dare.plan(**files, output=tmp_path / "a.gguf", format="input")
     with pytest.raises(OutputError, match=r"s3://bucket/a.gguf: .*copy"):
         dare.plan(**files, output="s3://bucket/a.gguf")
     alone = save(tmp_path / "base.safetensors", load_file(pair / "base/model.safetensors"))

@@ -187,7 +187,7 @@ def _pack(value: Any) -> bytes:
     if not isinstance(value, list):
         kind, code = CODES[type(value)]
         return struct.pack(f"<I{code}", kind, value)
-    if isinstance(value[0], str):
+    if not value or isinstance(value[0], str):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
     kind, code = (5, "i") if isinstance(value[0], int) else CODES[float]
     return struct.pack(f"<IIQ{len(value)}{code}", 9, kind, len(value), *value)

@@ -100,6 +100,8 @@ class Recoding:
 def find_recoding(recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
     """Return the format that a recipe asks for; None: plain safetensors."""
     if recipe.output is not None and recipe.output.suffix == ".gguf":
+        if recipe.format is not None:
+            raise RecipeError("format is for safetensors; leave it out, and set dtype for GGUF")
         return _open("gguf", recipe, inputs)
     if recipe.dtype is not None and recipe.dtype not in STORAGE_TYPES:
         raise RecipeError(f"dtype {recipe.dtype}: is for an output that ends with .gguf")
