@@ -53,7 +53,7 @@ FILE_SUFFIXES = {
 # Names that are tried below a web address, since a web server cannot list a folder.
 USUAL_NAMES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("model.safetensors.index.json", "model.safetensors"),
+    *("model.safetensors.index.json", "model.safetensors", "model_index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "modules.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json"),
