@@ -29,17 +29,6 @@ _FACTOR = re.compile(
     r"|^(?P<of_alpha>.+)\.alpha$"
 )
 _LETTERS = {"down": "A", "up": "B"}
-# Parts of names of what is not plain LoRA.
-OTHERS = {
-    "hada_": "LyCORIS's LoHa",
-    "lokr_": "LyCORIS's LoKr",
-    "oft_": "OFT",
-    "on_input": "IA³",
-    "dora_scale": "LyCORIS's DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "lora_mid": "a third factor",
-    ".diff": "a full difference",
-}
 MERGE_ELSEWHERE = "merge it with the program it was made for, and give the result as a model"
 OTHER_BASE = "give the base that it was trained on, in the form that it names"
 NETWORK = "network"
@@ -94,11 +83,12 @@ class LoraFile(LoraSource):
     def _find_modules(self) -> dict[str, dict[str, str]]:
         """Return the factors of each module, and its alpha if it has one."""
         found: dict[str, dict[str, str]] = {}
+        others = _tables()["others"]
         for key, info in self._stored.tensors.items():
             admit(info, (), str(self.path), as_weight=True)
             name = _FACTOR.match(key)
             if name is None:
-                kind = next((kind for part, kind in OTHERS.items() if part in key), "not known")
+                kind = next((kind for part, kind in others.items() if part in key), "not known")
                 raise InputError(f"{self.path}: {key} is {kind}; {MERGE_ELSEWHERE}")
             role = _LETTERS.get(name["role"], name["role"] or "alpha")
             pair = found.setdefault(name["module"] or name["of_alpha"], {})
