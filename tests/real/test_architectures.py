@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from architectures import SETTINGS, build
+from dare.errors import MismatchError
 from dare.tensors.mask import keep_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -207,7 +208,9 @@ def test_experts_that_cannot_be_fused_are_never_left_out(tmp_path, damage):
     damage(state, "model.layers.0.block_sparse_moe.experts.2.w1.weight")
     save_file(state, tmp_path / "one" / WEIGHTS)
     allowed = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
-    with pytest.raises(MismatchError, match="base stores experts fused .* one by one .* save both"):
+    with pytest.raises(
+        MismatchError, match=r"base stores experts fused .* one by one .* save both"
+    ):
         dare.plan(request(tmp_path, "out", "base", "one", **allowed))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError
+from dare.inputs.loaded import MERGE_FIRST, Tables, build_without_weights, find_by_table
 from dare.inputs.sources import CONFIG, DeltaInfo, Raw, RenamedSource, Source, SourceView
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import StorageType
@@ -231,8 +232,6 @@ def _recorder() -> Any:
 
 def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Any:
     """Return the tensors of the base that a model has: shapes, and what they are made of."""
-    from dare.inputs.loaded import Tables
-
     recorder, tables, others = _recorder(), Tables(built), Tables(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}
     theirs = {name: recorder.make(own[name], info.shape) for name, info in model.tensors.items()}
@@ -316,8 +315,6 @@ def in_layout_of(
 
 def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any]) -> Source:
     """Return a model in the base's layout, as far as transformers knows the way."""
-    from dare.inputs.loaded import MERGE_FIRST, build_without_weights, find_by_table
-
     where = (path if path.is_dir() else path.parent) / CONFIG
     remedy = MERGE_FIRST if model.is_partial else ONE_PROGRAM
     if "model_type" not in config:

@@ -22,7 +22,6 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.layouts import LayoutSource
 from dare.inputs.sources import RenamedSource, Source, hold_same
 from dare.tensors.names import (
     is_tied_embedding,
@@ -250,6 +249,7 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> S
     source = adapter = given.source
     if not source.is_partial:
         return source
+    from dare.inputs.layouts import LayoutSource
     from dare.inputs.lora import LoraSource
 
     names = {name: name for name in source.tensors}

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.layouts import in_layout_of
 from dare.inputs.names import match_names, tie
 from dare.inputs.sources import (
     Aligned,
@@ -215,8 +214,11 @@ def _in_line(
                 base, models[place], name, base_config=configs[0], model_config=config
             )
             notes += remarks
-        models[place], remarks = in_layout_of(base, models[place], name, path, configs[0])
-        notes += remarks
+        if _shapes(models[place]) != _shapes(base):
+            from dare.inputs.layouts import in_layout_of
+
+            models[place], remarks = in_layout_of(base, models[place], name, path, configs[0])
+            notes += remarks
     is_partial = any(model.is_partial for model in models)
     if is_partial or any(configs) or sum(row_rank(n) is not None for n in base.tensors) > 1:
         base, (*models,), tied = tie(base, models, names, configs)
@@ -275,6 +277,10 @@ def take_extras(
         extras = {tensor: owners[:1] for tensor, owners in extras.items()}
     kind = None if recipe.dtype is None else STORAGE_TYPES["F32"]  # rounded once, at the end
     return ExtendedSource(base, models, extras, kind) if extras else base
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in source.tensors.items()}
 
 
 def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:

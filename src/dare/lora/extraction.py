@@ -33,6 +33,7 @@ from dare.inputs.loaded import (
     find_places,
     places_as_stored,
 )
+from dare.inputs.lora import bind_base
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
 from dare.inputs.pipeline import refuse_pipeline
@@ -258,6 +259,7 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
             opened = _as_loaded(opened, base, config)
             places, _ = find_places(base, config, opened.tensors)
     tuned, _ = in_layout_of(opened, tuned, model.name, base, config)
+    bind_base(tuned)
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
