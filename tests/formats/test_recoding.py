@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from types import SimpleNamespace
 
@@ -127,7 +128,7 @@ def test_only_our_own_is_replaced(tmp_path, models):
 
 
 def test_there_must_be_room_for_both(tmp_path, models, monkeypatch):
-    planned = dare.plan(**settings(models, tmp_path / "out.gguf"))
+    planned = pickle.loads(pickle.dumps(dare.plan(**settings(models, tmp_path / "out.gguf"))))
     both = planned.cost.merged_bytes + planned.cost.bytes_written
     assert planned.cost.bytes_written < planned.cost.merged_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=both - 5000))

@@ -399,7 +399,7 @@ class Plan(PlanData, Shown):
         tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
         before = ", ".join(sorted({tensor.base.dtype.name for tensor in self.tensors}))
         after = ", ".join(sorted({tensor.dtype.name for tensor in self.tensors}))
-        stored = f" stored as {after}" if after != before else ""
+        stored = f" stored as {after}" if after != before and self.recoding is None else ""
         shared, different = self._model_settings(brief=brief)
         methods = ", ".join(f"{m} for {times(n, 'tensor')}" for m, n in self.methods.items())
         facts = [
