@@ -194,7 +194,8 @@ class Objective:
     def values(self, scores: Mapping[str, Any]) -> np.ndarray:
         """Return the objective of many at once: arrays of one shape give one of that shape."""
         shares = self.shares(scores)
-        return np.asarray(sum(share * scores[name] for name, share in shares.items()), np.float64)
+        parts = (share * np.asarray(scores[name], np.float64) for name, share in shares.items())
+        return np.asarray(sum(parts), np.float64)  # of floats, Python 3.12 adds up otherwise
 
     def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
         """Return the least and the largest value that it can have, by those of all scores."""
