@@ -85,9 +85,7 @@ def delete(paths: Iterable[StorePath]) -> None:
 
 
 def upload(
-    path: StorePath,
-    content: bytes | Path,
-    progress: Callable[[int], None] = lambda _nbytes: None,
+    path: StorePath, content: bytes | Path, progress: Callable[[int], None] = lambda _nbytes: None
 ) -> Stored:
     """Store an object, in place of any other, and check that the store has it as it was sent.
 
