@@ -43,14 +43,6 @@ HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").rea
 # Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
 
-# Modules that commands stand in, if not in `commands`.
-HOMES = {
-    **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
-    **dict.fromkeys(("compress", "apply"), "deltas"),
-    "moe": "mixtures",
-    "sweep": "search",
-    "playground": "playground",
-}
 WITH_COMMANDS = ("lora", "search")  # commands that have subcommands
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -183,7 +175,7 @@ def build_app() -> App:
     for place, (title, names) in enumerate(HELP["groups"].items()):
         group = Group(title, sort_key=place)
         for order, name in enumerate(names):
-            home = name if name in WITH_COMMANDS else HOMES.get(name, "commands")
+            home = name if name in WITH_COMMANDS else HELP["homes"].get(name, "commands")
             how = {} if name in WITH_COMMANDS else {"help_epilogue": ""}
             texts = {"name": name, "help": COMMANDS[name], **how}
             app.command(f"dare.cli.{home}:{name}", group=group, sort_key=order, **texts)

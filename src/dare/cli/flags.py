@@ -22,7 +22,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from dare.api import load_document
-from dare.cli import DONE, UsageError
+from dare.cli import DONE, HELP, UsageError
 from dare.documents.shown import Shown
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import exact_text
@@ -119,42 +119,13 @@ class Flag:
 
 
 KNOWN = Recipe.model_fields | RunOptions.model_fields
+KINDS: dict[str, Any] = {"path": Path, "text": str, "switch": bool, "whole": int, "number": float}
+KINDS |= {"paths": list[Path], "texts": list[str]}
 # The fields of a recipe, in the order of `--help`.
 FIELDS: dict[str, Flag] = {
-    "base": Flag(Path, FILES, FLAGS["base"]),
-    "models": Flag(list[Path], FILES, FLAGS["models"], "PATH..."),
-    "output": Flag(Path, FILES, FLAGS["output"]),
-    "copy_from": Flag(str, FILES, metavar="MODEL"),
-    "chat_template": Flag(str, FILES),
-    "allow_pickle": Flag(bool, FILES),
-    "allow_not_finite": Flag(bool, FILES),
-    "input_digests": Flag(list[str], FILES),
-    "output_digest": Flag(str, FILES),
-    "method": Flag(str, METHOD),
-    "seed": Flag(int, METHOD),
-    "scale": Flag(float, METHOD),
-    "dtype": Flag(str, METHOD),
-    "format": Flag(str, METHOD, metavar="input"),
-    "embedding_drop_rate": Flag(float, METHOD),
-    "tensors": Flag(
-        list[str],
-        METHOD,
-        (),
-        "RULE...",
-        "Settings by name, as in '*.mlp.*: drop_rate=0.5' or '*: method=sum'.",
-    ),
-    "vocabulary": Flag(str, MISFITS, metavar="error|base|union|MODEL"),
-    "pad_to_multiple_of": Flag(int, MISFITS),
-    "on_missing": Flag(str, MISFITS, metavar="error|base"),
-    "on_extra": Flag(str, MISFITS, metavar="error|drop|average|first"),
-    "on_mismatch": Flag(str, MISFITS, metavar="error|base"),
-    "on_integer_mismatch": Flag(str, MISFITS, metavar="error|base"),
-    "threads": Flag(int, RESOURCES),
-    "max_memory": Flag(str, RESOURCES, metavar="SIZE"),
-    "shard_size": Flag(str, RESOURCES, metavar="SIZE"),
-    "scratch": Flag(Path, RESOURCES, metavar="FOLDER"),
-    "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
-    "delta_threshold": Flag(float, OUTPUT),
+    name: Flag(KINDS[kind], group, FLAGS.get(name, ()), *shown)
+    for group in (FILES, METHOD, MISFITS, RESOURCES, OUTPUT)
+    for name, (kind, *shown) in HELP["flags"][group.name].items()
 }
 
 PER_MODEL: dict[str, Flag] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import api
+from dare.cli import HELP
 from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
@@ -21,21 +22,6 @@ from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
-
-# Comments for fields whose default is nothing, or hard to read.
-EXAMPLES = {
-    "embedding_drop_rate": 0.5,
-    "dtype": "BF16",
-    "format": "input",
-    "tokens": {"<|im_end|>": {"model": "math"}},
-    "pad_to_multiple_of": 64,
-    "copy_from": "math",
-    "shard_size": "5GB",
-    "max_memory": "1GiB",
-    "threads": 4,
-    "scratch": "/data/scratch",
-    "cluster": "auto",
-}
 
 OUTPUT = "merged.safetensors"  # the output of a recipe that names none
 # The command that compares the candidates; the evaluator is the user's.
@@ -121,7 +107,7 @@ def _fields(document: Mapping[str, Any]) -> Iterator[str]:
         if name in document or name == "method":
             yield _key(name, document.get(name, field.default))
         else:
-            yield f"# {_key(name, EXAMPLES.get(name, field.default))}"
+            yield f"# {_key(name, HELP['template'].get(name, field.default))}"
 
 
 def _described(plan: Plan) -> str:

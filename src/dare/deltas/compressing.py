@@ -248,11 +248,7 @@ def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
 
 
 def _make_notes(
-    base: Source,
-    model: Source,
-    stored: dict[str, StoredTensor],
-    files: Files,
-    **kind: Any,
+    base: Source, model: Source, stored: dict[str, StoredTensor], files: Files, **kind: Any
 ) -> DeltaNotes:
     named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
     return DeltaNotes(

@@ -74,18 +74,15 @@ class DeltaReport(_Report):
     def document(self) -> Document:
         """Return what the file holds, and what to do with it."""
         output = shlex.quote(str(self.output))
-        smaller = f"{self.ratio:.1f} times smaller than the model"
+        each = f"{self.bits_per_parameter:.3g} bits for each parameter"
+        smaller = f"{self.ratio:.1f} times smaller than the model ({each})"
         return Document(
             title=f"Compressed in {self.seconds:.1f} s",
             kind="delta file",
             tone=Tone.GOOD,
             lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
             facts=(
-                (
-                    "size",
-                    f"{show_size(self.bytes_written)}, {smaller} "
-                    f"({self.bits_per_parameter:.3g} bits for each parameter)",
-                ),
+                ("size", f"{show_size(self.bytes_written)}, {smaller}"),
                 ("holds", self.held),
             ),
             notices=(*self.notes, *self.warnings),

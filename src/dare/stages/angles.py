@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,15 @@ def unit(vector: Doubles, cosines: Doubles) -> Doubles | None:
 def on_weights(settings: Settings) -> bool:
     """Tell whether a stage works on the models' tensors, which takes the base."""
     return bool(settings["on"] == "weights")
+
+
+# The declarations of stages that interpolate between whole models.
+INTERPOLATES: dict[str, Any] = {
+    "sees": "tensor",
+    "default_weight": lambda models: 1 / models,
+    "interpolates": {"on": "weights"},
+    "needs_base": on_weights,
+}
 
 
 def sum_in(deltas: Deltas, coefficients: Sequence[float], on: Space) -> Floats:

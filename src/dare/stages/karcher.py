@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
-from dare.stages.angles import PARALLEL, Space, length_of, on_sphere, on_weights, sum_in, unit
+from dare.stages.angles import INTERPOLATES, PARALLEL, Space, length_of, on_sphere, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import always, combine_stage
 
@@ -65,15 +65,7 @@ def _stretch(cosine: float) -> float:
     return angle / math.sin(angle) if angle > 1e-7 else 1.0
 
 
-@combine_stage(
-    paper="arXiv:2603.04972",
-    sees="tensor",
-    survey=survey_mean,
-    default_weight=lambda models: 1 / models,
-    interpolates={"on": "weights"},
-    needs_base=on_weights,
-    is_lazy=always,
-)
+@combine_stage(paper="arXiv:2603.04972", survey=survey_mean, is_lazy=always, **INTERPOLATES)
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     """Average the directions of the models' tensors on the sphere, and their lengths.
 

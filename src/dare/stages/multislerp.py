@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 
 from dare.errors import RecipeError
-from dare.stages.angles import Space, on_sphere, on_weights, sum_in, unit
+from dare.stages.angles import INTERPOLATES, Space, on_sphere, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.linear import NO_SUM
 from dare.stages.registry import always, combine_stage, meaning
@@ -31,14 +31,7 @@ def survey_direction(view: JointView, *, on: Space, normalize: bool) -> list[flo
     return on_sphere(products, shares, lambda cosines, own: unit(np.array(own), cosines))
 
 
-@combine_stage(
-    sees="tensor",
-    survey=survey_direction,
-    default_weight=lambda models: 1 / models,
-    interpolates={"on": "weights"},
-    needs_base=on_weights,
-    is_lazy=always,
-)
+@combine_stage(survey=survey_direction, is_lazy=always, **INTERPOLATES)
 def multislerp(
     deltas: Deltas,
     *,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from dare.stages.angles import Lines, Space, arc_between, on_weights, sum_in, sum_lines
+from dare.stages.angles import INTERPOLATES, Lines, Space, arc_between, sum_in, sum_lines
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.matrices import as_matrix
 from dare.stages.registry import combine_stage, meaning
@@ -37,14 +37,7 @@ def _fraction(weights: Sequence[float]) -> float:
     return weights[1] / whole if whole else 0.5
 
 
-@combine_stage(
-    sees="tensor",
-    survey=survey_lines,
-    default_weight=lambda models: 1 / models,
-    models=2,
-    interpolates={"on": "weights"},
-    needs_base=on_weights,
-)
+@combine_stage(survey=survey_lines, models=2, **INTERPOLATES)
 def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> Floats:
     """Interpolate along the arc between two models' deltas, at the second's share of the weights.
 

@@ -15,8 +15,7 @@ Boost = Annotated[
     meaning("How much a model's own changes grow with what it shares, r.", allow_inf_nan=False),
 ]
 Most = Annotated[
-    float,
-    meaning("The most that shared/own changes count for, α.", ge=0, allow_inf_nan=False),
+    float, meaning("The most that shared/own changes count for, α.", ge=0, allow_inf_nan=False)
 ]
 
 

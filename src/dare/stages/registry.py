@@ -30,11 +30,13 @@ import inspect
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib.machinery import PathFinder
+from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -289,18 +291,10 @@ class Stage:
         }
 
 
+_NAMES = tomllib.loads(files("dare.stages").joinpath("names.toml").read_text("utf-8"))
 # Later parameters and their defaults, which a header leaves out so that old bytes stay.
-LATER_PARAMETERS = (
-    ("breadcrumbs", "rescale", False),
-    ("linear", "normalize", False),
-    ("linear", "on", "deltas"),
-    ("model_stock", "each", "tensor"),
-    ("sum", "normalize", False),
-    ("sum", "on", "deltas"),
-    ("ties", "vote", "sum"),
-    ("ties", "weighted", True),
-    ("trim", "rescale", False),
-    ("trim", "scope", "tensor"),
+LATER_PARAMETERS = tuple(
+    (stage, *later) for stage, table in _NAMES["later"].items() for later in table.items()
 )
 STAGES: dict[str, Stage] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -351,24 +345,7 @@ def _register(
 
 
 # Names that people bring along, as chains of ours.
-ALIASES: dict[str, str] = {
-    "task_arithmetic": "sum",
-    "dare_linear": "dare+linear",
-    "dare_ties": "dare+ties",
-    "dare_slerp": "dare+slerp",
-    "dare_task_arithmetic": "dare+sum",
-    "average": "linear",
-    "dare": "dare+linear",
-    "trim": "trim+linear",
-    "darex": "darex+linear",
-    "breadcrumbs": "breadcrumbs+linear",
-    "breadcrumbs_ties": "breadcrumbs+ties",
-    "della": "della+ties",
-    "della_linear": "della+linear",
-    "nm": "nm+linear",
-    "nearswap": "nearswap+sum",
-    "ramplus_tl": "ramplus",
-}
+ALIASES: dict[str, str] = _NAMES["aliases"]
 # Parameters of combine stages that, when given, put a delta stage before them.
 IMPLIED = {("ties", "keep_ratio"): "trim"}
 GROUP = "dare.stages"

@@ -16,8 +16,7 @@ LEAST_SQUARE = 1e-6  # mean squares that add up to less than this are taken for 
 LEAST_SHARE = 1e-6  # the smallest divisor
 
 SelectRatio = Annotated[
-    float,
-    meaning("Share of the elements to keep, those in which models differ most.", ge=0, le=1),
+    float, meaning("Share of the elements to keep, those in which models differ most.", ge=0, le=1)
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from dare.stages.angles import Space, arc_between, on_weights, sum_in
+from dare.stages.angles import INTERPOLATES, Space, arc_between, sum_in
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import always, combine_stage, meaning
 
@@ -20,13 +20,7 @@ def survey_angle(view: JointView, *, t: float, on: Space) -> tuple[float, float]
 
 
 @combine_stage(
-    sees="tensor",
-    survey=survey_angle,
-    default_weight=None,
-    models=2,
-    interpolates={"on": "weights"},
-    needs_base=on_weights,
-    is_lazy=always,
+    survey=survey_angle, models=2, is_lazy=always, **INTERPOLATES | {"default_weight": None}
 )
 def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats:  # noqa: ARG001
     """Interpolate along the arc between two models' tensors: t = 0 is the first, 1 the second.

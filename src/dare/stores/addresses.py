@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,29 +26,9 @@ class Store:
     speaks_s3: bool = False  # True if boto3 finds accounts and regions
 
 
-_WEB_SERVER = Store("give an address that contains its password or signature", is_web=True)
+TABLES = tomllib.loads(files("dare.stores").joinpath("stores.toml").read_text("utf-8"))
 # The kinds of stores, by the beginning of their addresses.
-STORES = {
-    "s3": Store(
-        "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
-        "read and list it",
-        is_writable=True,
-        speaks_s3=True,
-    ),
-    "gs": Store(
-        "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
-        is_writable=True,
-    ),
-    "az": Store(
-        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
-        is_writable=True,
-    ),
-    "hf": Store(
-        "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has any"
-    ),
-    "http": _WEB_SERVER,
-    "https": _WEB_SERVER,
-}
+STORES = {scheme: Store(**kind) for scheme, kind in TABLES["kinds"].items()}
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")

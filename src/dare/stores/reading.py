@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dare.errors import HeaderError, InputError
-from dare.stores.addresses import Address, access_to
+from dare.stores.addresses import TABLES, Address, access_to
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -46,21 +46,9 @@ RECENT_SECONDS = 10.0
 MOST_REMEMBERED_BYTES = 1 << 20  # the largest file that is remembered
 
 # Ends of web addresses that are files, so that nothing is searched below them.
-FILE_SUFFIXES = {
-    *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
-    *(".txt", ".md", ".jinja", ".model", ".py"),
-}
+FILE_SUFFIXES = {*TABLES["files"]["suffixes"]}
 # Names that are tried below a web address, since a web server cannot list a folder.
-USUAL_NAMES = (
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("model.safetensors.index.json", "model.safetensors", "model_index.json"),
-    *("adapter_config.json", "adapter_model.safetensors", "modules.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "README.md", "dare-manifest.json"),
-    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
-    *("config_sentence_transformers.json", "sentence_bert_config.json"),
-)
+USUAL_NAMES: list[str] = TABLES["files"]["names"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")

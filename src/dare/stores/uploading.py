@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dare.errors import DareError, OutputError
 from dare.stores.ahead import StoreFile
@@ -53,15 +53,13 @@ def sending_bytes(size: int) -> int:
 
 def list_names(folder: StorePath) -> list[str]:
     """List the names of all objects below a folder."""
-    with explaining(folder):
-        store, key = locate(folder)
+    with explaining(folder) as (store, key):
         return [e["path"].removeprefix(f"{key}/") for entries in store.list(key) for e in entries]
 
 
 def describe_object(path: StorePath) -> Stored | None:
     """Return the store's description of an object; None if there is none."""
-    with explaining(path), suppress(FileNotFoundError):
-        store, key = locate(path)
+    with explaining(path) as (store, key), suppress(FileNotFoundError):
         found = store.get(key, options={"head": True})
         etag = str(found.meta["e_tag"] or "").removeprefix("W/").strip('"')
         return Stored(found.meta["size"], etag, MARK in found.attributes)
@@ -70,8 +68,7 @@ def describe_object(path: StorePath) -> Stored | None:
 
 def read_object(path: StorePath) -> bytes | None:
     """Read the content of a small object; None if there is none."""
-    with explaining(path), suppress(FileNotFoundError):
-        store, key = locate(path)
+    with explaining(path) as (store, key), suppress(FileNotFoundError):
         return bytes(store.get(key).bytes())
     return None
 
@@ -79,15 +76,12 @@ def read_object(path: StorePath) -> bytes | None:
 def delete(paths: Iterable[StorePath]) -> None:
     """Remove objects, in this order, if they are there."""
     for path in paths:
-        with explaining(path), suppress(FileNotFoundError):
-            store, key = locate(path)
+        with explaining(path) as (store, key), suppress(FileNotFoundError):
             store.delete(key)
 
 
 def upload(
-    path: StorePath,
-    content: bytes | Path,
-    progress: Callable[[int], None] = lambda _nbytes: None,
+    path: StorePath, content: bytes | Path, progress: Callable[[int], None] = lambda _nbytes: None
 ) -> Stored:
     """Store an object, in place of any other, and check that the store has it as it was sent.
 
@@ -103,9 +97,8 @@ def upload(
             progress(len(piece))
             yield piece
 
-    with explaining(path), _opened(content) as file, suppress(FileNotFoundError):
+    with explaining(path) as (store, key), _opened(content) as file, suppress(FileNotFoundError):
         # An upload that is gone was completed if the answer to that was lost; what is there says.
-        store, key = locate(path)
         store.put(
             key,
             pieces(file) if in_parts else b"".join(pieces(file)),
@@ -147,10 +140,10 @@ def _opened(content: bytes | Path) -> BinaryIO:
 
 
 @contextmanager
-def explaining(path: StorePath) -> Iterator[None]:
-    """Raise a store's errors with a remedy, without secrets."""
+def explaining(path: StorePath) -> Iterator[tuple[Any, str]]:
+    """Give the client for a place and its name there; errors have a remedy and no secrets."""
     try:
-        yield
+        yield locate(path)
     except DareError as error:
         raise OutputError(str(error)) from None
     except Exception as error:

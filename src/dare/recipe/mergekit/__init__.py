@@ -23,12 +23,6 @@ from dare.recipe.mergekit.methods import METHODS, Draft
 from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.recipe import Recipe
 
-PADDING = "padding: rows that fill up the embedding are zeros; mergekit's are the others' mean"
-HEAD = (
-    "head: last norm and head are merged of all models of the last slice; mergekit takes only as "
-    "many as the first slice has"
-)
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -104,16 +98,15 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
     drafts = [Draft(part) for part in config.parts]
     for draft in drafts:
         METHODS[draft.part.method].convert(draft)
-        differences |= dict.fromkeys(draft.differences)
         _note_unused_keys(draft.part)
     if config.computes_in != "float32" and any(draft.document()["models"] for draft in drafts):
         kind = config.computes_in or "the type that the weights are stored in"
-        text = f"arithmetic: mergekit computes in {kind}; here it is float32, and rounded once"
-        differences[f"{text} at the end"] = None
+        drafts[-1].differ("arithmetic", kind=kind)
     if "pad_to_multiple_of" in config.keys:
-        differences[PADDING] = None
+        drafts[-1].differ("padding")
     if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
-        differences[HEAD] = None
+        drafts[-1].differ("head")
+    differences |= dict.fromkeys(text for draft in drafts for text in draft.differences)
     if not config.is_stack:
         return {**config.keys, **drafts[0].document()}
     base = {"base": config.base} if config.base else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +18,8 @@ from dare.tensors.files import is_there
 
 TensorsOf = Callable[[Path], Iterable[str]]  # the names of a model's tensors
 
-TOP_KEYS = (
-    *("merge_method", "base_model", "models", "slices", "modules", "parameters"),
-    *("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template"),
-    *("name", "out_path"),  # of several merges in one file
-)
-PARAMETERS = (
-    *("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon"),
-    *("nuslerp_flatten", "nuslerp_row_wise", "normalize_weights", "eps", "r", "alpha", "scale"),
-    *("select_topk", "filter_wise", "max_iter", "tol"),
-)
-ENTRIES = {"a model": ("model", "parameters"), "a source": ("model", "parameters", "layer_range")}
-# Texts in the names of a module's tensors, in the order in which they are asked; none: the rest.
-# Any other module is called like the beginning of its tensors' names.
-MODULES: dict[str, tuple[str, ...]] = {
-    "multi_modal_projector": ("multi_modal_projector", "visual.merger"),
-    "vision_tower": ("vision", "visual"),
-    "vision_model": ("vision", "visual"),
-    "encoder": ("encoder.",),
-    "decoder": ("decoder.",),
-    "shared": ("shared.",),
-    "text_decoder": (),
-}
+KNOWN = tomllib.loads(files("dare.recipe.mergekit").joinpath("mergekit.toml").read_text("utf-8"))
+MODULES = {name: tuple(texts) for name, texts in KNOWN["modules"].items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,9 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     """
     is_mixture = isinstance(root.value, dict) and "experts" in root.value
     root.require(not is_mixture, f"is a mixture: dare moe {root.reading.file} --output OUT")
-    table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
+    table = as_table(
+        root, KNOWN["keys"]["configuration"], "a configuration", required="merge_method"
+    )
     method = as_text(table["merge_method"], "merge_method")
     hint = did_you_mean(method, methods)
     text = f"merge_method {method!r}: mergekit 0.1.5 has no such method{hint}; it has"
@@ -115,7 +99,9 @@ def _parameters(
     node = table.get("parameters")
     if node is None:
         return () if module is None else (Scope({}, module),)
-    known = as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
+    known = as_table(
+        node, KNOWN["keys"]["parameters"], f"the parameters of {what}", keeps_null=True
+    )
     return (Scope(known, module),)
 
 
@@ -153,7 +139,7 @@ def _path(node: Node) -> str:
 
 def _input(item: Node, what: str, scopes: tuple[Scope, ...]) -> Input:
     """Read an entry of `models` or `sources`."""
-    table = as_table(item, ENTRIES[what], what, required="model")
+    table = as_table(item, KNOWN["keys"][what], what, required="model")
     module = scopes[0].module if scopes else None
     own = _parameters(table, what, module)
     span = _span(table.get("layer_range", item)) if what == "a source" else None

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from dare.documents.words import times
-from dare.recipe.mergekit.configuration import Part
+from dare.recipe.mergekit.configuration import KNOWN, Part
 from dare.recipe.mergekit.nodes import (
     Case,
     Cases,
@@ -21,28 +21,6 @@ from dare.recipe.mergekit.nodes import (
 )
 from dare.stages import STAGES
 
-# A difference begins with a word for it, which is all that a merge says of it.
-NEW_MASKS = (
-    "masks: other elements are dropped, at the same rate: masks here are a function of seed, name "
-    "and index, and mergekit's come from a stream"
-)
-TINY_NORM = "rescaling: mergekit does not rescale a delta whose L1 norm is below 1e-7"
-ELECTION = (
-    "election: where the models' changes cancel exactly nothing is elected; mergekit keeps the "
-    "positive ones"
-)
-CUT = (
-    "cuts: of equal magnitudes at the cut those with the lowest index are kept; mergekit leaves it "
-    "open"
-)
-LAST_ONE = (
-    "small tensors: of a tensor whose density is less than one element one is kept; mergekit keeps "
-    "none"
-)
-ROWS_OF_DELLA = (
-    "convolutions: beyond two dimensions ranks run within the last, in mergekit within the second"
-)
-
 
 class Draft:
     """The tables of a recipe, being filled in from a part of a configuration."""
@@ -54,6 +32,10 @@ class Draft:
         self._document: dict[str, Any] = {"method": "passthrough"}  # which copies the base
         self._rules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
+
+    def differ(self, *names: str, **values: object) -> None:
+        """Note differences of the weights, by their names in `mergekit.toml`."""
+        self.differences += [KNOWN["differences"][name].format(**values) for name in names]
 
     def require_base(self) -> None:
         """Refuse a method that needs a base and has none."""
@@ -157,38 +139,41 @@ def _convert_deltas(
         draft.set_stage("ties", "divide_by", "nothing")
     elif elects and any(number < 0 for cases in weights for c in cases for number in c.numbers):
         draft.set_stage("ties", "divide_by", "signed")
-    draft.differences += [ELECTION] * elects
+    if elects:
+        draft.differ("election")
     if drops:
         _make_sparser("ties" if not own else drops, rescale, draft)
 
 
 def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
-    models, differences = draft.part.others(), draft.differences
+    models = draft.part.others()
     densities = [_densities(given, draft) for given in models]
+    differences = []
     drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
     if stage in ("dare", "della"):
         rates = [tuple(case.changed(_rate_of) for case in cases) for cases in densities]
         draft.set_for_models(stage, "drop_rate", rates)
         draft.set_stage(stage, "rescale", "l1" if rescale else False)
-        differences += [NEW_MASKS] * drops_any
+        differences += ["masks"]
     elif rescale:
         draft.set_stage(stage, "rescale", "l1")
-    differences += [TINY_NORM] * (rescale and drops_any)
+    differences += ["rescaling"] * rescale
     if stage == "della":  # its epsilon goes from the mean rate on, our window from the lowest
         epsilons = [numbers("epsilon", given, default=0.15) for given in models]
         for density, epsilon in zip(densities, epsilons, strict=True):
             _check_epsilon(density, epsilon)
         windows = [tuple(case.changed(lambda e: 2 * e) for case in cases) for cases in epsilons]
         draft.set_for_models("della", "window", windows)
-        differences += [ROWS_OF_DELLA] * drops_any
+        differences += ["rows_of_della"]
     elif stage == "breadcrumbs":
         draft.set_for_models("breadcrumbs", "keep_middle", densities)
         gammas = [numbers("gamma", given, default=0.01) for given in models]
         draft.set_for_models("breadcrumbs", "drop_largest", gammas)
-        differences += [CUT, LAST_ONE] * drops_any
+        differences += ["cuts", "last_element"]
     elif stage in ("trim", "ties") and drops_any:
         draft.set_for_models(stage, "keep_ratio", densities)
-        differences.append(CUT)
+        differences += ["cuts"]
+    draft.differ(*(differences if drops_any else ()))
 
 
 def _rate_of(density: float) -> float:
@@ -222,7 +207,7 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
 def _convert_sce(draft: Draft) -> None:
     _combine(draft, "sce")
     draft.set_shared("sce", "select_ratio", "select_topk")
-    draft.differences += [ELECTION, CUT]
+    draft.differ("election", "cuts")
 
 
 def _convert_ram(draft: Draft) -> None:
@@ -251,9 +236,7 @@ def _convert_nearswap(draft: Draft) -> None:
 
 def _convert_arcee_fusion(draft: Draft) -> None:
     _combine(draft, "arcee_fusion", 1)
-    draft.differences.append(
-        "quantiles: the threshold is exact; of more than 1,000,000 elements mergekit draws a sample"
-    )
+    draft.differ("quantiles")
 
 
 def _convert_model_stock(draft: Draft) -> None:
@@ -263,12 +246,7 @@ def _convert_model_stock(draft: Draft) -> None:
     draft.require(count > 1, text)
     if flag_for_all("filter_wise", draft.part.shared, default=False):
         draft.set_stage("model_stock", "each", "row")
-    draft.differences += [
-        "opposed models: where the models' changes point away from each other the base is kept; "
-        "mergekit goes on beyond it",
-        "small changes: every angle counts; mergekit takes changes for orthogonal whose lengths "
-        "multiply to less than 1e-6",
-    ]
+    draft.differ("opposed_changes", "small_changes")
 
 
 # ---------------------------------------------------------------- whole models
@@ -312,10 +290,7 @@ def _convert_slerp(draft: Draft) -> None:
     draft.require(len(others) == 1, f"{text} given")
     draft.merge("slerp", sorted(draft.part.inputs, key=lambda given: given.model != draft.base))
     _set_t(draft, "slerp")
-    draft.differences.append(
-        "zeros: the angle to a tensor of zeros counts as zero, so that interpolation is straight; "
-        "mergekit takes a right angle"
-    )
+    draft.differ("zeros")
 
 
 def _convert_nuslerp(draft: Draft) -> None:
@@ -336,14 +311,8 @@ def _convert_nuslerp(draft: Draft) -> None:
             node.note("nuslerp_row_wise", "has no effect as long as nuslerp_flatten is on")
     else:
         draft.set_stage("nuslerp", "each", "column" if by_column else "row")
-        draft.differences.append(
-            "convolutions: a tensor of more than two dimensions is a matrix of the first by all "
-            "others; mergekit's rows and columns run along one of them"
-        )
-    draft.differences.append(
-        "straight lines: what has a cosine beyond ±0.9995, or is zero, is interpolated straight; "
-        "mergekit does that only where the two are parallel, and takes a right angle for zeros"
-    )
+        draft.differ("rows_of_nuslerp")
+    draft.differ("straight_lines")
 
 
 def _convert_multislerp(draft: Draft) -> None:
@@ -362,13 +331,7 @@ def _convert_karcher(draft: Draft) -> None:
     draft.merge("karcher", draft.part.inputs)
     steps = number_for_all("max_iter", draft.part.shared, 10)
     tolerance = number_for_all("tol", draft.part.shared, 1e-5)
-    draft.differences += [
-        f"steps: the mean is sought until it no longer moves; mergekit stops after {steps:g} "
-        f"steps, or when one is shorter than {tolerance:g}",
-        f"small tensors: every tensor but zero has a direction; mergekit leaves out those shorter "
-        f"than {tolerance:g}",
-        "opposed models: opposite tensors are averaged straight; mergekit goes from the first",
-    ]
+    draft.differ("steps", "short_tensors", "opposed_tensors", steps=steps, tolerance=tolerance)
 
 
 # ---------------------------------------------------------------- all of them
