@@ -95,10 +95,8 @@ def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
         return [at_layer(f"{module}.", new)[:-1] for new in places]
 
     lists = {key: value for key, value in settings.items() if isinstance(value, list)}
-    return {
-        **settings,
-        **{key: [m for e in value for m in moved(e)] for key, value in lists.items()},
-    }
+    restacked = {key: [m for e in value for m in moved(e)] for key, value in lists.items()}
+    return {**settings, **restacked}
 
 
 def _check_stack(base: Source, found: QuantisedRecoding) -> None:

@@ -38,29 +38,18 @@ CHAT_TEMPLATE = "chat_template.jinja"
 MODULES = "modules.json"
 MODELOPT_CONFIG = "hf_quant_config.json"  # says how weights are quantised
 
-CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
-TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
-_TEMPLATE_TABLES = ("chat_template.json", "tokenizer_config.json")  # unless it is a file
-TOKENIZER = (
-    *("tokenizer.json", TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "bpe.codes"),
-    *("*.model", "*.spm", "*.tiktoken", "tekken.json", "normalizer.json", *TEMPLATES),
-)
-SENTENCE_TRANSFORMERS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
+_FILES = tomllib.loads(files("dare.inputs").joinpath("files.toml").read_text("utf-8"))
+CONFIGURATION, SENTENCE_TRANSFORMERS = _FILES["configuration"], _FILES["sentence_transformers"]
+TOKENIZER = [*_FILES["tokenizer"], *_FILES["templates"]]
+LICENCES, FETCHED = _FILES["licences"], _FILES["fetched"]  # of the hub
+LEGAL = re.compile(_FILES["legal"], re.IGNORECASE)
+_LEFT_WITHOUT_A_WORD = re.compile("|".join(_FILES["left_without_a_word"]), re.IGNORECASE)
+_TEMPLATE_TABLES = ("chat_template.json", TOKENIZER_CONFIG)  # unless it is a file
 
 MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
 MAX_MODULE_FILES = 1000
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in configurations
 EXAMPLES = 5
-
-# Weights and what belongs to a training or to a repository: nobody expects them in an output.
-_LEFT_WITHOUT_A_WORD = re.compile(
-    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index(\.\w+)?\.json)?"
-    r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json"
-    rf"|{re.escape(MODELOPT_CONFIG)}",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -212,7 +201,7 @@ class Sidecars:
     def set_chat_template(self, template: str) -> None:
         """Put a template in place of all others."""
         for name in list(self.files):
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in _FILES["templates"]):
                 del self.files[name]
         document = self.table(TOKENIZER_CONFIG)
         if document.pop("chat_template", None) is not None:

@@ -29,12 +29,17 @@ from urllib.parse import urlsplit
 
 from dare.errors import InputError, printable
 from dare.inputs import lora
-from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
+from dare.inputs.directory import (
+    CONFIGURATION,
+    FETCHED,
+    LICENCES,
+    SENTENCE_TRANSFORMERS,
+    TOKENIZER,
+)
 from dare.inputs.gguf import part_names
 from dare.inputs.sources import (
     CONFIG,
     INDEX_NAME,
-    MODEL_INDEX,
     STEMS,
     named_components,
     read_index,
@@ -56,24 +61,8 @@ from dare.tensors.names import some_of
 SINGLE_NAMES = [f"{stem}.safetensors" for stem in STEMS]
 INSTALL = "pip install 'dare-merge[hf]'"
 
-# Patterns of files that are fetched from the top of the repository too: they hold for it all.
-LICENCE_FILES = (
-    "README.md",
-    *(
-        f"{word}*"
-        for name in ("license", "licence", "notice", "copying", "use_policy")
-        for word in (name, name.capitalize(), name.upper())
-    ),
-)
-
 # Patterns of files that are fetched beside the weights, in their folder; code is never run.
-SMALL_FILES = (
-    *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
-    *(f"{stem}.safetensors.index.json" for stem in STEMS),
-    *(lora.CONFIG_NAME, MODEL_INDEX, "scheduler_config.json"),
-    *("*.py", "[0-9]_Dense/model.safetensors"),
-    *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
-)
+SMALL_FILES = [*LICENCES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS, *FETCHED]
 
 # Patterns of files that those match too, as a star matches slashes, and that are not meant.
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
@@ -184,7 +173,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     """Fetch what is not here yet: the small files, then the weights that they name."""
     from huggingface_hub import constants
 
-    small_files = [*LICENCE_FILES, *_within(name, SMALL_FILES)]
+    small_files = [*LICENCES, *_within(name, SMALL_FILES)]
     snapshot = _download(name, name.revision, small_files, ignore_patterns=_within(name, DEEPER))
     commit = snapshot.name
     folder = snapshot / name.folder

@@ -9,7 +9,9 @@ and every model. Those that are read have a module each: `fp8`, `mxfp4`, `nvfp4`
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from typing import Any
 
 from dare.documents.notices import notice
@@ -22,23 +24,8 @@ from dare.tensors.names import quantised_kind, some_of
 
 SETTINGS = ("quantization_config", "compression_config")  # of quantised weights
 MLX_SETTINGS = "quantization"
-SCALES = ("scale", "absmax", "zero_point", "zeros")
-# Scales of what passes through a layer, which no weight depends on.
-ACTIVATION_SCALES = (
-    *("activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "output_scale"),
-    *("q_scale", "k_scale", "v_scale", "kv_scale"),
-)
 
-# Schemes that change what plain weights do, and what they would do without the configuration.
-IN_USE = {"bitnet": "its layers round their weights in use, and a merged model would not"}
-HOW = {
-    "bitsandbytes": "load it in transformers, call model.dequantize()",
-    "compressed-tensors": "load it in transformers with "
-    "quantization_config=CompressedTensorsConfig(dequantize=True)",
-    "mxfp4": "load it in transformers with quantization_config=Mxfp4Config(dequantize=True)",
-    "higgs": "load it in transformers, call model.dequantize()",
-    "mlx": "convert it with mlx_lm.convert --dequantize",
-}
+_DATA = tomllib.loads(files("dare.inputs").joinpath("quantised.toml").read_text("utf-8"))
 
 
 def read_quantised(
@@ -53,18 +40,19 @@ def read_quantised(
         left = {
             name: info
             for name, info in plain.tensors.items()
-            if name.rpartition(".")[2] in ACTIVATION_SCALES and not info.dtype.packed_bits
+            if name.rpartition(".")[2] in _DATA["activation_scales"] and not info.dtype.packed_bits
         }
         plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
     method = quantisation_method(config)
     where = f"{next(iter(source.files)).parent}: " if source.files else ""
-    if reason := IN_USE.get(method or ""):
+    if reason := _DATA["in_use"].get(method or ""):
         raise InputError(f"{where}config.json: quant_method is {method!r}; {reason}")
     if found := _find_codes(plain, method):
         tensor, kind = found
         scheme = f"{kind}, quant_method {method!a}" if method else kind
-        by_kind = (HOW[name] for name in HOW if name in kind.lower())
-        how = HOW.get(method or "") or next(by_kind, None)
+        ways = _DATA["how"]
+        by_kind = (ways[name] for name in ways if name in kind.lower())
+        how = ways.get(method or "") or next(by_kind, None)
         dequantise = f", or dequantise it first: {how}, and save it" if how else ""
         raise InputError(
             f"{where}{tensor}: quantised ({scheme}); quantised weights cannot be merged; merge the "
@@ -131,7 +119,7 @@ def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
         module, _, last = name.rpartition(".")
         if kind := quantised_kind(name):
             return name, kind
-        if any(word in last.lower() for word in SCALES):
+        if any(word in last.lower() for word in _DATA["scales"]):
             scales.setdefault(module, []).append(name)
     for name, info in tensors.items():
         if info.dtype.name not in CODE_TYPES or not info.shape:

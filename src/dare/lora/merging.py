@@ -131,10 +131,8 @@ class AdapterPlan(Shown):
         """The same merge as the engine sees it: deltas onto a base of zeros."""
         sources: Sequence[Source] = self.adapters
         if self.space == "core":
-            find = self.find_core
-            sources = [
-                CoreSource(n, self.adapters, self.modules, find) for n in range(len(sources))
-            ]
+            given = self.adapters, self.modules, self.find_core
+            sources = [CoreSource(number, *given) for number in range(len(sources))]
         zero, kind = np.zeros(1, np.float32), STORAGE_TYPES["F32"]
         infos = [info for source in sources for info in source.tensors.values()]
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
@@ -459,7 +457,10 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
 def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     """Return the settings of the merge, for the manifest."""
     recipe = plan.recipe
-    given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
+    keys = ("path", "weight", "seed", "settings")
+    paths = [portable_path(file.path, output) for file in plan.adapters]
+    settings = [entry.settings for entry in recipe.models]
+    given = zip(paths, plan.weights, recipe.seeds(), settings, strict=True)
     return {
         "method": plan.method,
         "stages": [settings for _, settings in recipe.all_stages],
@@ -470,13 +471,5 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
         "rank": plan.wanted and plan.wanted.rank,
         "energy": plan.wanted and plan.wanted.energy,
         "dtype": plan.dtype.name,
-        "adapters": [
-            {
-                "path": portable_path(file.path, output),
-                "weight": w,
-                "seed": s,
-                "settings": entry.settings,
-            }
-            for file, w, s, entry in given
-        ],
+        "adapters": [dict(zip(keys, values, strict=True)) for values in given],
     }

@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -285,8 +286,8 @@ class AdapterWork(Work[AnyReport]):
         }
         settings = json.dumps(json_ready(config), indent=2, ensure_ascii=False) + "\n"
         readme = _readme(shown, config["base_model_name_or_path"])
-        files = {CONFIG_NAME: settings.encode(), "README.md": readme.encode()}
-        return Receipt(report, {WEIGHTS_NAME: METADATA}, manifest, files)
+        beside = {CONFIG_NAME: settings.encode(), "README.md": readme.encode()}
+        return Receipt(report, {WEIGHTS_NAME: METADATA}, manifest, beside)
 
 
 def find_wrappers(parameters: Iterable[str]) -> dict[str, str]:
@@ -323,24 +324,15 @@ def peft_config(
     """
     largest = max(ranks.values())
     smaller = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != largest}
+    usual = json.loads(files("dare.lora").joinpath("adapter_config.json").read_text("utf-8"))
     return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
+        **usual,
         "r": largest,
         "lora_alpha": largest,
         "rank_pattern": smaller,
         "alpha_pattern": smaller,
-        "use_rslora": False,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "lora_bias": False,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
         "target_modules": sorted(ranks.keys() - set(parameters)),
         "target_parameters": sorted(ranks.keys() & set(parameters)) or None,
-        "modules_to_save": None,
         **settings,
     }
 

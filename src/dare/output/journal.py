@@ -312,8 +312,6 @@ def is_held(path: Path) -> bool:
     """Tell whether a process has a journal open."""
     try:
         Journal(path, "", create=False).close()
-    except BusyError:
-        return True
-    except FileNotFoundError:
-        return False
+    except (BusyError, FileNotFoundError) as error:
+        return isinstance(error, BusyError)
     return False

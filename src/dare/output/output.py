@@ -117,11 +117,21 @@ class Publisher:
 
     def finished_before(self) -> JournalContent | None:
         """Return the journal of an output whose process died after giving the name, else None."""
-        return _finished_before(self.layout)
+        target, is_directory = self.layout.target, self.layout.is_directory
+        home = target if is_directory else partial_folder(target)
+        try:
+            if not has_mark(home) or (not is_directory and (home / target.name).exists()):
+                return None
+            manifest = bytes_digest(manifest_path(target).read_bytes())
+            found = read_locked(home / JOURNAL_NAME)
+        except (OSError, OutputError):
+            return None
+        return found if found.finished == manifest and target.exists() else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
         """Remove what such a process left, or one that died while removing it."""
-        _clear_leftovers(self.layout, finished=finished)
+        if finished or _has_mark_only(self.layout):
+            _clear_away(self.layout, [])
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink for an output whose layout is known."""
@@ -327,9 +337,7 @@ def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     target = layout.target
     if rename(folder, target):
         return
-    if not overwrite:
-        raise _appeared(target)
-    check_replaceable(layout)  # it may have come since the merge began
+    _refuse_newcomer(layout, overwrite=overwrite)
     if not rename(folder, target, exchange=True):
         target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
         folder.rename(target)
@@ -339,45 +347,25 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     target = layout.target
     manifest = manifest_path(target)
     if os.path.lexists(target):
-        if not overwrite:
-            raise _appeared(target)
-        check_replaceable(layout)  # it may have come since the merge began
+        _refuse_newcomer(layout, overwrite=overwrite)
     (folder / manifest.name).replace(manifest)
     sync_folder(target.parent)
     weights = folder / target.name
     if overwrite:
         weights.replace(target)
     elif not rename(weights, target):
-        raise _appeared(target)
+        _refuse_newcomer(layout, overwrite=False)
 
 
-def _appeared(target: Path) -> OutputError:
-    return OutputError(
-        f"{target}: appeared during the merge; move it away and run the same merge again"
-    )
+def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
+    """Refuse to replace what has come since the merge began, unless that is allowed."""
+    if not overwrite:
+        what = "appeared during the merge; move it away and run the same merge again"
+        raise OutputError(f"{layout.target}: {what}")
+    check_replaceable(layout)
 
 
 # ---------------------------------------------------------------- clearing away
-
-
-def _finished_before(layout: Layout) -> JournalContent | None:
-    """Return the journal of an output whose process died after giving the name, else None."""
-    target = layout.target
-    home = target if layout.is_directory else partial_folder(target)
-    try:
-        if not has_mark(home) or (not layout.is_directory and (home / target.name).exists()):
-            return None
-        manifest = bytes_digest(manifest_path(target).read_bytes())
-        found = read_locked(home / JOURNAL_NAME)
-    except (OSError, OutputError):
-        return None
-    return found if found.finished == manifest and target.exists() else None
-
-
-def _clear_leftovers(layout: Layout, *, finished: bool) -> None:
-    """Remove what such a process left, or one that died while removing it."""
-    if finished or _has_mark_only(layout):
-        _clear_away(layout, [])
 
 
 def _has_mark_only(layout: Layout) -> bool:

@@ -53,11 +53,9 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     """Add to a plan what goes beside the weights, if the output is a directory."""
     recipe, aligned = planned.recipe, inputs.aligned
     chosen = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
-    layout = planned.layout
-    is_whole = layout is not None and not layout.is_directory and inputs.folders[chosen] is None
-    if layout is None or is_whole or not (layout.is_directory or layout.recoding):
+    layout, home = planned.layout, inputs.folders[chosen]
+    if layout is None or not (layout.is_directory or (layout.recoding and home)):
         return planned
-    home = inputs.folders[chosen]
     if home is not None and components_of(home):
         found = collect_components(home, _types_of_folders(layout))
         card = {"library_name": "diffusers", **inherited(inputs.folders[0] or home)}
@@ -86,18 +84,16 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     found = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
     )
-    planned = replace(
-        planned,
-        warnings=(*planned.warnings, *notices),
-        notes=(*planned.notes, *(found.notes if layout.is_directory else ()), *notes),
-    )
+    warnings = (*planned.warnings, *notices)
     if layout.recoding is not None:
         layout = replace(layout, recoding=layout.recoding.with_files(found))
     if not layout.is_directory:
-        return replace(planned, layout=layout)
+        return replace(planned, layout=layout, warnings=warnings, notes=(*planned.notes, *notes))
     return replace(
         planned,
         layout=layout,
+        warnings=warnings,
+        notes=(*planned.notes, *found.notes, *notes),
         sidecars=found,
         base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
     )

@@ -68,12 +68,10 @@ class ArraySink:
 class FileSink:
     """The files of an output under way, written at any place, by any thread or process."""
 
-    def __init__(
-        self, folder: Path, layout: Layout, metadata: Mapping[str, str], *, resumable: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
         self.folder = folder
         self.opened: dict[str, OutputFile] = {}
-        self.resumable, self.overwrite = resumable, False  # what the output is told
+        self.resumable, self.overwrite = True, False  # what the output is told
         self.announce: Callable[[str], None] = lambda _text: None  # shows progress
         self.lay_out(layout, metadata)
 

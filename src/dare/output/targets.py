@@ -24,7 +24,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ def is_only_name(path: Path) -> bool:
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
     target = layout.target
-    check_is_here(layout)
+    if layout.is_sent:  # merges do not come here with one
+        what = "only a merge can go to a store; choose a path on this machine"
+        raise OutputError(f"{target}: {what}")
     _check_name(target)
     _check_inputs(layout, inputs)
     if not os.path.lexists(target):
@@ -190,14 +192,6 @@ def write_file(path: Path, content: bytes, kind: str | None, *, overwrite: bool 
             file.write(content)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def check_is_here(layout: Layout) -> None:
-    """Refuse a place in a store; merges do not come here with one."""
-    if layout.is_sent:
-        raise OutputError(
-            f"{layout.target}: only a merge can go to a store; choose a path on this machine"
-        )
 
 
 def _check_name(target: Path) -> None:
@@ -407,12 +401,8 @@ def write_synced(path: Path, content: bytes | Path) -> str:
     """Write or copy a file, sync it and return its digest; a link of that name is replaced."""
     path.unlink(missing_ok=True)
     digest = xxhash.xxh3_128()
-    with ExitStack() as stack:
-        stream = (
-            as_stream(open_input(content)) if isinstance(content, Path) else io.BytesIO(content)
-        )
-        source = stack.enter_context(stream)
-        file = stack.enter_context(path.open("xb"))
+    stream = io.BytesIO(content) if isinstance(content, bytes) else as_stream(open_input(content))
+    with stream as source, path.open("xb") as file:
         while piece := source.read(COPIED_BYTES):
             digest.update(piece)
             file.write(piece)

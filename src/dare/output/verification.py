@@ -94,9 +94,8 @@ def verify(
     """
     path = to_path(path)
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
-    if looks_like_adapter(path) and not any(map(is_there, whole_model)):
-        return _verify_files(path)
-    if _has_whole_digests(path):
+    is_adapter = looks_like_adapter(path) and not any(map(is_there, whole_model))
+    if is_adapter or _has_whole_digests(path):
         return _verify_files(path)
     source = open_source(path)
     if is_delta_file(source):
