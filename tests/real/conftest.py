@@ -1,18 +1,21 @@
-"""Writes what the run has found into the tables of the documentation: --architectures=FILE.
+"""Writes what the run has found into the tables of the documentation: --tables=FILE.
 
-A test adds a row by `record_property(TABLE, (cells, …))`, whichever process it runs in. The table
-follows the mark in the file; what stands before it is kept.
+A test adds a row by `add_row(TABLE, cells, …)`, whichever process it runs in. A table follows its
+mark in the file; all else is kept.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+# The columns of each table.
 HEADS = {
     "architectures": (
         "architecture",
@@ -22,22 +25,32 @@ HEADS = {
         "trim+ties",
         "slerp",
     ),
+    "adapters": ("model", "adapter", "difference"),
+    "formats": ("format", "loaded by", "model", "difference"),
 }
-"""For each table its columns. The name of the table is that of the option."""
-MARK = "<!-- written by: pytest tests/real --{}=FILE -->"
+MARK = "<!-- table: {} -->\n\n"
+
+
+@pytest.fixture
+def add_row(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Return a function that adds a row to a table; a figure in it is shown by its size."""
+
+    def add(table: str, *cells: str | float) -> None:
+        record_property(table, [c if isinstance(c, str) else f"{c:.0e}" if c else "0" for c in cells])
+
+    return add
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for table in HEADS:
-        parser.addoption(f"--{table}", type=Path, metavar="FILE", help=f"write the {table}")
+    parser.addoption("--tables", type=Path, metavar="FILE", help="write the tables of a page")
 
 
 def with_table(page: str, table: str, rows: list[tuple[str, ...]]) -> str:
-    """The page up to the mark, and the table."""
+    """Return a page with another table behind its mark."""
     mark = MARK.format(table)
     lines = [HEADS[table], ("---",) * len(HEADS[table]), *rows]
     shown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{page.partition(mark)[0]}{mark}\n\n{shown}"
+    return re.sub(rf"{re.escape(mark)}(\|.*\n)*", lambda _: mark + shown, page)
 
 
 def pytest_terminal_summary(
@@ -50,5 +63,5 @@ def pytest_terminal_summary(
             terminalreporter.section(table)
             for row in rows:
                 terminalreporter.write_line("  ".join(row))
-        if rows and (target := config.getoption(f"--{table}")):
+        if rows and (target := config.getoption("--tables")):
             target.write_text(with_table(target.read_text(), table, rows))

@@ -79,6 +79,9 @@ def logits(model):
         return model(input_ids=TOKENS).logits.double().numpy()
 
 
+USUAL = ("r", "lora_alpha")  # settings that all adapters have
+
+
 def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -100,7 +103,7 @@ def difference(one, other):
     return np.abs(found - expected).max() / np.ptp(expected)
 
 
-def check(folder, kind, **config):
+def check(folder, add_row, kind, **config):
     """Merge a random adapter and compare with PEFT; it must have changed the logits by far more."""
     save_base(build(kind), folder / "base")
     tuned = get_peft_model(load(folder / "base"), LoraConfig(**config))
@@ -108,7 +111,8 @@ def check(folder, kind, **config):
     peft = PeftModel.from_pretrained(load(folder / "base"), folder / "adapter")
     result, receipt = merged(folder)
     off = difference(result, peft)
-    print(f"{kind} {config}: {off:.1e}")
+    settings = (f"{name} = {value!r}" for name, value in config.items() if name not in USUAL)
+    add_row("adapters", kind, f"`{', '.join(settings)}`", off)
     assert difference(load(folder / "base"), peft) > 0.01
     assert off < TOLERANCE
     return receipt
@@ -137,8 +141,8 @@ def check(folder, kind, **config):
         ("square", {"target_parameters": FUSED[1:]}),
     ],
 )
-def test_parameters(tmp_path, kind, config):
-    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, "target_modules": [], **config})
+def test_parameters(tmp_path, add_row, kind, config):
+    check(tmp_path, add_row, kind, **{"r": 4, "lora_alpha": 6, "target_modules": [], **config})
 
 
 # ---------------------------------------------------------------- DoRA
@@ -153,8 +157,8 @@ def test_parameters(tmp_path, kind, config):
         ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ],
 )
-def test_dora(tmp_path, kind, config):
-    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, "use_dora": True, **config})
+def test_dora(tmp_path, add_row, kind, config):
+    check(tmp_path, add_row, kind, **{"r": 4, "lora_alpha": 6, "use_dora": True, **config})
 
 
 # ---------------------------------------------------------------- tokens
@@ -169,17 +173,23 @@ def test_dora(tmp_path, kind, config):
         ("gpt2", {"wte": [0, 39]}),
     ],
 )
-def test_tokens(tmp_path, kind, tokens):
+def test_tokens(tmp_path, add_row, kind, tokens):
     modules = ["c_attn"] if kind == "gpt2" else ["q_proj"]
-    check(tmp_path, kind, target_modules=modules, trainable_token_indices=tokens)
+    check(tmp_path, add_row, kind, target_modules=modules, trainable_token_indices=tokens)
 
 
 # ---------------------------------------------------------------- starts that change the base
 
+WAYS = {
+    "inside": "the initial adapter in its folder",
+    "beside": "the initial adapter beside it",
+    "converted": "converted by PEFT",
+}
+
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
-@pytest.mark.parametrize("way", ["inside", "beside", "converted"])
-def test_starts_that_change_the_base(tmp_path, start, way):
+@pytest.mark.parametrize("way", WAYS)
+def test_starts_that_change_the_base(tmp_path, add_row, start, way):
     save_base(build("llama"), tmp_path / "base")
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
     tuned = get_peft_model(load(tmp_path / "base"), LoraConfig(init_lora_weights=start, **config))
@@ -192,14 +202,14 @@ def test_starts_that_change_the_base(tmp_path, start, way):
     train(tuned, scale=0)
     result, _ = merged(tmp_path)
     off = difference(result, tuned.eval())
-    print(f"{start} {way}: {off:.1e}")
+    add_row("adapters", "llama", f"`init_lora_weights = {start!r}`, {WAYS[way]}", off)
     assert off < TOLERANCE
 
 
 @pytest.mark.parametrize("start", ["eva", "orthogonal", "gaussian"])
-def test_starts_that_leave_the_base(tmp_path, start):
+def test_starts_that_leave_the_base(tmp_path, add_row, start):
     config = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": start}
-    check(tmp_path, "llama", r=4, lora_alpha=6, **config)
+    check(tmp_path, add_row, "llama", r=4, lora_alpha=6, **config)
 
 
 # ---------------------------------------------------------------- biases and embeddings
@@ -217,8 +227,8 @@ def test_starts_that_leave_the_base(tmp_path, start):
         ("tied", {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}),
     ],
 )
-def test_biases_and_embeddings(tmp_path, kind, config):
-    check(tmp_path, kind, **{"r": 4, "lora_alpha": 6, **config})
+def test_biases_and_embeddings(tmp_path, add_row, kind, config):
+    check(tmp_path, add_row, kind, **{"r": 4, "lora_alpha": 6, **config})
 
 
 # ---------------------------------------------------------------- diffusion
@@ -237,7 +247,7 @@ UNET = {
 
 @pytest.mark.parametrize("alpha", [4, 6])
 @pytest.mark.parametrize("form", ["diffusers", "kohya"])
-def test_lora_files_of_a_unet(tmp_path, form, alpha):
+def test_lora_files_of_a_unet(tmp_path, add_row, form, alpha):
     """The U-Net is merged by itself, and its output compared with that of the one with LoRA."""
     diffusers = pytest.importorskip("diffusers")
     from diffusers.utils import convert_state_dict_to_kohya
@@ -273,5 +283,5 @@ def test_lora_files_of_a_unet(tmp_path, form, alpha):
     with torch.no_grad():
         found, expected = (model(*inputs).sample.double() for model in (result, unet))
     off = float((found - expected).abs().max() / (expected.max() - expected.min()))
-    print(f"{form} {alpha}: {off:.1e}")
+    add_row("adapters", "U-Net", f"a file of {form}, alpha {alpha}", off)
     assert off < TOLERANCE
