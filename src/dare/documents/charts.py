@@ -6,7 +6,7 @@ The only module that imports Altair, which writes Vega-Lite.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from string import Formatter
@@ -173,9 +173,11 @@ def make_figure(
     """Return a figure with its texts and the table of its numbers, all filled in."""
     own = texts[name]
     table = numbers if isinstance(numbers, Table) else fill_table(own["columns"], numbers)
-    said = (own[part].format_map(known) for part in ("title", "caption", "description"))
+    title, caption, description = (
+        own[part].format_map(known) for part in ("title", "caption", "description")
+    )
     looks = {"width": own.get("width", 1.0), "zooms": own.get("zooms", False)}
-    return Figure(name, *said, spec, table, **looks)
+    return Figure(name, title, caption, description, spec, table, **looks)
 
 
 def _interval_text(row: Row) -> str:
@@ -184,7 +186,7 @@ def _interval_text(row: Row) -> str:
     return f"{value_text(row['low'])} … {value_text(row['high'])}"
 
 
-FORMS = {
+FORMS: dict[str, Callable[[Any], str]] = {
     **{"share": share, "number": number, "value": value_text, "weight": weight_text},
     **{"rate": rate_text, "interval": _interval_text, "given": lambda text: text or NOTHING},
 }

@@ -12,10 +12,11 @@ conditions stand in the code that asks. A notice is known by its code, in Python
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 from dare.errors import printable
@@ -69,11 +70,8 @@ class Limit:
     source: str
 
 
-class Limits:
+class Limits(SimpleNamespace):
     """The values of limits, as attributes."""
-
-    def __init__(self, values: Mapping[str, float]) -> None:
-        vars(self).update(values)
 
     def __getattr__(self, name: str) -> float:
         raise AttributeError(name)
@@ -104,7 +102,7 @@ class Entry:
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
 LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
-LIMIT = Limits({name: limit.value for name, limit in LIMITS.items()})
+LIMIT = Limits(**{name: limit.value for name, limit in LIMITS.items()})
 CATALOGUE = {
     code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
     for code, entry in _TABLE["notices"].items()
