@@ -12,11 +12,10 @@ conditions stand in the code that asks. A notice is known by its code, in Python
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.resources import files
-from types import SimpleNamespace
 from typing import Any
 
 from dare.errors import printable
@@ -61,17 +60,11 @@ class Notice:
         return printable(f"{whose}{said}")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A number that measurements are held against."""
-
-    value: float
-    meaning: str
-    source: str
-
-
-class Limits(SimpleNamespace):
+class Limits:
     """The values of limits, as attributes."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> float:
         raise AttributeError(name)
@@ -101,8 +94,9 @@ class Entry:
 
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
-LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
-LIMIT = Limits(**{name: limit.value for name, limit in LIMITS.items()})
+# The numbers that measurements are held against, each with its meaning and its source.
+LIMITS: dict[str, tuple[float, str, str]] = _TABLE["limits"]
+LIMIT = Limits({name: value for name, (value, _, _) in LIMITS.items()})
 CATALOGUE = {
     code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
     for code, entry in _TABLE["notices"].items()
