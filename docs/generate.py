@@ -325,7 +325,7 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
-NOT_IN_ANALYSES = {"Outcome", "Fit", "Limit", "Limits", "Entry"}
+NOT_IN_ANALYSES = {"Outcome", "Fit", "Limits", "Entry"}
 
 
 def analysis() -> str:
@@ -355,8 +355,8 @@ def rules() -> str:
             _table(
                 ("limit", "value", "meaning", "source"),
                 (
-                    (f"`{name}`", f"{limit.value:g}", limit.meaning, limit.source)
-                    for name, limit in LIMITS.items()
+                    (f"`{name}`", f"{value:g}", meaning, source)
+                    for name, (value, meaning, source) in LIMITS.items()
                 ),
             ),
         ]

@@ -17,7 +17,6 @@ from dare.analysis.results import AnalysisData, ModelAnalysis, Origin, Outcome
 from dare.documents.charts import fill_table
 from dare.documents.document import (
     Code,
-    Columns,
     Document,
     Folded,
     Listing,
@@ -35,12 +34,10 @@ from dare.documents.words import (
     amount,
     listed,
     number,
-    rate_text,
     share,
     show_size,
     times,
     value_text,
-    weight_text,
 )
 from dare.output.receipt import short_name
 from dare.recipe.entries import write_toml
@@ -49,15 +46,6 @@ MOST_NAMES = 3  # names and groups of models that a sentence lists; more are cou
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
 ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
-MERGED_COLUMNS: Columns = {
-    "model": lambda model: model.name,
-    "weight >": lambda model: weight_text(model.weight),
-    "seed >": lambda model: str(model.seed),
-    "dropped >": lambda model: rate_text(model.drop_rate_realised),
-    "asked >": lambda model: rate_text(model.drop_rate_asked),
-    "largest |δ| >": lambda model: number(model.largest_delta),
-    "in": lambda model: model.largest_delta_in or NOTHING,
-}
 FIGURE_SECTIONS = (
     Section("drop-rate", "Drop rate", figures=("predicted-error",)),
     Section("together", "Side by side", figures=("cosines", "conflicts", "cancelled")),
@@ -210,7 +198,7 @@ def _recipe(advice: Advice) -> Code | None:
 def _merge_section(outcome: Outcome) -> Section:
     where = f" to {short_name(outcome.output)}" if outcome.output else ""
     parts: list[Part] = [f"Merged by {outcome.method}{where} in {number(outcome.seconds)} s."]
-    parts.append(tabulate(outcome.models, MERGED_COLUMNS, of_models=True))
+    parts.append(fill_table(**TEXTS["merged"], items=outcome.models, of_models=True))
     if outcome.warnings:
         parts.append(Listing("Warnings", outcome.warnings))
     return Section("merge", "The merge", tuple(parts), ("survival", "kept"))

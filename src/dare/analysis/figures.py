@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice
@@ -72,6 +73,7 @@ LEFT_OUT = "left_out"  # the parameter with the names of models that the advice 
 # A model's name on an axis or in a legend; a sign stands before those that are left out.
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
 TEXTS = read_texts("dare.analysis")
+_figure = partial(make_figure, TEXTS)
 
 
 def draw_figures(
@@ -94,14 +96,6 @@ def draw_figures(
             if parameter["name"] == LEFT_OUT:
                 parameter["value"] = list(advice.left_out)
     return found
-
-
-def _figure(name: str, spec: Spec, numbers: Table | Iterable[Any], **known: str) -> Figure:
-    """Return a figure with its texts and the table of its numbers, all filled in."""
-    texts = TEXTS[name]
-    if not isinstance(numbers, Table):
-        numbers = fill_table(texts["columns"], numbers)
-    return make_figure(texts, name, spec, numbers, known)
 
 
 def _tooltip(name: str) -> list[Any]:

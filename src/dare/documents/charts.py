@@ -6,7 +6,7 @@ The only module that imports Altair, which writes Vega-Lite.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from string import Formatter
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dare.documents.document import Figure, Row, Spec, Table, tabulate
-from dare.documents.words import number, share
+from dare.documents.words import NOTHING, number, rate_text, share, value_text, weight_text
 
 FAINT = 0.12
 
@@ -168,22 +168,35 @@ def read_texts(package: str) -> dict[str, Any]:
 
 
 def make_figure(
-    texts: Mapping[str, Any], name: str, spec: Spec, table: Table, known: Mapping[str, str]
+    texts: Mapping[str, Any], name: str, spec: Spec, numbers: Table | Iterable[Any], **known: str
 ) -> Figure:
-    """Return a figure with its texts, in which the known values are filled in."""
+    """Return a figure with its texts and the table of its numbers, all filled in."""
+    own = texts[name]
+    table = numbers if isinstance(numbers, Table) else fill_table(own["columns"], numbers)
     title, caption, description = (
-        texts[part].format_map(known) for part in ("title", "caption", "description")
+        own[part].format_map(known) for part in ("title", "caption", "description")
     )
-    looks = {"width": texts.get("width", 1.0), "zooms": texts.get("zooms", False)}
+    looks = {"width": own.get("width", 1.0), "zooms": own.get("zooms", False)}
     return Figure(name, title, caption, description, spec, table, **looks)
 
 
+def _interval_text(row: Row) -> str:
+    if row["low"] == row["high"]:
+        return NOTHING
+    return f"{value_text(row['low'])} … {value_text(row['high'])}"
+
+
+FORMS: dict[str, Callable[[Any], str]] = {
+    **{"share": share, "number": number, "value": value_text, "weight": weight_text},
+    **{"rate": rate_text, "interval": _interval_text, "given": lambda text: text or NOTHING},
+}
+
+
 class _Cells(Formatter):
-    """Texts of cells, with the formats `share` and `number` besides the usual ones."""
+    """Texts of cells, with formats of our own besides the usual ones."""
 
     def format_field(self, value: Any, form: str) -> Any:
-        written = {"share": share, "number": number}.get(form)
-        return written(value) if written else super().format_field(value, form)
+        return FORMS[form](value) if form in FORMS else super().format_field(value, form)
 
 
 def fill_table(columns: Mapping[str, str], items: Iterable[Any], **looks: Any) -> Table:

@@ -60,15 +60,6 @@ class Notice:
         return printable(f"{whose}{said}")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A number that measurements are held against."""
-
-    value: float
-    meaning: str
-    source: str
-
-
 class Limits:
     """The values of limits, as attributes."""
 
@@ -103,8 +94,9 @@ class Entry:
 
 
 _TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
-LIMITS = {name: Limit(*limit) for name, limit in _TABLE["limits"].items()}
-LIMIT = Limits({name: limit.value for name, limit in LIMITS.items()})
+# The numbers that measurements are held against, each with its meaning and its source.
+LIMITS: dict[str, tuple[float, str, str]] = _TABLE["limits"]
+LIMIT = Limits({name: value for name, (value, _, _) in LIMITS.items()})
 CATALOGUE = {
     code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
     for code, entry in _TABLE["notices"].items()

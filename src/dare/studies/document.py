@@ -67,12 +67,7 @@ MOST_FAILED = 50  # failed trials that a page shows with their output
 MOST_OUTPUT = 4000  # characters of the output: the last ones
 ROUNDING = 1e-12
 COMPARED = "The best compared with the others, item by item"
-VERDICT_TONES = {
-    BETTER: Tone.GOOD,
-    WORSE: Tone.POOR,
-    NO_DIFFERENCE: Tone.FAIR,
-    NOT_KNOWN: Tone.PLAIN,
-}
+VERDICT_TONES = dict(zip((BETTER, NO_DIFFERENCE, WORSE, NOT_KNOWN), Tone, strict=True))
 
 
 @dataclass(frozen=True, repr=False)

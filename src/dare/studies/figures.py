@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dare.documents.charts import (
@@ -16,6 +17,7 @@ from dare.documents.charts import (
     alt,
     by_name,
     corner_labels,
+    fill_table,
     finish_chart,
     make_figure,
     named_levels,
@@ -25,8 +27,8 @@ from dare.documents.charts import (
     tooltip_of,
     zoom,
 )
-from dare.documents.document import Columns, Figure, Row, Spec, finite, tabulate
-from dare.documents.words import NOTHING, listed, share, times, value_text
+from dare.documents.document import Columns, Figure, Row, finite, tabulate
+from dare.documents.words import listed, share, times, value_text
 from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
@@ -38,6 +40,8 @@ WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmi
 GREY = "#888"  # stands out from light and dark grounds alike
 KINDS = ("best", "within noise", "other setting", "baseline")
 SHORT = ".4~g"
+TEXTS = read_texts("dare.studies")
+_figure = partial(make_figure, TEXTS)
 INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")  # fields of tooltips
 
 
@@ -50,11 +54,6 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
         pareto(data, conclusion),
     ]
     return [figure for figure in drawn if figure is not None]
-
-
-def _figure(name: str, spec: Spec, rows: Sequence[Row], columns: Columns, **known: str) -> Figure:
-    texts = read_texts("dare.studies")[name]
-    return make_figure(texts, name, spec, tabulate(rows[:MOST_NUMBERS], columns), known)
 
 
 def setting_names(data: StudyData) -> tuple[str, ...]:
@@ -90,19 +89,11 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         ),
         label.encode(y=y, x=alt.value(0), text="label:N"),
     )
-    columns: Columns = {
-        "setting": lambda row: row["label"],
-        "objective >": lambda row: value_text(row["objective"]),
-        "95% interval >": _interval,
-        "seeds >": lambda row: str(row["seeds"]),
-        "": lambda row: row["kind"],
-    }
     is_cut = len(conclusion.ranking) > MOST_RANKED
     return _figure(
         "ranking",
         finish_chart(chart, rows, height=38 * len(rows)),
-        rows,
-        columns,
+        rows[:MOST_NUMBERS],
         shown=(f" Only the first {MOST_RANKED} settings are shown." if is_cut else "") + far,
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=times(len(conclusion.baselines), "baseline"),
@@ -150,12 +141,6 @@ def _split_by_distance(rows: Sequence[Row], low: float, high: float) -> tuple[li
     return near, f" Too far away to be drawn: {', '.join(far)}." if far else ""
 
 
-def _interval(row: Row) -> str:
-    if row["low"] == row["high"]:
-        return NOTHING
-    return f"{value_text(row['low'])} … {value_text(row['high'])}"
-
-
 # ---------------------------------------------------------------- settings
 
 
@@ -194,28 +179,17 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     layers = [*named_levels("levels", of_level), dots.add_params(zoom())]
     layers += _mean_lines(x, y, colour, name) if means else []
     height = 300 if len(groups) > 1 else 280
-    columns: Columns = {
-        name: lambda row: value_text(row["x"]),
-        "objective >": lambda row: value_text(row["objective"]),
-        "trial >": lambda row: str(row["trial"]),
-    }
     text = "Each point is a trial. Other settings vary too."
     if means:
-        columns = {
-            name: lambda row: value_text(row["x"]),
-            "mean objective >": lambda row: value_text(row["objective"]),
-            "95% interval >": _interval,
-            "seeds >": lambda row: str(row["seeds"]),
-            "with": lambda row: row["group"] or NOTHING,
-        }
         text = "Small points are trials. Lines join the means over the seeds; bands are the "
         text += "means' 95% intervals."
     best = max(every, key=lambda row: row["objective"])
+    columns = {name: "{0[x]:value}", **TEXTS["curve"]["of_means" if means else "of_trials"]}
+    numbers = means or sorted(points, key=lambda row: row["x"])
     return _figure(
         "curve",
         finish_chart(alt.layer(*layers), points, height, means=means, levels=levels),
-        means or sorted(points, key=lambda row: row["x"]),
-        columns,
+        fill_table(columns, numbers[:MOST_NUMBERS]),
         setting=name,
         means=text + (f" The colours stand for {by}." if by and len(groups) > 1 else ""),
         levels=(" Dashed lines are baselines." if levels else "") + far,
@@ -327,8 +301,7 @@ def importance(conclusion: Conclusion) -> Figure | None:
     return _figure(
         "importance",
         finish_chart(alt.layer(bars, texts), rows, height=max(90, 34 * len(rows))),
-        rows,
-        {"setting": lambda row: row["setting"], "share >": lambda row: row["label"]},
+        rows[:MOST_NUMBERS],
         shares=", ".join(f"{row['setting']} {row['label']}" for row in rows),
     )
 
@@ -396,8 +369,7 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     return _figure(
         "pareto",
         finish_chart(chart, rows, 360, corner=[{}]),
-        rows,
-        columns,
+        tabulate(rows[:MOST_NUMBERS], columns),
         directions=f" (less of {listed(down)} is better)" if down else "",
         settings=times(count, "setting"),
         baselines=times(len(rows) - count, "baseline"),

@@ -34,13 +34,8 @@ KNOWN_BEFORE = ("number", "settings", "state", "name")  # the rest is written wh
 TAKEN, OUTCOME = "taken", "outcome"
 # Trials that must be done before settings are ranked: one of them makes the best tenth.
 LEAST_FOR_IMPORTANCE = 10
-OPTUNA_STATES = {
-    State.DONE: "COMPLETE",
-    State.STOPPED: "PRUNED",
-    State.FAILED: "FAIL",
-    State.RUNNING: "RUNNING",
-    State.WAITING: "WAITING",
-}
+_NAMES = ("WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL")
+OPTUNA_STATES = dict(zip(State, _NAMES, strict=True))
 # Names of a charter's fields in messages, where they differ.
 CHARTER_WORDS = {"space": "settings that are searched over", "seeds": "number of seeds"}
 

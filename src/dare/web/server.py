@@ -21,23 +21,15 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from dare.errors import OutputError, printable
+from dare.web import TABLES
 from dare.web.assets import Assets, page_assets
 from dare.web.guard import LOOPBACK, Guard, Json, Key, refuse
 from dare.web.own import OwnModels
 
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".safetensors": "application/octet-stream",
-    ".svg": "image/svg+xml",
-    ".wasm": "application/wasm",
-}
 # Files that take a while to make, and are begun before anybody asks.
 MADE_EARLY = ("vega.js", "index.html")
 
 USUAL_PORT = 8787
-GRACE_SECONDS = 2  # time at the end for answers that are on their way
 
 
 def serve(
@@ -61,18 +53,8 @@ def serve(
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         own = OwnModels(roots)
-        settings = uvicorn.Config(
-            make_app(key, own.routes, lambda: ends.append(own.close())),
-            http="h11",
-            ws="none",
-            loop="asyncio",
-            lifespan="on",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
+        app = make_app(key, own.routes, lambda: ends.append(own.close()))
+        settings = uvicorn.Config(app, **TABLES["server"])
         uvicorn.Server(settings).run(sockets=[listening])
     return any(ends)
 
@@ -148,7 +130,7 @@ class Files:
         headers = {"ETag": etag, "Cache-Control": "no-cache"}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
-        kind = TYPES[PurePosixPath(name).suffix]
+        kind = TABLES["types"][PurePosixPath(name).suffix]
         return Response(content, media_type=kind, headers=headers)
 
 

@@ -42,13 +42,6 @@ TEXTS: dict[str, Any] = tomllib.loads(
 )
 # Findings whose models no setting can make fit.
 ALWAYS_OUT = ("nothing_compared", "not_finite", "unrelated", "equals_base")
-# Findings that a setting of the recipe takes care of.
-POLICIES = {
-    "missing_tensors": ("on_missing", "base"),
-    "mismatched": ("on_mismatch", "base"),
-    "extra_tensors": ("on_extra", "drop"),
-    "vocabulary": ("vocabulary", "base"),
-}
 
 
 def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
@@ -177,7 +170,7 @@ def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
     """The settings without which the merge would be refused."""
     given = set()
     for finding in readiness.findings:
-        setting, value = POLICIES.get(finding.code, ("", ""))
+        setting, value = TEXTS["policies"].get(finding.code, ("", ""))
         concerned = not finding.subjects or names & set(finding.subjects)
         if setting and concerned and setting not in given:
             given.add(setting)

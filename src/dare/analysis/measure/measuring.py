@@ -15,9 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.resources import files
 from itertools import combinations
 from typing import Any
 
@@ -111,25 +113,11 @@ class Measured(Additive):
 
 # ---------------------------------------------------------------- what a name tells
 
-# The first pattern that is found in a name, whatever its case, says the kind.
-# Norms come first, since every part of a model may have one; the linear layer inside some norms of
-# diffusion models is no norm. Experts come before attention and the other layers of perceptrons
-# after it, because BERT's attention has an `output.dense` too.
-PATTERNS = tuple(
-    (kind, re.compile(pattern, re.IGNORECASE))
-    for kind, pattern in (
-        (Kind.NORM, r"norm(?!\w*\.linear\.)|(^|[._])ln(\d|_|\.|$)"),
-        (Kind.NORM, r"(in|out)_layers\.0\.|diffusion_model\.out\.0\."),
-        (Kind.HEAD, ANY_HEAD),
-        (Kind.EMBEDDING, ANY_EMBEDDING),
-        (Kind.MLP, r"experts?(\.|_|$)|moe"),
-        (Kind.ATTENTION, r"att(ention|n)|crossattn|Wqkv"),
-        (Kind.ATTENTION, r"(^|[._])(q|k|v|o|qkv|kv|query|key|value)(_proj|_lin)?\."),
-        (Kind.MLP, r"mlp|ffn|feed_?forward|densereludense|intermediate|(up|down|gate)_proj"),
-        (Kind.MLP, r"(^|\.)(fc\d?|c_fc|c_proj|ff(_context)?|w[123]|lin[12])\."),
-        (Kind.MLP, r"dense_h_to_4h|dense_4h_to_h|\.output\.dense"),
-    )
-)
+_KINDS = tomllib.loads(files("dare.analysis.measure").joinpath("kinds.toml").read_text("utf-8"))
+PATTERNS = [
+    (Kind(kind), re.compile(pattern.format(head=ANY_HEAD, embedding=ANY_EMBEDDING), re.IGNORECASE))
+    for kind, pattern in _KINDS["patterns"]
+]
 
 
 @cache
