@@ -48,23 +48,26 @@ def check(folder, base, model, output_of, apart, **how):
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
     assert set(report.recoded.tensors) == output_of
-    assert 0 < distance(logits(loaded), logits(load(folder / "plain"))) < apart
-    return report
+    off = distance(logits(loaded), logits(load(folder / "plain")))
+    assert 0 < off < apart
+    return report, off
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_transformers_loads_what_is_stored(tmp_path, name):
+def test_transformers_loads_what_is_stored(tmp_path, add_row, name):
     *_, settings = FORMATS[name]
     base, model = make(tmp_path, name)
     how = {"quantization_config": settings(dequantize=True)}
     with open_model(base) as source:
         coded = {n for n, info in source.tensors.items() if hasattr(info, "code")}
-    report = check(tmp_path, base, model, coded, apart=0.15, **how)
+    report, off = check(tmp_path, base, model, coded, apart=0.15, **how)
     assert report.recoded.format == name
+    kind = "gpt-oss" if name == "MXFP4" else "Llama"
+    add_row("formats", name, "transformers", kind, off)
     assert all(loss.error < 0.08 for loss in report.recoded.tensors.values())
 
 
-def test_transformers_loads_one_scale_for_each_tensor(tmp_path):
+def test_transformers_loads_one_scale_for_each_tensor(tmp_path, add_row):
     model = small_llama()
     state = model.state_dict()
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
@@ -72,7 +75,9 @@ def test_transformers_loads_one_scale_for_each_tensor(tmp_path):
         write(tmp_path / name, model, fp8_state(weights, "one"), settings)
         for name, weights in (("base", state), ("tuned", tuned(state, 1)))
     ]
-    check(tmp_path, *folders, {n for n, v in state.items() if is_fp8(n, v)}, apart=0.15)
+    coded = {n for n, v in state.items() if is_fp8(n, v)}
+    _, off = check(tmp_path, *folders, coded, apart=0.15)
+    add_row("formats", "FP8, one scale", "transformers", "Llama", off)
 
 
 def test_a_stack_of_fp8_layers_is_loaded(tmp_path):
@@ -158,7 +163,7 @@ def test_compressed_tensors_are_read_as_it_decompresses_them(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["row", "one", "block"])
-def test_compressed_tensors_loads_what_is_stored(tmp_path, kind):
+def test_compressed_tensors_loads_what_is_stored(tmp_path, add_row, kind):
     state = small_llama().state_dict()
     base, _ = compress(tmp_path / "base", state, kind)
     model, _ = compress(tmp_path / "tuned", tuned(state, 1), kind)
@@ -166,8 +171,10 @@ def test_compressed_tensors_loads_what_is_stored(tmp_path, kind):
     merge(base, model, tmp_path / "plain", dtype="BF16")
     assert len(report.recoded.tensors) == 14
     loaded = load(tmp_path / "out", dtype=torch.float32)
-    found, expected = logits(loaded), logits(load(tmp_path / "plain"))
-    assert 0 < distance(found, expected) < 0.2
+    off = distance(logits(loaded), logits(load(tmp_path / "plain")))
+    assert 0 < off < 0.2
+    scales = {"row": "a scale for each row", "one": "one scale", "block": "scales for blocks"}
+    add_row("formats", f"FP8, {scales[kind]}", "compressed-tensors", "Llama", off)
     if kind == "one":
         for name, value in loaded.state_dict().items():
             assert not name.endswith("input_scale") or value == 0.5
