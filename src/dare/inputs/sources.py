@@ -123,6 +123,7 @@ class Source:
     extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
     metadata: Mapping[str, str] = _NONE  # of its file's header
     unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
+    _opened: Sequence[Source] = ()  # the sources that it reads, open as long as this one
 
     @property
     def folder(self) -> Path | None:
@@ -161,11 +162,20 @@ class Source:
         """Say that these elements will be read soon."""
 
     def __enter__(self) -> Self:
-        """Open for reading weights; raise InputError if they may not be those planned for."""
+        """Open for reading weights; raise InputError if they may not be those planned for.
+
+        None of the sources that it reads stays open if one cannot be opened.
+        """
+        with ExitStack() as stack:
+            for source in self._opened:
+                stack.enter_context(source)
+            stack.pop_all()
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
+        for source in self._opened:
+            source.__exit__(*error)
 
 
 def bytes_for(source: Source, name: str, count: int) -> int:
@@ -345,7 +355,7 @@ class SourceView(Source):
         self.tensors = tensors
         self.names = names  # the names of tensors in the source, where they differ
         self.computed = computed  # the names of tensors that are not read as they are
-        self._opened = (inner,) if opened is None else opened  # together with this one
+        self._opened = (inner,) if opened is None else opened
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
         self.layers, self.extras = inner.layers, inner.extras
@@ -379,14 +389,6 @@ class SourceView(Source):
         if name not in self.computed:
             self.inner.prefetch(self.names.get(name, name), start, count)
 
-    def __enter__(self) -> Self:
-        enter_all(self._opened)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._opened:
-            source.__exit__(*error)
-
 
 class RenamedSource(SourceView):
     """The tensors of a source under other names, and only those; two names may be of one tensor."""
@@ -415,15 +417,15 @@ class StackedSource(Source):
         self._homes = homes
         self._folder = folder
         self.layers, self.ties = layers, ties
-        self._sources = list({id(source): source for source, _ in homes.values()}.values())
+        self._opened = list({id(source): source for source, _ in homes.values()}.values())
         self.tensors = {
             name: replace(source.tensors[inner], name=name, start=0)
             for name, (source, inner) in homes.items()
         }
-        self.files = {file: stamp for s in self._sources for file, stamp in s.files.items()}
-        self.remarks = tuple(dict.fromkeys(note for s in self._sources for note in s.remarks))
-        reading = max((source.cost.reading_bytes for source in self._sources), default=0)
-        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._sources))
+        self.files = {file: stamp for s in self._opened for file, stamp in s.files.items()}
+        self.remarks = tuple(dict.fromkeys(note for s in self._opened for note in s.remarks))
+        reading = max((source.cost.reading_bytes for source in self._opened), default=0)
+        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._opened))
 
     @property
     def folder(self) -> Path | None:
@@ -434,9 +436,9 @@ class StackedSource(Source):
         return source.delta_of(inner)
 
     def fingerprint(self) -> list[Any]:
-        numbers = {id(source): number for number, source in enumerate(self._sources)}
+        numbers = {id(source): number for number, source in enumerate(self._opened)}
         homes = [[name, numbers[id(s)], inner] for name, (s, inner) in self._homes.items()]
-        return [*super().fingerprint(), homes, [s.fingerprint() for s in self._sources]]
+        return [*super().fingerprint(), homes, [s.fingerprint() for s in self._opened]]
 
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         source, inner = self._homes[name]
@@ -454,22 +456,6 @@ class StackedSource(Source):
     def prefetch(self, name: str, start: int, count: int) -> None:
         source, inner = self._homes[name]
         source.prefetch(inner, start, count)
-
-    def __enter__(self) -> Self:
-        enter_all(self._sources)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._sources:
-            source.__exit__(*error)
-
-
-def enter_all(sources: Iterable[Source]) -> None:
-    """Open sources for reading weights; none stays open if one cannot be opened."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        stack.pop_all()
 
 
 def extras_of(base: Source, models: Sequence[Source]) -> dict[str, list[int]]:
