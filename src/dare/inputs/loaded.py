@@ -41,15 +41,9 @@ EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say s
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
-# The layers that are such, by model type; PEFT itself refuses some of them.
-MAMBA_LAYERS = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj", "x_proj")),
-    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), ("out_proj",)),
-    **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
-    "jamba": ("dt_proj",),
-}
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
@@ -140,9 +134,7 @@ def places_as_stored(
 @cache
 def plain_types() -> dict[str, list[str]]:
     """Return the parts of each model type whose modules have the names of its stored tensors."""
-    text = files("dare.inputs").joinpath("plain_types.toml").read_text("utf-8")
-    families = tomllib.loads(text)["families"]
-    return {kind: family["parts"] for family in families for kind in family["types"]}
+    return {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
 
 
 def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
@@ -168,7 +160,7 @@ def _by_transformers(
     tables = Tables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
-    hindered = dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
+    hindered = dict.fromkeys(_TABLES["mamba_layers"].get(str(config["model_type"]), ()), OF_MAMBA)
     owners = Counter(map(id, state.values()))
     places = {}
     for name in tables.in_order(tensors):
