@@ -182,7 +182,7 @@ def test_the_table_says_what_transformers_does(tmp_path):
             if name not in model.all_tied_weights_keys
         }
         by_table = loaded.find_by_table(described, stored)
-        by_transformers, _ = loaded._by_transformers(tmp_path, described, stored, "")
+        by_transformers, _ = loaded._by_transformers(tmp_path, described, stored)
         assert by_table is not None, model_type
         for name, expected in by_transformers.items():
             found = by_table[name]

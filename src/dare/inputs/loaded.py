@@ -89,22 +89,16 @@ Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored name
 
 
 def find_places(
-    path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    remedy: str = AS_STORED,
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Places, tuple[Notice, ...]]:
-    """Find the tensors of a model once it is loaded, with a note if one is due.
-
-    `remedy` is for an unknown model.
-    """
+    """Find the tensors of a model once it is loaded, with a note if one is due."""
     if "model_type" not in config:
         is_tied = config.get("tie_word_embeddings") is True
         note = notice("names_as_stored", str(path))
         return places_as_stored(tensors, is_tied=is_tied), (note,)
     if places := find_by_table(config, tensors):
         return places, ()
-    return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
+    return _by_transformers(path if path.is_dir() else path.parent, config, tensors)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -153,10 +147,10 @@ def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
 
 
 def _by_transformers(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
-    model = build_without_weights(where, config, remedy)
+    model = build_without_weights(where, config, AS_STORED)
     tables = Tables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))

@@ -206,10 +206,9 @@ def _is_one(
 def _holds_one(given: _Input, first: str, alias: str) -> bool:
     """Return whether an input has the same under both names, or only one of them."""
     source, tensors = given.source, given.source.tensors
-    if source.is_partial:
-        return says_tied(given.config) is not False or not {first, alias} & set(tensors)
-    if first not in tensors or alias not in tensors:
-        return says_tied(given.config) is not False
+    held = {first, alias} & tensors.keys()
+    if source.is_partial or len(held) < 2:
+        return says_tied(given.config) is not False or (source.is_partial and not held)
     whole = not _is_configured(given, first, alias)
     return _share_storage(source, first, alias) or hold_same(source, first, alias, whole=whole)
 

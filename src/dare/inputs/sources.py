@@ -550,14 +550,6 @@ class Opening:
         """The tensors in its safetensors files."""
         return FileSource(self.path, self.most_ahead_bytes)
 
-    @cached_property
-    def names(self) -> set[str]:
-        """The names in its folder; none of a file."""
-        try:
-            return {entry.name for entry in self.path.iterdir()}
-        except (OSError, ValueError):  # no directory
-            return set()
-
 
 def open_form(opening: Opening) -> Source:
     """Open plain safetensors."""
