@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +43,8 @@ OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
+# The parts of each model type whose modules have the names of its stored tensors.
+PLAIN_TYPES = {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
@@ -125,15 +126,9 @@ def places_as_stored(
     return places
 
 
-@cache
-def plain_types() -> dict[str, list[str]]:
-    """Return the parts of each model type whose modules have the names of its stored tensors."""
-    return {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
-
-
 def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
     """Find the tensors of a model whose names stay as they are; None: it is not in the table."""
-    parts = plain_types().get(str(config["model_type"]))
+    parts = PLAIN_TYPES.get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(
         ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

@@ -172,6 +172,7 @@ class LoraSource(SourceView):
     """An adapter's deltas, by the names of the base's tensors."""
 
     tensors: dict[str, TensorInfo]
+    folder: Path | None = None
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class LoraSource(SourceView):
         model_type: str | None = None,
         base: Source | None = None,
     ) -> None:
-        self.path = path
+        self.path = self.folder = path
         self.adapter = adapter
         self._model_type, self._base = model_type, base  # as far as they are known
         self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
@@ -420,10 +421,6 @@ class LoraSource(SourceView):
             self._products[first] = parts[0] if is_one else tuple(chain(*parts))
         self._count_cost()
         return "" if is_one or not parts else "added_changes" if len(parts) > 1 else "tied_change"
-
-    @property
-    def folder(self) -> Path | None:
-        return self.path
 
     def delta_of(self, name: str) -> DeltaInfo:
         whole = self._whole.keys() | self._adapted.keys()

@@ -267,8 +267,7 @@ class InputFiles(Source):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         info = self.tensors[name]
-        nbytes = count * info.dtype.itemsize
-        self.prefetch_bytes(self._home[name], info.position(start), nbytes)
+        self.prefetch_bytes(self._home[name], info.position(start), count * info.dtype.itemsize)
 
     def read_bytes(self, file: Path, position: int, into: Raw, what: str) -> None:
         """Fill `into` from a position in a file on; `what` is being read, for messages."""
@@ -369,8 +368,7 @@ class SourceView(Source):
         return self.inner.delta_of(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
-        names = sorted(self.names.items())
-        return [*super().fingerprint(), names, self.inner.fingerprint()]
+        return [*super().fingerprint(), sorted(self.names.items()), self.inner.fingerprint()]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         """Fill `into` with elements of a tensor that is computed."""
@@ -407,6 +405,8 @@ class RenamedSource(SourceView):
 class StackedSource(Source):
     """Tensors of several sources under new names, as one model."""
 
+    folder: Path | None = None
+
     def __init__(
         self,
         homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
@@ -415,8 +415,7 @@ class StackedSource(Source):
         ties: Mapping[str, str] = _NONE,
     ) -> None:
         self._homes = homes
-        self._folder = folder
-        self.layers, self.ties = layers, ties
+        self.folder, self.layers, self.ties = folder, layers, ties
         self._opened = list({id(source): source for source, _ in homes.values()}.values())
         self.tensors = {
             name: replace(source.tensors[inner], name=name, start=0)
@@ -426,10 +425,6 @@ class StackedSource(Source):
         self.remarks = tuple(dict.fromkeys(note for s in self._opened for note in s.remarks))
         reading = max((source.cost.reading_bytes for source in self._opened), default=0)
         self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._opened))
-
-    @property
-    def folder(self) -> Path | None:
-        return self._folder
 
     def delta_of(self, name: str) -> DeltaInfo:
         source, inner = self._homes[name]
