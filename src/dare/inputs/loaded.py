@@ -40,6 +40,7 @@ EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say s
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
@@ -130,9 +131,7 @@ def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
     """Find the tensors of a model whose names stay as they are; None: it is not in the table."""
     parts = PLAIN_TYPES.get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
-    if parts is None or not architecture.endswith(
-        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    ):
+    if parts is None or not architecture.endswith(LANGUAGE_MODELS):
         return None
     if any(name.partition(".")[0] not in (*parts, "lm_head") for name in tensors):
         return None

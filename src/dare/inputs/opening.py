@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.names import match_names, tie
+from dare.inputs.names import Config, match_names, tie
 from dare.inputs.sources import (
     Aligned,
     ExtendedSource,
@@ -192,19 +192,14 @@ def open_inputs(
 
 
 def _in_line(
-    recipe: Recipe,
-    base: Source,
-    models: list[Source],
-    path: Path,
-    configs: Sequence[Mapping[str, Any]],
+    recipe: Recipe, base: Source, models: list[Source], path: Path, configs: Sequence[Config]
 ) -> tuple[Source, list[Source], list[Notice]]:
     """Bring names and layouts of the models in line with those of the base at a path; say how."""
     names, notes = recipe.names, list[Notice]()
     for place, (name, config) in enumerate(zip(names, configs[1:], strict=True)):
         if config or configs[0] or models[place].tensors.keys() != base.tensors.keys():
-            models[place], remarks = match_names(
-                base, models[place], name, base_config=configs[0], model_config=config
-            )
+            known = {"base_config": configs[0], "model_config": config}
+            models[place], remarks = match_names(base, models[place], name, **known)
             notes += remarks
         if _shapes(models[place]) != _shapes(base):
             from dare.inputs.layouts import in_layout_of
