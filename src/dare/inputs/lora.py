@@ -225,18 +225,16 @@ class LoraSource(SourceView):
                 pair[letter] = key
                 if letter == "A":
                     ranks[module] = info.shape[0]
-                continue
-            if (made := _MADE.match(name)) and made[2] in kinds:
+            elif (made := _MADE.match(name)) and made[2] in kinds:
                 kinds[made[2]][made[1]] = key
-                continue
-            if "lora_" in name or "trainable_tokens" in name:
+            elif "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
-            name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
-            name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
-            if name in self._whole:
-                raise self._refusal(key, self._whole[name])
-            self._add(replace(info, name=name))
-            self._whole[name] = key
+            else:
+                name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
+                name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
+                if self._whole.setdefault(name, key) != key:
+                    raise self._refusal(key, self._whole[name])
+                self._add(replace(info, name=name))
         parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
             if module in parameters:
