@@ -429,11 +429,10 @@ class LoraSource(SourceView):
         return [*super().fingerprint(), repr(self.adapter), *map(repr, made)]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
-        read = partial(self._read_tuned, name)
         if name in self._adapted:
-            self._adapted[name].fill(read, self._stored, start, into)
+            self._adapted[name].fill(partial(self._read_tuned, name), self._stored, start, into)
         else:
-            read(start, into)
+            self._read_tuned(name, start, into)
 
     def _read_tuned(self, name: str, start: int, into: Floats) -> None:
         """Compute the change by all factors, and add what it is a change of, if that is known."""
