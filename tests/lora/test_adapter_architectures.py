@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.loaded import plain_types
+from dare.inputs.loaded import PLAIN_TYPES
 from dare.lora import extract_adapter
 from dare.recipe.recipe import Recipe, Request
 from helpers import save
@@ -165,7 +165,7 @@ def test_the_table_says_what_transformers_does(tmp_path):
     from dare.tensors.header import TensorInfo
 
     classes = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    for model_type in plain_types():
+    for model_type in PLAIN_TYPES:
         with quiet():
             config = CONFIG_MAPPING[model_type]()
             config.num_hidden_layers = 1
@@ -182,7 +182,7 @@ def test_the_table_says_what_transformers_does(tmp_path):
             if name not in model.all_tied_weights_keys
         }
         by_table = loaded.find_by_table(described, stored)
-        by_transformers, _ = loaded._by_transformers(tmp_path, described, stored, "")
+        by_transformers, _ = loaded._by_transformers(tmp_path, described, stored)
         assert by_table is not None, model_type
         for name, expected in by_transformers.items():
             found = by_table[name]

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 import re
 import sys
+import tomllib
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,20 +41,7 @@ ONE_PROGRAM = "save both with one program"
 VIEWS = {"__get__", "__getitem__", "_set_grad_enabled", "chunk", "dim", "narrow", "numel", "size"}
 VIEWS |= {"permute", "select", "split", "squeeze", "transpose", "unbind", "unsqueeze", "view"}
 COPIES, JOINS = {"clone", "contiguous", "flatten", "reshape"}, {"cat", "stack"}
-# The parts of a model that are stored in two ways, and the names that tell which it is.
-WAYS = (
-    ("experts", ("one by one", r"\.experts\.\d+\."), ("fused", r"\.experts\.(?!\d)[\w.]+$")),
-    (
-        "queries, keys and values",
-        ("apart", r"\.(q|q_proj|query|q_lin|wq|to_q|query_proj)\.\w+$"),
-        ("packed", r"(qkv|query_key_value|c_attn|att_proj|attn\.in_proj|W_pack)\w*(\.\w+)?$"),
-    ),
-    (
-        "gate and up projections",
-        ("apart", r"\.(gate_proj|w1)\.\w+$"),
-        ("packed", r"\.(gate_up|up_gate|w12|w13|weights_in|ff_proj)\w*(\.\w+)?$"),
-    ),
-)
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("layouts.toml").read_text("utf-8"))
 
 Read = Callable[[str, int, Raw], None]  # fills an array with elements of a stored tensor
 
@@ -373,7 +362,7 @@ def _difference(base: Source, model: Source, name: str) -> str:
         return f"{turned} is {forms[0]} in the base and {forms[1]} here"
     extra = model.tensors.keys() - base.tensors.keys()
     missing = base.tensors.keys() - (() if model.is_partial else model.tensors.keys())
-    for what, *ways in WAYS:
+    for what, *ways in _TABLES["ways"]:
         for (one, ones), (other, others) in (ways, ways[::-1]):
             ours = min(filter(re.compile(ones).search, missing), default=None)
             theirs = min(filter(re.compile(others).search, extra), default=None)

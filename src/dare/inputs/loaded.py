@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,15 +40,12 @@ EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say s
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
-# The layers that are such, by model type; PEFT itself refuses some of them.
-MAMBA_LAYERS = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj", "x_proj")),
-    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), ("out_proj",)),
-    **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
-    "jamba": ("dt_proj",),
-}
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
+# The parts of each model type whose modules have the names of its stored tensors.
+PLAIN_TYPES = {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
@@ -95,22 +91,16 @@ Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored name
 
 
 def find_places(
-    path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    remedy: str = AS_STORED,
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Places, tuple[Notice, ...]]:
-    """Find the tensors of a model once it is loaded, with a note if one is due.
-
-    `remedy` is for an unknown model.
-    """
+    """Find the tensors of a model once it is loaded, with a note if one is due."""
     if "model_type" not in config:
         is_tied = config.get("tie_word_embeddings") is True
         note = notice("names_as_stored", str(path))
         return places_as_stored(tensors, is_tied=is_tied), (note,)
     if places := find_by_table(config, tensors):
         return places, ()
-    return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
+    return _by_transformers(path if path.is_dir() else path.parent, config, tensors)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -137,21 +127,11 @@ def places_as_stored(
     return places
 
 
-@cache
-def plain_types() -> dict[str, list[str]]:
-    """Return the parts of each model type whose modules have the names of its stored tensors."""
-    text = files("dare.inputs").joinpath("plain_types.toml").read_text("utf-8")
-    families = tomllib.loads(text)["families"]
-    return {kind: family["parts"] for family in families for kind in family["types"]}
-
-
 def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
     """Find the tensors of a model whose names stay as they are; None: it is not in the table."""
-    parts = plain_types().get(str(config["model_type"]))
+    parts = PLAIN_TYPES.get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
-    if parts is None or not architecture.endswith(
-        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    ):
+    if parts is None or not architecture.endswith(LANGUAGE_MODELS):
         return None
     if any(name.partition(".")[0] not in (*parts, "lm_head") for name in tensors):
         return None
@@ -161,14 +141,14 @@ def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
 
 
 def _by_transformers(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
-    model = build_without_weights(where, config, remedy)
+    model = build_without_weights(where, config, AS_STORED)
     tables = Tables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
-    hindered = dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
+    hindered = dict.fromkeys(_TABLES["mamba_layers"].get(str(config["model_type"]), ()), OF_MAMBA)
     owners = Counter(map(id, state.values()))
     places = {}
     for name in tables.in_order(tensors):

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,28 +51,16 @@ F32 = STORAGE_TYPES["F32"]
 MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
 CONVERT_WITH_PEFT = "save it with PEFT's path_initial_model_for_weight_conversion"
-# Settings that make an adapter something else than B·A, and why each is refused.
-REFUSED = {
-    "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
-    "use_bdlora": "block-diagonal LoRA is not supported",
-    "layer_replication": "its base has repeated layers, and this base does not",
-    "alora_invocation_tokens": "an activated LoRA applies only to some tokens",
-    "arrow_config": "Arrow chooses adapters for each token, so it is no change of the weights",
-    "kasa_config": "KaSA changes the weights of the base too",
-}
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("lora.toml").read_text("utf-8"))
+
+FLAGS = ("use_rslora", "fan_in_fan_out", "ensure_weight_tying", "use_dora")
 
 # Model types whose layers are Conv1D, which stores inputs × outputs.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 # Model types whose experts are stored inputs × outputs, which PEFT asks the modules about.
 TURNED_EXPERTS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
-# Parameters in the order that modules have them. PEFT wraps a module once for each parameter that
-# has a LoRA, the first one innermost, and the file does not say which is which.
-PARAMETERS = [
-    name + end
-    for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
-    for end in ("", "_bias")
-]
+PARAMETERS: list[str] = _TABLES["parameters"]
 
 # Ways to initialise that take the initial product out of the base's own weights. LoftQ leaves
 # something else there.
@@ -182,6 +172,7 @@ class LoraSource(SourceView):
     """An adapter's deltas, by the names of the base's tensors."""
 
     tensors: dict[str, TensorInfo]
+    folder: Path | None = None
 
     def __init__(
         self,
@@ -192,7 +183,7 @@ class LoraSource(SourceView):
         model_type: str | None = None,
         base: Source | None = None,
     ) -> None:
-        self.path = path
+        self.path = self.folder = path
         self.adapter = adapter
         self._model_type, self._base = model_type, base  # as far as they are known
         self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
@@ -213,6 +204,7 @@ class LoraSource(SourceView):
 
     def _sort(self) -> None:
         factors: dict[tuple[str, str], dict[str, str]] = {}
+        ranks: dict[str, int] = {}
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
         kinds = {"lora_magnitude_vector": magnitudes} if self.adapter.use_dora else {}
@@ -231,23 +223,18 @@ class LoraSource(SourceView):
                 if letter in pair or (kind == "bias" and letter == "A"):
                     raise self._refusal(key, pair.get(letter))
                 pair[letter] = key
-                continue
-            if (made := _MADE.match(name)) and made[2] in kinds:
+                if letter == "A":
+                    ranks[module] = info.shape[0]
+            elif (made := _MADE.match(name)) and made[2] in kinds:
                 kinds[made[2]][made[1]] = key
-                continue
-            if "lora_" in name or "trainable_tokens" in name:
+            elif "lora_" in name or "trainable_tokens" in name:
                 raise self._refusal(key)
-            name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
-            name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
-            if name in self._whole:
-                raise self._refusal(key, self._whole[name])
-            self._add(replace(info, name=name))
-            self._whole[name] = key
-        ranks = {
-            module: self._stored.tensors[pair["A"]].shape[0]
-            for (module, kind), pair in factors.items()
-            if kind != "bias" and "A" in pair
-        }
+            else:
+                name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
+                name = re.sub(r"(\.token_adapter)?\.base_layer\.", ".", name)
+                if self._whole.setdefault(name, key) != key:
+                    raise self._refusal(key, self._whole[name])
+                self._add(replace(info, name=name))
         parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
             if module in parameters:
@@ -408,22 +395,22 @@ class LoraSource(SourceView):
     def tie(self, names: Sequence[str]) -> str:
         """Take tensors for one, the first, as the base does; return the code of a due notice."""
         first, *others = names
-        infos = [self.tensors[name] for name in names]
+        forms = {(self.tensors[name].shape, self.tensors[name].dtype) for name in names}
         is_one = self.adapter.ensure_weight_tying
         saved = [name for name in names if name not in self._products]
+        keys = [self._whole[name] for name in names if name in self._whole]
+        unfit = ""
         if others and not self._adapted.keys().isdisjoint(names):
-            raise InputError(f"{self.path}: {first} is tied in the base; {MERGE_WITH_PEFT}")
-        held = [name for name in names if name in self._whole]
-        if saved and not is_one and (saved != list(names) or not others):
-            raise InputError(f"{self.path}: {saved[0]} is tied in the base; {MERGE_WITH_PEFT}")
-        keys = [self._whole[name] for name in held]
-        are_same = all(hold_same(self._stored, keys[0], key) for key in keys[1:])
-        if len({(info.shape, info.dtype) for info in infos}) > 1 or not are_same:
-            tied = " and ".join(names)
-            raise InputError(f"{self.path}: {tied} are tied in the base; {MERGE_WITH_PEFT}")
+            unfit = f"{first} is"
+        elif saved and not is_one and (saved != list(names) or not others):
+            unfit = f"{saved[0]} is"
+        elif len(forms) > 1 or not all(hold_same(self._stored, keys[0], key) for key in keys[1:]):
+            unfit = f"{' and '.join(names)} are"
+        if unfit:
+            raise InputError(f"{self.path}: {unfit} tied in the base; {MERGE_WITH_PEFT}")
         parts = [self._products[name] for name in names if self._products.get(name)]
-        if held:
-            self._whole[first] = self._whole[held[0]]
+        if keys:
+            self._whole[first] = keys[0]
         for name in others:
             del self.tensors[name]
             self._whole.pop(name, None)
@@ -432,10 +419,6 @@ class LoraSource(SourceView):
             self._products[first] = parts[0] if is_one else tuple(chain(*parts))
         self._count_cost()
         return "" if is_one or not parts else "added_changes" if len(parts) > 1 else "tied_change"
-
-    @property
-    def folder(self) -> Path | None:
-        return self.path
 
     def delta_of(self, name: str) -> DeltaInfo:
         whole = self._whole.keys() | self._adapted.keys()
@@ -446,11 +429,10 @@ class LoraSource(SourceView):
         return [*super().fingerprint(), repr(self.adapter), *map(repr, made)]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
-        read = partial(self._read_tuned, name)
         if name in self._adapted:
-            self._adapted[name].fill(read, self._stored, start, into)
+            self._adapted[name].fill(partial(self._read_tuned, name), self._stored, start, into)
         else:
-            read(start, into)
+            self._read_tuned(name, start, into)
 
     def _read_tuned(self, name: str, start: int, into: Floats) -> None:
         """Compute the change by all factors, and add what it is a change of, if that is known."""
@@ -491,32 +473,27 @@ def looks_like(path: Path) -> bool:
 
 def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
-    return open_adapter(
-        opening.path, opening.base_config, opening.most_ahead_bytes, base=opening.base
-    )
-
-
-def open_adapter(
-    path: Path,
-    base_config: Mapping[str, Any] | None = None,
-    most_ahead_bytes: int | None = None,
-    *,
-    base: Source | None = None,
-) -> LoraSource:
-    """Read an adapter's configuration and header; `base_config` is its base's config.json."""
+    path, base = opening.path, opening.base
     adapter = read_config(path)
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
-    kind = (base_config or {}).get("model_type")
     if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
         raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
-    stored: Source = FileSource(weights, most_ahead_bytes)
+    stored: Source = FileSource(weights, opening.most_ahead_bytes)
     if adapter.initial is not None:
-        first = FileSource(adapter.initial / WEIGHTS_NAME, most_ahead_bytes)
+        first = FileSource(adapter.initial / WEIGHTS_NAME, opening.most_ahead_bytes)
         homes: dict[str, tuple[Source, str]] = {key: (stored, key) for key in stored.tensors}
         stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
+    kind = (opening.base_config or {}).get("model_type")
     return LoraSource(path, adapter, stored, model_type=kind, base=base)
+
+
+def open_adapter(
+    path: Path, base_config: Mapping[str, Any] | None = None, base: Source | None = None
+) -> LoraSource:
+    """Read an adapter's configuration and header; `base_config` is its base's config.json."""
+    return open_form(Opening(path, base=base, base_config=base_config))
 
 
 def bind_base(model: Source) -> None:
@@ -540,7 +517,7 @@ def parse_config(config: Any, file: Path) -> Adapter:
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
-    for setting, reason in REFUSED.items():
+    for setting, reason in _TABLES["refused"].items():
         if config.get(setting):
             raise InputError(f"{file}: {setting} is set: {reason}")
     name = config.get("base_model_name_or_path")
@@ -548,16 +525,13 @@ def parse_config(config: Any, file: Path) -> Adapter:
         return Adapter(
             alpha=finite(config["lora_alpha"]),
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
-            use_rslora=bool(config.get("use_rslora")),
-            fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,
-            ensure_weight_tying=bool(config.get("ensure_weight_tying")),
             rank=finite(config.get("r") or 0),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
-            use_dora=bool(config.get("use_dora")),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
             initial=_find_initial(file, str(config.get("init_lora_weights")).lower()),
+            **{flag: bool(config.get(flag)) for flag in FLAGS},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None

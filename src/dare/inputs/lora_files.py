@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ _FACTOR = re.compile(
 _LETTERS = {"down": "A", "up": "B"}
 MERGE_ELSEWHERE = "merge it with the program it was made for, and give the result as a model"
 OTHER_BASE = "give the base that it was trained on, in the form that it names"
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("lora_names.toml").read_text("utf-8"))
 NETWORK = "network"
 COMPONENTS = (NETWORK, "te1", "te2", "te3")
 
@@ -49,11 +49,7 @@ class LoraFile(LoraSource):
     def __init__(self, path: Path, stored: FileSource, base: Source) -> None:
         self._settings = _read_settings(path, stored)
         super().__init__(path, Adapter(1, {}, False, False, None), stored, base=base)
-        self.files = stored.files
-
-    @property
-    def folder(self) -> Path | None:
-        return None
+        self.files, self.folder = stored.files, None
 
     def _sort(self) -> None:
         missing: dict[str, str] = {}
@@ -83,13 +79,13 @@ class LoraFile(LoraSource):
     def _find_modules(self) -> dict[str, dict[str, str]]:
         """Return the factors of each module, and its alpha if it has one."""
         found: dict[str, dict[str, str]] = {}
-        others = _tables()["others"]
         for key, info in self._stored.tensors.items():
             admit(info, (), str(self.path), as_weight=True)
             name = _FACTOR.match(key)
             if name is None:
-                kind = next((kind for part, kind in others.items() if part in key), "not known")
-                raise InputError(f"{self.path}: {key} is {kind}; {MERGE_ELSEWHERE}")
+                kinds = (kind for part, kind in _TABLES["others"].items() if part in key)
+                what = f"{key} is {next(kinds, 'not known')}"
+                raise InputError(f"{self.path}: {what}; {MERGE_ELSEWHERE}")
             role = _LETTERS.get(name["role"], name["role"] or "alpha")
             pair = found.setdefault(name["module"] or name["of_alpha"], {})
             if pair.setdefault(role, key) != key or (role == "alpha" and info.elements != 1):
@@ -146,20 +142,15 @@ def _read_settings(path: Path, stored: FileSource) -> dict[str, Adapter]:
     return {component: parse_config(table, path) for component, table in tables.items()}
 
 
-@cache
-def _tables() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("dare.inputs").joinpath("lora_names.toml").read_text("utf-8"))
-
-
 def _split(name: str, table: str) -> tuple[str | None, str]:
     """Return the component of a name, if it says one, and the rest with underscores."""
-    found = next((prefix for prefix in _tables()[table] if name.startswith(prefix)), "")
-    return _tables()[table].get(found), name.removeprefix(found).replace(".", "_")
+    found = next((prefix for prefix in _TABLES[table] if name.startswith(prefix)), "")
+    return _TABLES[table].get(found), name.removeprefix(found).replace(".", "_")
 
 
 def _renamed(module: str) -> str:
     """Return the name that diffusers has for a module of a single file."""
-    for pattern, name in _tables()["renames"].items():
+    for pattern, name in _TABLES["renames"].items():
         module = re.sub(pattern, name, module)
     return module
 
@@ -175,7 +166,7 @@ def _find_places(tensors: Mapping[str, TensorInfo]) -> dict[tuple[str, str], lis
         rows, columns = info.shape[0], math.prod(info.shape[1:])
         renamed = _renamed(name)
         modules = dict.fromkeys((name, renamed), _Place(tensor, 0, rows))
-        for pattern, parts in _tables()["packed"].items():
+        for pattern, parts in _TABLES["packed"].items():
             if packed := re.fullmatch(pattern, renamed):
                 for number, part in enumerate(parts):
                     is_last = number + 1 == len(parts)

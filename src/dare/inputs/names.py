@@ -31,10 +31,12 @@ from dare.tensors.names import (
     tying_rank,
 )
 
+Config = Mapping[str, Any]
+
 MIN_PREFIX_SHARE = 0.5  # share of a model's tensors that a prefix must bring to their places
 
 
-def says_tied(config: Mapping[str, Any]) -> bool | None:
+def says_tied(config: Config) -> bool | None:
     """Return whether a configuration ties the head of its model; None if it says nothing.
 
     >>> says_tied({"text_config": {"tie_word_embeddings": True}}), says_tied({})
@@ -48,12 +50,7 @@ def says_tied(config: Mapping[str, Any]) -> bool | None:
 
 
 def match_names(
-    base: Source,
-    model: Source,
-    name: str,
-    *,
-    base_config: Mapping[str, Any],
-    model_config: Mapping[str, Any],
+    base: Source, model: Source, name: str, *, base_config: Config, model_config: Config
 ) -> tuple[Source, tuple[Notice, ...]]:
     """Give one model the base's names as far as the rules go; `name` is its name in the notes."""
     names = {tensor: tensor for tensor in model.tensors}
@@ -108,7 +105,6 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
 
 # ---------------------------------------------------------------- one tensor under several names
 
-Config = Mapping[str, Any]
 Groups = dict[str, list[str]]  # the names of one tensor: the input embedding's, and the others
 
 
@@ -120,10 +116,7 @@ class _Input:
 
 
 def tie(
-    base: Source,
-    models: Sequence[Source],
-    names: Sequence[str],
-    configs: Sequence[Config] | None = None,
+    base: Source, models: Sequence[Source], names: Sequence[str], configs: Sequence[Config] = ()
 ) -> tuple[Source, tuple[Source, ...], tuple[Notice, ...]]:
     """Find the tensors that are stored under several names, and show the same under all of them.
 
@@ -206,10 +199,9 @@ def _is_one(
 def _holds_one(given: _Input, first: str, alias: str) -> bool:
     """Return whether an input has the same under both names, or only one of them."""
     source, tensors = given.source, given.source.tensors
-    if source.is_partial:
-        return says_tied(given.config) is not False or not {first, alias} & set(tensors)
-    if first not in tensors or alias not in tensors:
-        return says_tied(given.config) is not False
+    held = {first, alias} & tensors.keys()
+    if source.is_partial or len(held) < 2:
+        return says_tied(given.config) is not False or (source.is_partial and not held)
     whole = not _is_configured(given, first, alias)
     return _share_storage(source, first, alias) or hold_same(source, first, alias, whole=whole)
 

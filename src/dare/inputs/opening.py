@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.names import match_names, tie
+from dare.inputs.names import Config, match_names, tie
 from dare.inputs.sources import (
     Aligned,
     ExtendedSource,
@@ -33,7 +33,7 @@ from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import is_here, is_stored, to_path
 from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
-from dare.tensors.files import begins_with
+from dare.tensors.files import begins_with, is_directory, list_names
 from dare.tensors.names import quantised_kind, row_rank
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 def _has_pickles_only(opening: Opening) -> bool:
-    has_safetensors = any(name.endswith(".safetensors") for name in opening.names)
-    pickles = {"pytorch_model.bin", "pytorch_model.bin.index.json"}
-    return bool(opening.names & pickles) and not has_safetensors
+    names = list_names(opening.path) if is_directory(opening.path) else []
+    has_pickles = not {"pytorch_model.bin", "pytorch_model.bin.index.json"}.isdisjoint(names)
+    return has_pickles and not any(name.endswith(".safetensors") for name in names)
 
 
 def _may_be_quantised(opening: Opening) -> bool:
@@ -159,26 +159,18 @@ def open_inputs(
         _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
         for path, merge in zip(given, made, strict=True)
     ]
-    if any(pinned != path for (_, pinned), path in zip(found, given, strict=True)):
-        pinned_base, *pinned = (path for _, path in found)
-        recipe = recipe.with_files(pinned_base, pinned, recipe.output)
-    paths = [path for path, _ in found]
+    paths, (*pinned,) = zip(*found, strict=True)
+    if pinned != given:
+        recipe = recipe.with_files(pinned[0], pinned[1:], recipe.output)
     # no more than a quarter of the memory is for what is read ahead of stores
     in_stores = sum(is_stored(path) for path in paths)
-    most_ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
-    paths = [p if m is None else m.folder or p for p, m in zip(paths, made, strict=True)]
+    ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
+    homes = [p if m is None else m.folder or p for p, m in zip(paths, made, strict=True)]
     first, *others = (
-        Opening(
-            path,
-            recipe.allow_pickle,
-            rescales=rescales,
-            most_ahead_bytes=most_ahead,
-            made=merge,
-        )
-        for path, merge in zip(paths, made, strict=True)
+        Opening(path, recipe.allow_pickle, rescales=rescales, most_ahead_bytes=ahead, made=merge)
+        for path, merge in zip(homes, made, strict=True)
     )
-    keeps_scales = keeps_scales or recipe.format is not None
-    base = _open(replace(first, keeps_scales=keeps_scales))
+    base = _open(replace(first, keeps_scales=keeps_scales or recipe.format is not None))
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     others = [replace(other, base=base, base_config=first.config) for other in others]
@@ -190,7 +182,7 @@ def open_inputs(
         for name, source in zip(("base", *names), (base, *models), strict=True)
         for remark in source.remarks
     ]
-    base, models, more = _in_line(recipe, base, models, paths[0], configs)
+    base, models, more = _in_line(recipe, base, models, homes[0], configs)
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
@@ -200,19 +192,14 @@ def open_inputs(
 
 
 def _in_line(
-    recipe: Recipe,
-    base: Source,
-    models: list[Source],
-    path: Path,
-    configs: Sequence[Mapping[str, Any]],
+    recipe: Recipe, base: Source, models: list[Source], path: Path, configs: Sequence[Config]
 ) -> tuple[Source, list[Source], list[Notice]]:
     """Bring names and layouts of the models in line with those of the base at a path; say how."""
     names, notes = recipe.names, list[Notice]()
     for place, (name, config) in enumerate(zip(names, configs[1:], strict=True)):
         if config or configs[0] or models[place].tensors.keys() != base.tensors.keys():
-            models[place], remarks = match_names(
-                base, models[place], name, base_config=configs[0], model_config=config
-            )
+            known = {"base_config": configs[0], "model_config": config}
+            models[place], remarks = match_names(base, models[place], name, **known)
             notes += remarks
         if _shapes(models[place]) != _shapes(base):
             from dare.inputs.layouts import in_layout_of

@@ -65,15 +65,13 @@ class Product:
     def _fill_expert(self, stored: Source, expert: int, start: int, into: Floats) -> None:
         _, rank, columns = self.sides(stored)
         right = np.ones((1, 1), np.float32)
-        if self.right is not None and self.transposed:
-            right = np.ascontiguousarray(self._read_up(stored, self.right, expert, 0, columns).T)
-        elif self.right is not None:
-            right = read_block(stored, self.right, expert * rank, (expert + 1) * rank)
+        if self.right is not None:
+            right = np.ascontiguousarray(self._read_rows(stored, self.right, expert, 0, columns).T)
         end, most = start + into.size, self._most_rows(rank)
         last = -(-end // columns)
         for top in range(start // columns, last, most):
             bottom, begin = min(top + most, last), max(start, top * columns)
-            left = self._read_left(stored, expert, rank, top, bottom)
+            left = np.ascontiguousarray(self._read_rows(stored, self.left, expert, top, bottom))
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
@@ -82,17 +80,12 @@ class Product:
     def _most_rows(self, rank: int) -> int:
         return max(1, PIECE // max(1, rank * self.experts))
 
-    def _read_left(self, stored: Source, expert: int, rank: int, top: int, bottom: int) -> Floats:
-        """Read some rows of the left factor, which are columns if it is stored transposed."""
-        if not self.transposed:
-            return self._read_up(stored, self.left, expert, top, bottom)
-        first, last = expert * rank, (expert + 1) * rank
-        return np.ascontiguousarray(read_block(stored, self.left, first, last, top, bottom).T)
-
-    def _read_up(self, stored: Source, key: str, expert: int, top: int, bottom: int) -> Floats:
-        """Read some rows of lora_B, as far as they are an expert's."""
-        block = read_block(stored, key, top, bottom)
-        return np.ascontiguousarray(block[:, expert :: self.experts])
+    def _read_rows(self, stored: Source, key: str, expert: int, top: int, bottom: int) -> Floats:
+        """Read some rows of an expert's lora_B, or columns of its lora_A as rows."""
+        if (key == self.left) != self.transposed:
+            return read_block(stored, key, top, bottom)[:, expert :: self.experts]
+        rank = self.sides(stored)[1]
+        return read_block(stored, key, expert * rank, (expert + 1) * rank, top, bottom).T
 
 
 def read_block(

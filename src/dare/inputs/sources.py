@@ -123,6 +123,7 @@ class Source:
     extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
     metadata: Mapping[str, str] = _NONE  # of its file's header
     unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
+    _opened: Sequence[Source] = ()  # the sources that it reads, open as long as this one
 
     @property
     def folder(self) -> Path | None:
@@ -161,11 +162,20 @@ class Source:
         """Say that these elements will be read soon."""
 
     def __enter__(self) -> Self:
-        """Open for reading weights; raise InputError if they may not be those planned for."""
+        """Open for reading weights; raise InputError if they may not be those planned for.
+
+        None of the sources that it reads stays open if one cannot be opened.
+        """
+        with ExitStack() as stack:
+            for source in self._opened:
+                stack.enter_context(source)
+            stack.pop_all()
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
+        for source in self._opened:
+            source.__exit__(*error)
 
 
 def bytes_for(source: Source, name: str, count: int) -> int:
@@ -257,8 +267,7 @@ class InputFiles(Source):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         info = self.tensors[name]
-        nbytes = count * info.dtype.itemsize
-        self.prefetch_bytes(self._home[name], info.position(start), nbytes)
+        self.prefetch_bytes(self._home[name], info.position(start), count * info.dtype.itemsize)
 
     def read_bytes(self, file: Path, position: int, into: Raw, what: str) -> None:
         """Fill `into` from a position in a file on; `what` is being read, for messages."""
@@ -345,7 +354,7 @@ class SourceView(Source):
         self.tensors = tensors
         self.names = names  # the names of tensors in the source, where they differ
         self.computed = computed  # the names of tensors that are not read as they are
-        self._opened = (inner,) if opened is None else opened  # together with this one
+        self._opened = (inner,) if opened is None else opened
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
         self.layers, self.extras = inner.layers, inner.extras
@@ -359,8 +368,7 @@ class SourceView(Source):
         return self.inner.delta_of(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
-        names = sorted(self.names.items())
-        return [*super().fingerprint(), names, self.inner.fingerprint()]
+        return [*super().fingerprint(), sorted(self.names.items()), self.inner.fingerprint()]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         """Fill `into` with elements of a tensor that is computed."""
@@ -378,14 +386,6 @@ class SourceView(Source):
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self.computed:
             self.inner.prefetch(self.names.get(name, name), start, count)
-
-    def __enter__(self) -> Self:
-        enter_all(self._opened)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._opened:
-            source.__exit__(*error)
 
 
 class RenamedSource(SourceView):
@@ -405,6 +405,8 @@ class RenamedSource(SourceView):
 class StackedSource(Source):
     """Tensors of several sources under new names, as one model."""
 
+    folder: Path | None = None
+
     def __init__(
         self,
         homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
@@ -413,30 +415,25 @@ class StackedSource(Source):
         ties: Mapping[str, str] = _NONE,
     ) -> None:
         self._homes = homes
-        self._folder = folder
-        self.layers, self.ties = layers, ties
-        self._sources = list({id(source): source for source, _ in homes.values()}.values())
+        self.folder, self.layers, self.ties = folder, layers, ties
+        self._opened = list({id(source): source for source, _ in homes.values()}.values())
         self.tensors = {
             name: replace(source.tensors[inner], name=name, start=0)
             for name, (source, inner) in homes.items()
         }
-        self.files = {file: stamp for s in self._sources for file, stamp in s.files.items()}
-        self.remarks = tuple(dict.fromkeys(note for s in self._sources for note in s.remarks))
-        reading = max((source.cost.reading_bytes for source in self._sources), default=0)
-        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._sources))
-
-    @property
-    def folder(self) -> Path | None:
-        return self._folder
+        self.files = {file: stamp for s in self._opened for file, stamp in s.files.items()}
+        self.remarks = tuple(dict.fromkeys(note for s in self._opened for note in s.remarks))
+        reading = max((source.cost.reading_bytes for source in self._opened), default=0)
+        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._opened))
 
     def delta_of(self, name: str) -> DeltaInfo:
         source, inner = self._homes[name]
         return source.delta_of(inner)
 
     def fingerprint(self) -> list[Any]:
-        numbers = {id(source): number for number, source in enumerate(self._sources)}
+        numbers = {id(source): number for number, source in enumerate(self._opened)}
         homes = [[name, numbers[id(s)], inner] for name, (s, inner) in self._homes.items()]
-        return [*super().fingerprint(), homes, [s.fingerprint() for s in self._sources]]
+        return [*super().fingerprint(), homes, [s.fingerprint() for s in self._opened]]
 
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         source, inner = self._homes[name]
@@ -454,22 +451,6 @@ class StackedSource(Source):
     def prefetch(self, name: str, start: int, count: int) -> None:
         source, inner = self._homes[name]
         source.prefetch(inner, start, count)
-
-    def __enter__(self) -> Self:
-        enter_all(self._sources)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._sources:
-            source.__exit__(*error)
-
-
-def enter_all(sources: Iterable[Source]) -> None:
-    """Open sources for reading weights; none stays open if one cannot be opened."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source)
-        stack.pop_all()
 
 
 def extras_of(base: Source, models: Sequence[Source]) -> dict[str, list[int]]:
@@ -563,14 +544,6 @@ class Opening:
     def stored(self) -> FileSource:
         """The tensors in its safetensors files."""
         return FileSource(self.path, self.most_ahead_bytes)
-
-    @cached_property
-    def names(self) -> set[str]:
-        """The names in its folder; none of a file."""
-        try:
-            return {entry.name for entry in self.path.iterdir()}
-        except (OSError, ValueError):  # no directory
-            return set()
 
 
 def open_form(opening: Opening) -> Source:

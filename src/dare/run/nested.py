@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from dare.inputs.sources import (
     RenamedSource,
     Source,
     StackedSource,
-    enter_all,
 )
 from dare.kernels.linalg import one_blas_thread
 from dare.output.receipt import inputs_of_output
@@ -115,6 +114,7 @@ class MergedSource(Source):
             t.name: replace(plan.base.tensors[t.name], dtype=t.dtype, shape=t.shape, start=0)
             for t in plan.tensors
         }
+        self._opened = plan.sources
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
         self.ties, self.layers = plan.base.ties, plan.base.layers
@@ -166,14 +166,6 @@ class MergedSource(Source):
         tensor = self._planned[name]
         for source in sources_of(self._plan, tensor, tensor.models):
             source.prefetch(name, start, count)
-
-    def __enter__(self) -> Self:
-        enter_all(self._plan.sources)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for source in self._plan.sources:
-            source.__exit__(*error)
 
 
 class _Maker(threading.local):
