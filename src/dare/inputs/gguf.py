@@ -305,7 +305,7 @@ def _translate(
     parsed: re.Match[str] | None, outside: Mapping[str, str], inside: Mapping[str, str], layers: str
 ) -> str | None:
     """Put a name together of what its layer, its part and its ending are called."""
-    layer, part, suffix = parsed.groups() if parsed else (None, None, None)
+    layer, part, suffix = parsed.groups() if parsed else (None, "", "")
     found = (outside if layer is None else inside).get(part)
     within = "" if layer is None else f"{layers}.{layer}."
     return f"{within}{found}.{suffix}" if found else None
