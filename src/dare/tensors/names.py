@@ -24,19 +24,13 @@ EMBEDDINGS, PROJECTIONS = _TABLES["embeddings"], _TABLES["projections"]
 QUANTISED = {part: kind for kind, parts in _TABLES["quantised"].items() for part in parts}
 
 _WITH_ROWS = (*INPUT_EMBEDDINGS, *HEADS)
-_PROJECTION = re.compile(
-    rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
-    r"|(?<=diffusion_model\.)pos_embed$|^pos_embed\.(?=proj\.)|^pos_embed\.pos_embed$"
-    r"|(?<![^.])text_embedding(?=\.\d)|(?:^|(?<=diffusion_model\.))patch_embedding(?=\.)"
-)
+_MODULE = rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
+_PROJECTION = re.compile("|".join([_MODULE, *_TABLES["other_projections"]]))
 
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
 # Expressions that are looked for in a name, heads first: `embed_out` is a head.
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
-ANY_HEAD = (
-    r"lm_head|output_layer|^output\.|embed_out|pooler|qa_outputs|"
-    r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)"
-)
+ANY_HEAD = "|".join(_TABLES["any_head"])
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
 
 
