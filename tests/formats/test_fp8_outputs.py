@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from encoding import code_of, decoded, encoded
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dare.errors import OutputError
@@ -58,7 +58,6 @@ def test_a_power_of_two_is_rounded_up_whatever_holds_it():
     assert stored["l.weight_scale"].tolist() == [[1], [2]]
 
 
-@settings(max_examples=60)
 @given(
     st.tuples(st.integers(1, 300), st.integers(1, 300)),
     st.sampled_from(sorted(GRIDS)),
@@ -86,7 +85,6 @@ def test_values_are_near_and_storing_them_again_changes_nothing(shape, grid, sca
         assert all(again[name].tobytes() == stored[name].tobytes() for name in stored)
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(sorted(GRIDS)), st.sampled_from(sorted(SCALE_TYPES)), st.integers(0, 99))
 def test_codes_under_usual_scales_come_back(grid, scale, seed):
     """Each block has the largest code, as with a scale that was made by the largest magnitude."""

@@ -74,9 +74,8 @@ def read_back(path):
 # ---------------------------------------------------------------- tensors
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", *FAMILIES])
+@pytest.mark.parametrize("model_type", sorted({*MODEL_TYPES, *FAMILIES} - {"gemma3"}))
 def test_every_architecture_comes_back_and_has_llama_cpps_names(tmp_path, model_type):
-    model_type = "gemma3_text" if model_type == "gemma3" else model_type
     folder = make_pair(tmp_path, model_type)
     merge(folder, "out.gguf", dtype="F32")
     merge(folder, "plain.safetensors", dtype="F32")
@@ -138,16 +137,18 @@ def test_q8_0_is_what_the_gguf_package_makes_and_the_loss_is_reported(pair):
     assert worst in str(report)
 
 
+@pytest.fixture(scope="module")
+def planned(pair):
+    given = {"base": pair / "base", "models": [pair / "tuned"], "dtype": "Q8_0"}
+    return dare.plan(**given, output=pair / "new.gguf")
+
+
 @given(st.integers(1, 2000))
-def test_pieces_of_any_size_give_the_same_bytes(pair, size):
+def test_pieces_of_any_size_give_the_same_bytes(planned, size):
     name, shape = "model.layers.0.self_attn.k_proj.weight", (16, 32)
     values = np.random.default_rng(0).normal(size=512).astype(np.float32)
-    planned = dare.plan(
-        base=pair / "base", models=[pair / "tuned"], output=pair / "new.gguf", dtype="Q8_0"
-    )
     tensor = next((t.name, t.dtype, t.shape) for t in planned.tensors if t.name == name)
     assert tensor[2] == shape
-    written = {}
 
     def encode():
         into = bytearray(16 * 34)
@@ -159,9 +160,9 @@ def test_pieces_of_any_size_give_the_same_bytes(pair, size):
         return bytes(into)
 
     with pytest.MonkeyPatch.context() as patch:
-        written["usual"] = encode()
+        usual = encode()
         patch.setattr(writing, "PIECE_ELEMENTS", size)
-        assert encode() == written["usual"]
+        assert encode() == usual
 
 
 def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path):
@@ -378,13 +379,13 @@ def test_scaled_positions():
 
 
 def test_a_stack_of_layers_has_its_number_of_layers(pair, tmp_path):
-    ranges = [{"model": str(pair / "base"), "range": span} for span in ([0, 6], [2, 5])]
+    ranges = [{"model": str(pair / "base"), "range": span} for span in ([0, 2], [1, 2])]
     given = {"layers": ranges, "output": str(tmp_path / "out.gguf"), "dtype": "Q8_0"}
     dare.merge(given, verbose=False)
     with GgufSource(tmp_path / "out.gguf") as found:
-        assert found.metadata["llama.block_count"] == 9
+        assert found.metadata["llama.block_count"] == 3
         name = "model.layers.{}.self_attn.q_proj.weight"
-        assert read_tensor(found, name.format(7)) == read_tensor(found, name.format(3))
+        assert read_tensor(found, name.format(2)) == read_tensor(found, name.format(1))
 
 
 # ---------------------------------------------------------------- what does not go together

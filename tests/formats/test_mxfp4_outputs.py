@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from encoding import decoded, encoded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import OutputError
@@ -37,7 +37,6 @@ def test_values_computed_by_hand():
     assert encoded(Mxfp4(), column([]), NAME)[1][f"{NAME}_scales"].tolist() == [[[0]]]
 
 
-@settings(max_examples=50)
 @given(st.tuples(*[st.integers(1, 3)] * 3), st.integers(0, 255), st.integers(0, 99))
 def test_what_was_mxfp4_has_the_same_values(shape, scale, seed):
     """Codes of any kind under scales of any size, but those that overflow BF16."""
@@ -56,7 +55,6 @@ def test_what_was_mxfp4_has_the_same_values(shape, scale, seed):
         assert np.array_equal(stored[name][usual], before[name][usual])
 
 
-@settings(max_examples=50)
 @given(st.integers(-130, 120), st.integers(0, 99))
 def test_others_are_rounded_to_the_nearest_value_of_their_group(exponent, seed):
     generator = np.random.default_rng(seed)

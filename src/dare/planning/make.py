@@ -203,12 +203,9 @@ def make_plan(
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
     if recipe.output is not None:
-        stored = described
-        if recoding is not None:
-            stored = [own for tensor in described for own in recoding.stored(tensor)]
+        stored = [own for t in described for own in recoding.stored(t)] if recoding else described
         layout = lay_out(recipe.output, stored, recipe.shard_size, stems_of(base), recoding)
-        spec = merged_spec(base, named)
-        layout = replace(layout, scratch=options.scratch, metadata=spec)
+        layout = replace(layout, scratch=options.scratch, metadata=merged_spec(base, named))
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])

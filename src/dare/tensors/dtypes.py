@@ -8,12 +8,15 @@ int16, and so on; the carrier says nothing about the values).
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from importlib.resources import files
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike
 
 from dare.errors import RecipeError, did_you_mean
 
@@ -51,38 +54,15 @@ class StorageType:
         return self.numpy_type.name
 
 
-def _weight(name: str, numpy_type: DTypeLike, carrier: str, *bits: int) -> StorageType:
-    return StorageType(name, np.dtype(numpy_type), np.dtype(carrier), True, *bits)
+def _storage_type(name: str, own: Mapping[str, Any]) -> StorageType:
+    numpy_type = np.dtype(getattr(ml_dtypes, own["numpy_type"], own["numpy_type"]))
+    carrier = np.dtype(own.get("carrier", f"u{numpy_type.itemsize}"))
+    types = {"numpy_type": numpy_type, "carrier": carrier}
+    return StorageType(name, is_weight="carrier" in own, **{**own, **types})
 
 
-def _copied(name: str, numpy_type: DTypeLike, packed_bits: int = 0) -> StorageType:
-    values: np.dtype[np.generic] = np.dtype(numpy_type)
-    carrier: np.dtype[np.generic] = np.dtype(f"u{values.itemsize}")
-    return StorageType(name, values, carrier, packed_bits=packed_bits)
-
-
-# Weights take part in merging; all other types are copied from the base.
-STORAGE_TYPES: dict[str, StorageType] = {
-    kind.name: kind
-    for kind in (
-        _weight("F64", "float64", "float64", 52),
-        _weight("F32", "float32", "float32", 23),
-        _weight("F16", "float16", "int16", 10, 0x477FF000),  # 65520
-        _weight("BF16", ml_dtypes.bfloat16, "uint16", 7, 0x7F7F8000),  # 3.396e38
-        _weight("F8_E4M3", ml_dtypes.float8_e4m3fn, "uint8", 3, 0x43E80001),  # above 464: NaN
-        _weight("F8_E5M2", ml_dtypes.float8_e5m2, "int8", 2, 0x47700000),  # 61440
-        _copied("BOOL", "bool"),
-        *(_copied(f"U{bits}", f"uint{bits}") for bits in (8, 16, 32, 64)),
-        *(_copied(f"I{bits}", f"int{bits}") for bits in (8, 16, 32, 64)),
-        _copied("F8_E8M0", ml_dtypes.float8_e8m0fnu),
-        _copied("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
-        _copied("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
-        _copied("F6_E2M3", ml_dtypes.float6_e2m3fn, 6),
-        _copied("F6_E3M2", ml_dtypes.float6_e3m2fn, 6),
-        _copied("F4", ml_dtypes.float4_e2m1fn, 4),
-        _copied("C64", "complex64"),
-    )
-}
+_TABLE = tomllib.loads(files("dare.tensors").joinpath("dtypes.toml").read_text("utf-8"))
+STORAGE_TYPES = {name: _storage_type(name, own) for name, own in _TABLE.items()}
 
 WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
 # Types that a model can have as a whole; transformers cannot build one in float8.

@@ -214,9 +214,15 @@ def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> byte
 
 def read_beginning(file: Path, nbytes: int) -> bytes:
     """Read the first bytes of a file, or as many as there are."""
-    found = bytearray(nbytes)
     with closing(open_input(file)) as opened:
-        return bytes(found[: opened.read_at(memoryview(found), 0)])
+        return bytes(read_up_to(opened, nbytes, 0))
+
+
+def read_up_to(file: InputFile, nbytes: int, position: int) -> bytearray:
+    """Read so many bytes, or as many as there are."""
+    found = bytearray(nbytes)
+    del found[file.read_at(memoryview(found), position) :]
+    return found
 
 
 def begins_with(file: Path, mark: bytes) -> bool:

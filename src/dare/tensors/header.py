@@ -21,7 +21,7 @@ from typing import Any
 from dare.documents.shown import json_ready
 from dare.errors import ACTS, HeaderError, InputError
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
-from dare.tensors.files import InputFile
+from dare.tensors.files import InputFile, read_up_to
 
 MAX_CONFIG_BYTES = 10_000_000
 
@@ -154,7 +154,7 @@ class Header:
 def read_header(file: InputFile, where: str) -> Header:
     """Read and check the header of an open file; `where` names it in errors."""
     file_size = file.size
-    prefix = _read(file, _LENGTH_BYTES, 0)
+    prefix = read_up_to(file, _LENGTH_BYTES, 0)
     if len(prefix) < _LENGTH_BYTES:
         what = f"{file_size} bytes is too short for a safetensors file"
         raise HeaderError(f"{where}: {what}; the download is probably incomplete")
@@ -165,14 +165,8 @@ def read_header(file: InputFile, where: str) -> Header:
     if _LENGTH_BYTES + length > file_size:
         what = f"the header claims {length} bytes, and the file has {file_size} in all"
         raise HeaderError(f"{where}: {what}; the file is truncated")
-    text = _read(file, length, _LENGTH_BYTES)
+    text = read_up_to(file, length, _LENGTH_BYTES)
     return parse_header(text, file_size - _LENGTH_BYTES - length, where)
-
-
-def _read(file: InputFile, nbytes: int, position: int) -> bytearray:
-    found = bytearray(nbytes)
-    del found[file.read_at(memoryview(found), position) :]
-    return found
 
 
 def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header:

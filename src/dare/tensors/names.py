@@ -14,68 +14,24 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import tomllib
 from collections.abc import Sequence
+from importlib.resources import files
 
-# Last part of the names of the modules that have a row for each token, the surest first.
-INPUT_EMBEDDINGS = (
-    *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "token_embd"),
-    *("token_embedding", "shared", "embeddings", "embedding"),
-)
-HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
+_TABLES = tomllib.loads(files("dare.tensors").joinpath("names.toml").read_text("utf-8"))
+INPUT_EMBEDDINGS, HEADS = _TABLES["input_embeddings"], _TABLES["heads"]
+EMBEDDINGS, PROJECTIONS = _TABLES["embeddings"], _TABLES["projections"]
+QUANTISED = {part: kind for kind, parts in _TABLES["quantised"].items() for part in parts}
 
 _WITH_ROWS = (*INPUT_EMBEDDINGS, *HEADS)
-# The ones among those that are taken for one another where a configuration ties them.
-_TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
-_TIED_HEADS = ("lm_head",)
-
-# Names of embeddings and heads, whose deltas behave unlike those of other layers.
-# `embedding_drop_rate` is for them, so a change here is a change of output bytes.
-EMBEDDINGS = (
-    *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
-    *("shared.weight", "*.shared.weight", "token_embd.weight", "position_embd.weight"),
-    *("head.weight", "head.bias", "*.head.weight", "*.head.bias", "emb.weight", "*.emb.weight"),
-    *("cls.predictions.decoder.*", "cls.predictions.bias"),
-)
-
-# Modules of diffusion models that sound like embeddings and have no row for each of anything.
-PROJECTIONS = (
-    *("time_embed", "time_embedding", "time_projection", "time_text_embed", "add_embedding"),
-    *("label_emb", "timestep_embedder", "guidance_embedder", "context_embedder"),
-    *("x_embedder", "y_embedder", "t_embedder", "condition_embedder"),
-)
-_PROJECTION = re.compile(
-    rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
-    r"|(?<=diffusion_model\.)pos_embed$|^pos_embed\.(?=proj\.)|^pos_embed\.pos_embed$"
-    r"|(?<![^.])text_embedding(?=\.\d)|(?:^|(?<=diffusion_model\.))patch_embedding(?=\.)"
-)
+_MODULE = rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
+_PROJECTION = re.compile("|".join([_MODULE, *_TABLES["other_projections"]]))
 
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
 # Expressions that are looked for in a name, heads first: `embed_out` is a head.
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
-ANY_HEAD = (
-    r"lm_head|output_layer|^output\.|embed_out|pooler|qa_outputs|"
-    r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)"
-)
+ANY_HEAD = "|".join(_TABLES["any_head"])
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
-
-# Parts of names that only quantised models have, and the kind of those.
-QUANTISED = {
-    **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
-    "g_idx": "GPTQ",
-    "weight_packed": "packed compressed-tensors",
-    "weight_zero_point": "asymmetric compressed-tensors",
-    **dict.fromkeys(("bitmask", "row_offsets"), "sparse compressed-tensors"),
-    "weight_scale_2": "NVFP4",
-    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB", "quant_state"), "bitsandbytes"),
-    "W_q": "HQQ",
-    "centroids": "VPTQ",
-    "dense_weights": "SpQR",
-    "dqweight": "FP-Quant",
-    "q_weight": "EXL2",
-    "trellis": "EXL3",
-    "Qidxs": "QuIP#",
-    **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
-}
 
 
 def quantised_kind(tensor: str) -> str | None:
@@ -144,12 +100,12 @@ def is_input_embedding(tensor: str) -> bool:
 
 def is_tied_embedding(tensor: str) -> bool:
     """Say whether a tensor can be the head of its model too."""
-    return module_of_weight(tensor) in _TIED_EMBEDDINGS
+    return module_of_weight(tensor) in _TABLES["tied_embeddings"]
 
 
 def is_tied_head(tensor: str) -> bool:
     """Say whether a tensor can be the embedding of its model too."""
-    return module_of_weight(tensor) in _TIED_HEADS
+    return module_of_weight(tensor) in _TABLES["tied_heads"]
 
 
 def row_rank(tensor: str) -> int | None:

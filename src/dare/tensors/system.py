@@ -118,11 +118,10 @@ def lock_file(file_descriptor: int) -> bool:
 
 def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False) -> bool:
     """Lock one byte of a file for this process; return whether that was possible."""
+    how = ["LOCK_EX"] if wait else ["LOCK_EX", "LOCK_NB"]
     while True:
         try:
-            _lock(
-                file_descriptor, byte, ["LOCK_EX"] if wait else ["LOCK_EX", "LOCK_NB"], "LK_NBLCK"
-            )
+            _lock(file_descriptor, byte, how, "LK_NBLCK")
         except (BlockingIOError, PermissionError):  # as POSIX and Windows call it
             if not wait:
                 return False
