@@ -39,6 +39,9 @@ DIGEST_BYTES = 32
 
 
 STYLES = ("playground.css", "live.css", "own.css")
+POLICY = (
+    "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; style-src 'unsafe-inline'"
+)
 
 Assets = Mapping[str, Callable[[], bytes]]
 
@@ -65,7 +68,7 @@ def render_index(*, is_server: bool) -> bytes:
         "playground.html.jinja",
         scripts=[read_template(SHELL, "page.js")],
         styles=[read_template(PACKAGE, name) for name in STYLES],
-        policy=TABLES["policy"],
+        policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
         sections=[Section(*each) for each in TABLES["sections"].items()],

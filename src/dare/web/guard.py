@@ -29,14 +29,24 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dare.errors import DareError, InputError
-from dare.web import TABLES
 
 LOOPBACK = "127.0.0.1"
 MOST_BODY_BYTES = 1 << 20
 MOST_ITEMS = 200  # the most items in each list and table of a body: models, rules, settings
 MOST_DEPTH = 16
 MOST_DIGITS = 20  # the most digits of a whole number; a seed has no more
-REMEDY = TABLES["remedy"]
+HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'self'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+REMEDY = (
+    "The command `dare playground` printed an address with a token. Copy all "
+    "of it from the terminal to the address bar. If that command has ended, "
+    "start it again."
+)
 REFUSAL = (Path(__file__).parent / "templates" / "refusal.html").read_text(encoding="utf-8")
 
 
@@ -86,7 +96,7 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in TABLES["headers"].items():
+                for name, value in {**HEADERS, "Cache-Control": "no-store"}.items():
                     headers.setdefault(name, value)
             await send(message)
 

@@ -30,6 +30,7 @@ from dare.web.own import OwnModels
 MADE_EARLY = ("vega.js", "index.html")
 
 USUAL_PORT = 8787
+GRACE_SECONDS = 2  # time at the end for answers that are on their way
 
 
 def serve(
@@ -53,8 +54,18 @@ def serve(
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         own = OwnModels(roots)
-        app = make_app(key, own.routes, lambda: ends.append(own.close()))
-        settings = uvicorn.Config(app, **TABLES["server"])
+        settings = uvicorn.Config(
+            make_app(key, own.routes, lambda: ends.append(own.close())),
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
         uvicorn.Server(settings).run(sockets=[listening])
     return any(ends)
 
