@@ -3,8 +3,3 @@
 The page is the same with and without a server. `page/` holds the files that the browser gets
 unchanged, `templates/` the parts that the page is made of; `assets` lists all of them.
 """
-
-import tomllib
-from importlib.resources import files
-
-TABLES = tomllib.loads(files("dare.web").joinpath("tables.toml").read_text("utf-8"))

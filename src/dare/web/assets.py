@@ -25,7 +25,6 @@ from dare.documents.page import drawing_bundle, read_template, render_template
 from dare.errors import OutputError
 from dare.output.targets import write_file
 from dare.tensors.files import cache_folder, read_private, write_private
-from dare.web import TABLES
 
 PACKAGE = "dare.web"
 INDEX = "index.html"
@@ -38,6 +37,15 @@ MODELS: Mapping[str, Callable[[], bytes]] = {
 DIGEST_BYTES = 32
 
 
+# The parts of the playground; each has a template of its name.
+SECTIONS = (
+    Section("drop", "Drop and rescale"),
+    Section("signs", "Signs and conflict"),
+    Section("live", "Merge live"),
+    Section("predict", "Predict first"),
+    Section("breaking", "Break it"),
+    Section("own", "Your own models"),
+)
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
     "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; style-src 'unsafe-inline'"
@@ -71,7 +79,7 @@ def render_index(*, is_server: bool) -> bytes:
         policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
-        sections=[Section(*each) for each in TABLES["sections"].items()],
+        sections=SECTIONS,
         drawings=[],
         is_server=is_server,
     ).encode()

@@ -44,11 +44,14 @@ from dare.recipe.entries import as_path
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import is_stored
-from dare.web import TABLES
 from dare.web.guard import Json, TooLargeError, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
-WEIGHTS = TABLES["weights"]
+WEIGHTS = {
+    ".safetensors": "safetensors",
+    ".gguf": "GGUF",
+    **dict.fromkeys((".bin", ".pt", ".pth"), "pickle"),
+}
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 MOST_ENTRIES = 500
 

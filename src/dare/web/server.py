@@ -21,11 +21,18 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from dare.errors import OutputError, printable
-from dare.web import TABLES
 from dare.web.assets import Assets, page_assets
 from dare.web.guard import LOOPBACK, Guard, Json, Key, refuse
 from dare.web.own import OwnModels
 
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".safetensors": "application/octet-stream",
+    ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
+}
 # Files that take a while to make, and are begun before anybody asks.
 MADE_EARLY = ("vega.js", "index.html")
 
@@ -141,7 +148,7 @@ class Files:
         headers = {"ETag": etag, "Cache-Control": "no-cache"}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
-        kind = TABLES["types"][PurePosixPath(name).suffix]
+        kind = TYPES[PurePosixPath(name).suffix]
         return Response(content, media_type=kind, headers=headers)
 
 
