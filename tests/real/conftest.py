@@ -36,7 +36,9 @@ def add_row(record_property: Callable[[str, object], None]) -> Callable[..., Non
     """Return a function that adds a row to a table; a figure in it is shown by its size."""
 
     def add(table: str, *cells: str | float) -> None:
-        record_property(table, [c if isinstance(c, str) else f"{c:.0e}" if c else "0" for c in cells])
+        record_property(
+            table, [c if isinstance(c, str) else f"{c:.0e}" if c else "0" for c in cells]
+        )
 
     return add
 

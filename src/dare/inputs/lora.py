@@ -474,10 +474,7 @@ def looks_like(path: Path) -> bool:
 def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
     path, base = opening.path, opening.base
-    adapter = read_config(path)
-    weights = path / WEIGHTS_NAME
-    if not weights.exists():
-        raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
+    adapter, weights = check_folder(path)
     if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
         raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
     stored: Source = FileSource(weights, opening.most_ahead_bytes)
@@ -487,6 +484,14 @@ def open_form(opening: Opening) -> LoraSource:
         stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
     kind = (opening.base_config or {}).get("model_type")
     return LoraSource(path, adapter, stored, model_type=kind, base=base)
+
+
+def check_folder(path: Path) -> tuple[Adapter, Path]:
+    """Return an adapter's settings and its file of weights; refuse a folder that lacks either."""
+    adapter, weights = read_config(path), path / WEIGHTS_NAME
+    if not weights.exists():
+        raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
+    return adapter, weights
 
 
 def open_adapter(

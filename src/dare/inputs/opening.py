@@ -75,7 +75,7 @@ FORMS: dict[str, Callable[[Opening], bool]] = {
     "quantised": _may_be_quantised,
     "sources": lambda _: True,
 }
-NEED_BASE = ("lora", "lora_files", "delta_files")  # forms that may not open without their base
+NEED_BASE = ("lora_files", "delta_files")  # forms that may not open without their base
 
 
 def form_of(opening: Opening) -> str:
@@ -280,8 +280,14 @@ def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
 def _check_local(paths: Sequence[Path], allow_pickle: bool) -> None:
     """Find the faults of models on this machine before others are fetched from the hub."""
     for path in paths if any(map(is_on_hub, paths)) else ():
+        if is_on_hub(path) or is_stored(path):
+            continue
         opening = Opening(path, allow_pickle)
-        if not (is_on_hub(path) or is_stored(path)) and form_of(opening) not in NEED_BASE:
+        if (form := form_of(opening)) == "lora":
+            from dare.inputs.lora import check_folder
+
+            check_folder(path)
+        elif form not in NEED_BASE:
             _open(opening)
 
 

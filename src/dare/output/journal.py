@@ -312,6 +312,8 @@ def is_held(path: Path) -> bool:
     """Tell whether a process has a journal open."""
     try:
         Journal(path, "", create=False).close()
-    except (BusyError, FileNotFoundError) as error:
-        return isinstance(error, BusyError)
+    except BusyError:
+        return True
+    except FileNotFoundError:
+        return False
     return False
