@@ -83,8 +83,9 @@ def save_smollm2(folder: Path) -> Path:
     read = load_gguf(file)
     config = read.config.to_dict()
     config.pop("quantization_config", None)  # transformers saves no model that was quantised
-    plain = AutoModelForCausalLM.from_config(type(read.config)(**config), dtype=torch.float32)
-    plain.load_state_dict(read.state_dict())
+    with torch.device("meta"):  # without drawing weights first
+        plain = AutoModelForCausalLM.from_config(type(read.config)(**config), dtype=torch.float32)
+    plain.load_state_dict(read.state_dict(), assign=True)
     plain.save_pretrained(folder)
     load_gguf_tokenizer(file).save_pretrained(folder)
     return folder
