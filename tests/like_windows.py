@@ -10,6 +10,7 @@ that keep others from reading.
 
 from __future__ import annotations
 
+import asyncio  # noqa: F401 (which asks the system when it is imported)
 import os
 import signal
 import struct

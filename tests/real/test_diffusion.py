@@ -158,7 +158,7 @@ def denoise(pipeline):
     ],
 )
 def test_a_merged_pipeline_denoises_as_the_same_merge_made_in_torch(
-    tmp_path, make, saving, merging
+    tmp_path, add_row, make, saving, merging
 ):
     torch.manual_seed(0)
     base = make(tmp_path / "tokens")
@@ -176,7 +176,9 @@ def test_a_merged_pipeline_denoises_as_the_same_merge_made_in_torch(
         state = networks(found)[name].state_dict()
         for key, value in network.state_dict().items():
             assert torch.allclose(state[key], value, atol=1e-6), (name, key)
-    assert torch.allclose(denoise(found), denoise(expected), atol=1e-4)
+    off = float((denoise(found) - denoise(expected)).abs().max())
+    assert off < 1e-4
+    add_row("formats", "pipeline of diffusers", "diffusers", type(base).__name__, off)
     assert not torch.allclose(denoise(found), denoise(base), atol=1e-3)
 
 

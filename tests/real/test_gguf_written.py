@@ -75,11 +75,13 @@ def plain(smollm2):
 
 
 @pytest.mark.parametrize("dtype", WRITTEN)
-def test_transformers_loads_smollm2(smollm2, plain, dtype):
+def test_transformers_loads_smollm2(smollm2, plain, add_row, dtype):
     model, tokenizer = plain
     found = load_gguf(smollm2 / f"{dtype}.gguf")
     tokens = tokenizer(PROMPT).input_ids
-    assert 0 < off(logits(found, tokens), logits(model, tokens)) < TOLERANCES[dtype]
+    apart = off(logits(found, tokens), logits(model, tokens))
+    assert 0 < apart < TOLERANCES[dtype]
+    add_row("formats", f"GGUF, {dtype}", "transformers", "SmolLM2", apart)
 
 
 # Of GGUF, transformers takes heads of Qwen3 to have 128 rows, and knows no first Gemma.
@@ -111,8 +113,8 @@ def open_llama(path: Path):
     return closing(llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, verbose=False))
 
 
-def check(path: Path, model, tokenizer, text: str) -> None:
-    """Compare tokens and logits with those of transformers."""
+def check(path: Path, model, tokenizer, text: str) -> float:
+    """Compare tokens and logits with those of transformers; return how far logits are apart."""
     with open_llama(path) as llama:
         for line in TEXTS:
             assert llama.tokenize(line.encode(), add_bos=False) == (
@@ -122,13 +124,16 @@ def check(path: Path, model, tokenizer, text: str) -> None:
         assert llama.tokenize(text.encode()) == tokens
         llama.eval(tokens)
         found = np.array(llama.scores[: len(tokens)])
-        assert off(found, logits(model, tokens)) < TOLERANCES[path.stem]
+        apart = off(found, logits(model, tokens))
+        assert apart < TOLERANCES[path.stem]
+        return apart
 
 
 @pytest.mark.parametrize("dtype", WRITTEN)
-def test_llama_cpp_goes_on_with_the_same_words(smollm2, plain, dtype):
+def test_llama_cpp_goes_on_with_the_same_words(smollm2, plain, add_row, dtype):
     model, tokenizer = plain
-    check(smollm2 / f"{dtype}.gguf", model, tokenizer, PROMPT)
+    apart = check(smollm2 / f"{dtype}.gguf", model, tokenizer, PROMPT)
+    add_row("formats", f"GGUF, {dtype}", "llama.cpp", "SmolLM2", apart)
     tokens = tokenizer(PROMPT, return_tensors="pt")
     written = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0]
     with open_llama(smollm2 / f"{dtype}.gguf") as llama:
@@ -140,7 +145,7 @@ def test_llama_cpp_goes_on_with_the_same_words(smollm2, plain, dtype):
     ("kind", "splitter"),
     [*((kind, None) for kind in KINDS), *(("llama", s) for s in ("gpt-2", "smollm", "tekken"))],
 )
-def test_llama_cpp_computes_every_architecture(tmp_path, kind, splitter):
+def test_llama_cpp_computes_every_architecture(tmp_path, add_row, kind, splitter):
     pytest.importorskip("llama_cpp")
     make_model(kind, tmp_path / "base", splitter)
     add_model(tmp_path)
@@ -149,4 +154,6 @@ def test_llama_cpp_computes_every_architecture(tmp_path, kind, splitter):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
     for dtype in ("F32", "Q8_0"):
         merge(tmp_path, f"{dtype}.gguf", dtype)
-        check(tmp_path / f"{dtype}.gguf", model, tokenizer, "".join(TEXTS))
+        apart = check(tmp_path / f"{dtype}.gguf", model, tokenizer, "".join(TEXTS))
+        if splitter is None:
+            add_row("formats", f"GGUF, {dtype}", "llama.cpp", kind, apart)
