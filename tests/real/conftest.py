@@ -60,7 +60,8 @@ def pytest_terminal_summary(
 ) -> None:
     reports = terminalreporter.getreports("passed")
     for table in HEADS:
-        rows = [row for each in reports for name, row in each.user_properties if name == table]
+        properties = (found for each in reports for found in each.user_properties)
+        rows = sorted(row for name, row in properties if name == table)
         if rows:
             terminalreporter.section(table)
             for row in rows:
