@@ -37,7 +37,6 @@ from dare.inputs.gguf import (
 from dare.inputs.sources import CONFIG, Source, SourceView, decoded, read_config
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
-from dare.tensors.files import read_beginning
 from dare.tensors.header import Described, TensorInfo
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked for
@@ -235,14 +234,15 @@ def _from_gguf(output: Path, recipe: Recipe, source: GgufSource) -> GgufRecoding
     can_stay = all(_can_be_written(output, kind) for kind in kinds)
     asked = recipe.dtype or (None if can_stay else "F16")
     names = {kind.name for kind in kinds} if asked is None else {asked}
-    head = read_beginning(source.first, max((end for _, end in source.pairs.values()), default=0))
-    kept = {key: span for key, span in source.pairs.items() if not key.startswith(DROPPED)}
-    pairs = {key: head[start:end] for key, (start, end) in kept.items()}
     for tensor in source.left_out:
         if tensor.kind.name != "F32" or math.prod(tensor.shape) > MOST_COPIED:
             raise InputError(f"{tensor.file}: {tensor.name} is too large, or not F32")
+    head = np.empty(max((end for _, end in source.pairs.values()), default=0), np.uint8)
     with source:
+        source.read_bytes(source.first, 0, head, "its keys")
         copied = {tensor.name: source.read_left_out(tensor) for tensor in source.left_out}
+    kept = {key: span for key, span in source.pairs.items() if not key.startswith(DROPPED)}
+    pairs = {key: head[start:end].tobytes() for key, (start, end) in kept.items()}
     family, pairs = FAMILIES.get(source.architecture), pairs | _general(recipe, asked, names)
     shown = f"GGUF ({', '.join(sorted(names))})"
     return GgufRecoding(output, shown, asked, source.metadata, family, pairs, copied, own)

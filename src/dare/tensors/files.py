@@ -179,16 +179,28 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
         raise InputError(f"{where}: cannot be opened: {error.strerror or error}") from None
     except ValueError:  # a NUL or half a character
         raise InputError(f"{str(where)!r}: is not a possible file name") from None
-    status = os.fstat(file_descriptor)
-    fault = "" if stat.S_ISREG(status.st_mode) else "is not an ordinary file"
-    if not fault and len(LFS_POINTER) < status.st_size < MAX_LFS_POINTER_BYTES:
-        if os.read(file_descriptor, len(LFS_POINTER)) == LFS_POINTER:
-            fault = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
-        os.lseek(file_descriptor, 0, os.SEEK_SET)
+    try:
+        fault = _find_fault(file_descriptor)
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror or error}"
     if fault:
         os.close(file_descriptor)
         raise InputError(f"{where}: {fault}")
     return file_descriptor
+
+
+def _find_fault(file_descriptor: int) -> str:
+    """Say why an open file cannot be what its name says, if so."""
+    status = os.fstat(file_descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return "is not an ordinary file"
+    if not len(LFS_POINTER) < status.st_size < MAX_LFS_POINTER_BYTES:
+        return ""
+    beginning = os.read(file_descriptor, len(LFS_POINTER))
+    os.lseek(file_descriptor, 0, os.SEEK_SET)
+    if beginning == LFS_POINTER:
+        return "is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
+    return ""
 
 
 def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> bytes:
