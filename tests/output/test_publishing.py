@@ -13,7 +13,7 @@ import pytest
 import dare
 from dare.documents.notices import LEFTOVERS
 from dare.output import output as publishing
-from dare.output.targets import JOURNAL_NAME, MARK_NAME, manifest_path
+from dare.output.targets import JOURNAL_NAME, MARK_NAME, claim, manifest_path
 from helpers import listing, save, sha256
 
 OUTPUTS = ("out", "out.safetensors")
@@ -71,6 +71,22 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
         assert not {JOURNAL_NAME, MARK_NAME} & set(listing(recipe.recipe.output))
     with pytest.raises(dare.OutputError, match="exists already"):
         dare.merge(recipe)
+
+
+def test_another_process_that_begins_while_the_name_is_given_is_left_alone(tmp_path, monkeypatch):
+    recipe = recipe_in(tmp_path, "out")
+    real = publishing.rename
+
+    def rename_and_begin(old: Path, new: Path, **more: bool) -> bool:
+        is_done = real(old, new, **more)
+        claim(old)
+        return is_done
+
+    monkeypatch.setattr(publishing, "rename", rename_and_begin)
+    report = dare.merge(recipe)
+    assert LEFTOVERS not in [notice.code for notice in report.warnings]
+    assert listing(tmp_path / "out.partial") == [MARK_NAME]
+    assert not {JOURNAL_NAME, MARK_NAME} & set(listing(recipe.recipe.output))
 
 
 def test_without_an_exchange_a_death_between_two_renames_is_mended(tmp_path, monkeypatch):

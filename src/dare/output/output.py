@@ -400,7 +400,8 @@ def _replaced(target: Path) -> Iterator[Path]:
     """Yield the folders of outputs that have been replaced."""
     names = f"{glob.escape(target.name)}{REPLACED}*"
     for path in (partial_folder(target), *target.parent.glob(names)):
-        is_under_way = os.path.lexists(path / JOURNAL_NAME)
+        is_begun = has_mark(path) and not os.path.lexists(path / MANIFEST_NAME)
+        is_under_way = is_begun or os.path.lexists(path / JOURNAL_NAME)
         if path.is_dir() and not path.is_symlink() and not is_under_way:
             yield path
 
