@@ -65,10 +65,10 @@ def test_an_error_in_a_thread_tells_the_others_to_stop():
 
     def wait_for_stop(stop):
         seen.set()
-        assert stop.wait(10)
+        assert stop.wait(30)
 
     def fail(_stop):
-        assert seen.wait(10)
+        assert seen.wait(30)
         raise ValueError("injected")
 
     with pytest.raises(ValueError, match="injected"):
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
         "    def prefetch(self, step): pass\n"
         "    def run_batch(self, batch):\n"
         "        print('started', flush=True)\n"
-        "        assert self.stop.wait(20)\n"
+        "        assert self.stop.wait(60)\n"
         "        print('stopped', flush=True)\n"
         "        return [None]\n"
         "try:\n"
@@ -97,7 +97,7 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     assert process.stdout.readline() == "started\n"
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[0] == "stopped\ninterrupted\n"
+    assert process.communicate(timeout=60)[0] == "stopped\ninterrupted\n"
 
 
 # ---------------------------------------------------------------- steps that need each other
@@ -178,7 +178,7 @@ def test_a_step_that_waits_lets_later_ones_pass():
     class Worker(Adder):
         def run(self, step, results):
             if step.id == "first":
-                assert third_done.wait(10), "the third step was not handed out"
+                assert third_done.wait(30), "the third step was not handed out"
             if step.id == "third":
                 third_done.set()
 

@@ -70,7 +70,7 @@ def is_alive(pid):
     return state != "Z"
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -292,12 +292,12 @@ def test_ten_megabytes_are_no_trouble(scorer_of, recipe):
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(scorer_of, recipe):
-    scorer = scorer_of("sleep 60 & echo $!; echo $$; sleep 60 # {model}", time_limit=0.3)
+    scorer = scorer_of("sleep 60 & echo $!; echo $$; sleep 60 # {model}", time_limit=1)
     scorer.make(recipe)
     started = time.monotonic()
     error = raised(scorer.score)
-    assert time.monotonic() - started < 5
-    assert "took longer than 0.3 s and was stopped" in str(error)
+    assert time.monotonic() - started < 30
+    assert "took longer than 1 s and was stopped" in str(error)
     pids = error.output.split()
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_alive, pids)))
@@ -308,7 +308,7 @@ def test_a_child_that_a_command_leaves_behind_does_not_hold_it_up(scorer_of, rec
     scorer.make(recipe)
     started = time.monotonic()
     pid = int(scorer.score().scores["pid"])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     wait_until(lambda: not is_alive(pid))
 
 
@@ -678,11 +678,11 @@ def test_evaluators_end_with_us(tmp_path, monkeypatch, code, ending):
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as searching:
         try:
-            wait_until(Path("pid").exists, 30)
+            wait_until(Path("pid").exists)
             pid = Path("pid").read_text().strip()
             assert is_alive(pid)
             searching.send_signal(ending)
-            _, printed = searching.communicate(timeout=10)
+            _, printed = searching.communicate(timeout=30)
         finally:
             searching.kill()
     assert (ending == signal.SIGKILL) != (b"KeyboardInterrupt" in printed)
