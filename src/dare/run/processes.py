@@ -168,26 +168,13 @@ class Watched:
         self._name = name
         self.stdout = Tail(MOST_KEPT_BYTES)
         self.printed = Tail(MOST_SHOWN_BYTES)
-        self._process = subprocess.Popen(  # noqa: S603 (it is what the user asked for)
+        self._process, self._guard = system.start_guarded(
             command,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **variables},
-            **system.APART,
         )
-        try:
-            # It ends the group once the other end of its input is closed, by whatever.
-            self._guard = subprocess.Popen(  # noqa: S603
-                system.guard_command(self._process.pid),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                **system.APART,
-            )
-        except BaseException:
-            system.kill_all(self._process)
-            raise
         self.is_running = True
         self._listener = system.make_listener()
         pipes = self._process.stdout, self._process.stderr

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -150,6 +150,7 @@ def _lock(file_descriptor: int, byte: int, posix: Iterable[str], windows: str) -
 # ---------------------------------------------------------------- processes
 
 SHELL = "/bin/sh"
+GATED = 'read -r _ <"/dev/fd/$0" && exec "$@"'  # runs a command when it is told to
 # A session, or a group on Windows, to which nobody else's Ctrl-C goes.
 APART: Mapping[str, Any] = {"start_new_session": True} if IS_POSIX else {"creationflags": 0x200}
 READ_BYTES = 1 << 16
@@ -168,15 +169,48 @@ def quoted(text: str) -> str:
     return shlex.quote(text) if IS_POSIX else subprocess.list2cmdline([text])
 
 
-def guard_command(number: int) -> list[str]:
-    """Return the command that ends a process, and all it has started, when its input is closed."""
+Started = subprocess.Popen[bytes]
+
+
+def start_guarded(command: str | Sequence[str], **more: Any) -> tuple[Started, Started]:
+    """Start a process in a session of its own, and the guard that ends it once we have ended.
+
+    The guard ends all that the process has started when its own input is closed, by whatever. Where
+    it can, the command waits until it is guarded.
+    """
+    gate, opener = os.pipe()
+    with os.fdopen(opener, "wb", buffering=0) as opening:
+        try:
+            if IS_POSIX:
+                command = [SHELL, "-c", GATED, str(gate), *command]
+                more = {**more, "pass_fds": (gate,)}
+            process = subprocess.Popen(command, **APART, **more)  # noqa: S603 (the user's command)
+        finally:
+            os.close(gate)
+        try:
+            guard = subprocess.Popen(  # noqa: S603
+                _guard_command(process.pid),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                **APART,
+            )
+        except BaseException:
+            kill_all(process)
+            raise
+        with suppress(BrokenPipeError):  # nobody waits
+            opening.write(b"\n")
+    return process, guard
+
+
+def _guard_command(number: int) -> list[str]:
     if IS_POSIX:
         return [SHELL, "-c", 'read -r _; kill -s KILL -- "-$0"', str(number)]
     code = f"import subprocess, sys; sys.stdin.read(); subprocess.run({[*END, str(number)]})"
     return [sys.executable, "-I", "-c", code]
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> None:
+def kill_all(process: Started) -> None:
     """End a process that has a session of its own, and all that it has started."""
     if IS_POSIX:
         with suppress(ProcessLookupError, PermissionError):
