@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from shapes import SIZES, TOKENS, TOLERANCE, UNET
 
 import dare
 
@@ -16,27 +17,16 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TOLERANCE = 1e-5  # of the range of the logits
-TOKENS = torch.arange(48).reshape(2, 24) % 40
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-}
+UNTIED = SIZES | {"tie_word_embeddings": False}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
-    "llama": ("Llama", SIZES | {"attention_bias": True}),
+    "llama": ("Llama", UNTIED | {"attention_bias": True}),
     "tied": ("Llama", SIZES | {"tie_word_embeddings": True}),
     "gpt2": ("GPT2", {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 2}),
-    "mixtral": ("Mixtral", SIZES | EXPERTS),
-    "qwen3_moe": ("Qwen3Moe", SIZES | EXPERTS | {"moe_intermediate_size": 16}),
-    "square": ("GptOss", SIZES | EXPERTS | {"intermediate_size": 32}),
-    "gpt_oss": ("GptOss", SIZES | EXPERTS),
+    "mixtral": ("Mixtral", UNTIED | EXPERTS),
+    "qwen3_moe": ("Qwen3Moe", UNTIED | EXPERTS | {"moe_intermediate_size": 16}),
+    "square": ("GptOss", UNTIED | EXPERTS | {"intermediate_size": 32}),
+    "gpt_oss": ("GptOss", UNTIED | EXPERTS),
 }
 HEADS = {"GPT2": "GPT2LMHeadModel"}
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -233,17 +223,6 @@ def test_biases_and_embeddings(tmp_path, add_row, kind, config):
 
 # ---------------------------------------------------------------- diffusion
 
-UNET = {
-    "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-    "sample_size": 8,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "norm_num_groups": 4,
-    "attention_head_dim": 4,
-    "cross_attention_dim": 8,
-}
-
 
 @pytest.mark.parametrize("alpha", [4, 6])
 @pytest.mark.parametrize("form", ["diffusers", "kohya"])
@@ -254,7 +233,7 @@ def test_lora_files_of_a_unet(tmp_path, add_row, form, alpha):
     from peft.utils import get_peft_model_state_dict
 
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(**UNET).eval()
+    unet = diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=8).eval()
     unet.save_pretrained(tmp_path / "base")
     config = LoraConfig(
         r=4, lora_alpha=alpha, target_modules=["to_q", "to_out.0", "conv1", "proj_in"]
@@ -276,7 +255,7 @@ def test_lora_files_of_a_unet(tmp_path, add_row, form, alpha):
         save_file(named | alphas, tmp_path / "adapter" / "lora.safetensors")
     given = {"base": tmp_path / "base", "output": tmp_path / "out", "method": "linear"}
     dare.merge(models=[tmp_path / "adapter"], verbose=False, **given)
-    result = diffusers.UNet2DConditionModel(**UNET).eval()
+    result = diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=8).eval()
     (weights,) = (tmp_path / "out").glob("*.safetensors")
     result.load_state_dict(load_file(weights))
     inputs = torch.randn(2, 4, 8, 8), torch.tensor(3), torch.randn(2, 5, 8)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from shapes import UNET
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -29,15 +30,6 @@ from diffusion_models import stable_diffusion, wan  # noqa: E402
 WEIGHTS = (0.5, 0.3, -0.2)
 TEXT = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
 TOKENS = [*"abc", "a</w>", "b</w>", "c</w>", "<|startoftext|>", "<|endoftext|>"]
-UNET = {
-    "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-    "sample_size": 8,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "norm_num_groups": 4,
-    "attention_head_dim": 4,
-}
 
 
 def clip(kind=CLIPTextModel):

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from shapes import SIZES, TOKENS, TOLERANCE
 
 from dare.lora import extract_adapter, merge_adapters
 
@@ -15,17 +16,8 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TOLERANCE = 1e-5  # of the range of the logits
-TOKENS = torch.arange(48).reshape(2, 24) % 40
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+MIXTURE = SIZES | {
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -54,7 +46,7 @@ MODELS = {
 
 
 def build(kind):
-    config = getattr(transformers, f"{kind}Config")(**SIZES | MODELS[kind])
+    config = getattr(transformers, f"{kind}Config")(**MIXTURE | MODELS[kind])
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():

@@ -203,11 +203,14 @@ def _splitter(tokenizer: Table) -> str:
                 steps.append(pattern.get("Regex"))
             case _:
                 steps.append(step["type"])
-    wanted = {"steps": steps, "looks_up": bool(tokenizer["model"].get("ignore_merges"))}
+    looks_up = bool(tokenizer["model"].get("ignore_merges"))
+    wanted = {"steps": steps, "looks_up": looks_up}
     name = next((own for own, table in _TABLES["splitters"].items() if table == wanted), None)
     forms = [step["type"] for step in _steps(tokenizer, "normalizer")]
     is_known = name is not None and forms in ([], ["NFC"])
-    _refuse(None if is_known else f"a tokenizer that splits text by {wanted}, {forms}")
+    way = ", ".join([*forms, *map(str, steps), *["ignore_merges"] * looks_up])
+    what = f"a tokenizer that splits text in a way for which llama.cpp has no name ({way})"
+    _refuse(None if is_known else what)
     return str(name)
 
 
