@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from dare.inputs.sources import INDEX_NAME, Source
 from dare.recipe.recipe import Request
+from dare.stages import STAGES
 
 Arrays = Mapping[str, np.ndarray]
 Value = TypeVar("Value")
@@ -32,6 +33,13 @@ def eventually(check: Callable[[], Value]) -> Value:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
+
+
+def method_of(stage: str) -> str:
+    """The shortest method with a stage: `dare+linear`, `ties`, `linear+svc`."""
+    return {"delta": f"{stage}+linear", "combine": stage, "refine": f"linear+{stage}"}[
+        STAGES[stage].kind
+    ]
 
 
 def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:

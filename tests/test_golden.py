@@ -23,13 +23,16 @@ import pytest
 
 import dare
 from dare.demo.merges import BASE, TUNED
-from dare.stages import STAGES
+from dare.stages import STAGES, parse_method
+from dare.stages.registry import combine_of
+from helpers import method_of
 
 GOLDEN = Path(__file__).with_name("golden.toml")
-MATRIX_STAGES = {"star", "fourier", "tsv", "iso", "wudi", "knots"}
+COMBINED = {"tsv", "iso", "wudi", "knots", "swudi", "aswudi", "resmerge", "dc_merge"}
+MATRIX_STAGES = {"star", "fourier", *COMBINED, "svc"}
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name if stage.kind == "combine" else f"{name}+linear": {} for name, stage in STAGES.items()},
+    **{method_of(name): {} for name in STAGES},
     "dare+sum": {},
     "dare+ties": {},
     "dare+slerp": {},
@@ -119,7 +122,7 @@ def is_matrix_method(case: str) -> bool:
 def merged(which: str, case: str) -> tuple[dict[str, np.ndarray], dare.Report]:
     method, settings = case.partition(" ")[0], dict(CASES[case])
     base, *models = SETS[which]()
-    combine = STAGES[method.split("+")[-1]]
+    combine = combine_of(parse_method(method))
     tensors = [
         dare.TensorRule(
             **{key: rule.pop(key) for key in ("match", "contains", "weight") if key in rule},

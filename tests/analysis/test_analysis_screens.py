@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from dare.analysis.document import make_document
 from dare.analysis.judge.advice import judge
 from dare.analysis.results import Origin
-from dare.documents.notices import CATALOGUE
+from dare.documents.notices import catalogue
 from dare.documents.terminal import SafeConsole, print_document
 from dare.documents.words import share
 
@@ -130,8 +130,8 @@ def test_the_first_screen_decides(three):
 def test_what_is_notable_of_ten_models_is_said(ten):
     text = printed(ten, 120)
     for name, said in {
-        "nan": f"left out: {CATALOGUE['not_finite'].title}",
-        "other": f"left out: {CATALOGUE['unrelated'].title}",
+        "nan": f"left out: {catalogue()['not_finite'].title}",
+        "other": f"left out: {catalogue()['unrelated'].title}",
         "sort": "same model twice, with copy-of-sort",
     }.items():
         assert rows(text, name)[0].rstrip().endswith(said)

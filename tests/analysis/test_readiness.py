@@ -27,7 +27,7 @@ from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
-from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity
+from dare.documents.notices import LIMIT, Notice, Severity, catalogue
 from dare.planning.make import LeftOut, Misfit
 from dare.stages import STAGES
 
@@ -159,11 +159,11 @@ def test_the_verdict_is_for_the_method_that_is_advised():
 def test_stages_declare_what_matters_for_them():
     declared = {
         name: {stage.name for stage in STAGES.values() if getattr(stage, name)}
-        for name in {CATALOGUE[code].only_for for code in RULES} - {""}
+        for name in {catalogue()[code].only_for for code in RULES} - {""}
     }
     assert declared == {
         "drops_at_random": {"dare", "darex", "della"},
-        "votes": {"ties", "emr", "knots", "sce"},
+        "votes": {"ties", "emr", "knots", "sce", "dc_merge"},
         "adds_up": {"sum"},
     }
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from dare import merge, plan
 from dare.cli import COMMANDS, build_app
-from dare.documents.notices import CATALOGUE
+from dare.documents.notices import catalogue
 from dare.documents.words import exact_text
 from dare.output.targets import MARK, MARK_NAME
 from dare.output.verification import verify
@@ -27,9 +27,8 @@ from helpers import flip_bit, save, sha256
 
 COMPILING = "compiling kernels (once; a few seconds)\n"
 
-OF_MERGES = {
-    code for code in CATALOGUE if list(CATALOGUE).index(code) <= list(CATALOGUE).index("leftovers")
-}
+CODES = list(catalogue())
+OF_MERGES = set(CODES[: CODES.index("leftovers") + 1])
 OF_DELTA_FILES = {"not_smaller", "lossy", "fits_lora"}
 OF_COPIES = {"same_model", "equals_base"}
 OF_TYPES = {"float64", "plain_float8"}
@@ -375,7 +374,7 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     labels = ("Note  ", "Warning  ", "Severe  ")
     kinds = [line.partition("  ")[2] for line in closing if line.startswith(labels)]
     others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES | OF_EXTRAS
-    assert sorted(kinds) == sorted(CATALOGUE[code].title for code in OF_MERGES - others)
+    assert sorted(kinds) == sorted(catalogue()[code].title for code in OF_MERGES - others)
     assert {"Note  leftovers", "Severe  not a number"} <= set(closing)
     rates = closing.index("Warning  high drop rate")
     told = " ".join(closing[rates:])

@@ -21,6 +21,7 @@ METHODS = [
     "dare_slerp",
     "dare+linear",
     "dare+ties",
+    "dare+linear+svc",
     "dare+trim+ties",
     "trim+sum",
     "ties",
@@ -56,6 +57,8 @@ VALUES = {
     "weighted": st.sampled_from(["true", "false"]),
     "scope": st.sampled_from(["tensor", "model"]),
     "normalize": st.sampled_from(["true", "false"]),
+    "alpha": st.floats(0, 1, exclude_min=True),
+    "embeddings": st.sampled_from(["vectors", "matrices"]),
 }
 OF_TRIM = {"rescale": st.sampled_from(["false", "l1"])}
 OTHERS = {

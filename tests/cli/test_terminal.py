@@ -132,7 +132,7 @@ def test_help_is_a_screen_and_a_half(page):
 def test_the_methods_fit_and_no_name_is_cut(columns, page):
     text = page(columns, "methods")
     headers = [line.split() for line in text.splitlines() if line.startswith(" stage")]
-    assert headers == [["stage", "does", "parameters", "paper"]] * 2
+    assert headers == [["stage", "does", "parameters", "paper"]] * 3
     for stage in STAGES.values():
         assert f"\n {stage.name} " in text
         assert stage.paper in text

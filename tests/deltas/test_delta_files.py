@@ -304,7 +304,9 @@ def test_merging_delta_files_gives_the_file_that_merging_the_models_gives(three,
     assert sha256(tmp_path / "c.safetensors") == sha256(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize("method", ["linear", "sum", "ties", "trim+ties", "della+linear", "nm+sum"])
+@pytest.mark.parametrize(
+    "method", ["linear", "sum+svc", "ties", "trim+ties", "della+linear", "nm+sum"]
+)
 @pytest.mark.parametrize("rate", [0.7, 0.9])
 def test_a_chain_that_does_not_drop_takes_what_is_left_divided_by_what_was_kept(
     three, tmp_path, method, rate

@@ -128,7 +128,7 @@ def test_reading_chooses_the_single_model_on_validation_items(
     assert found.sets[0]["scores"]["best single"]["score"] == 60.0
 
 
-def advised(world: str, kind: str = "pair", **known: float) -> dict[str, Any]:
+def advised(world: str, kind: str = "pair", **known: Any) -> dict[str, Any]:
     """A set in which the average has 60 points, and whose best model is 10 above the base."""
     said = {
         **{"base": 50.0, "best single": 60.0, "average": 60.0, "sum": 40.0, "search": 64.0},
@@ -180,6 +180,42 @@ def test_advice_against_other_choices(evidence: ModuleType) -> None:
     assert len(rows) == 10
 
 
+def test_the_newest_methods_are_held_against_what_is_tuned(
+    evidence: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = sys.modules["tables"]
+    monkeypatch.setattr(tables, "NEWEST", ("dc",))
+    monkeypatch.setattr(tables, "BESIDE_NEWEST", ("tsv",))
+    scores = dict.fromkeys(("linear", "linear_tuned", "tsv", "tsv_tuned"), (60.0, 1.0))
+    sets = [
+        a_set(world, **scores, dc=(59.5, 1.0), dc_tuned=(better, 1.0))
+        for world, better in zip("abcd", (61.0, 62.0, 61.0, 62.0), strict=True)
+    ]
+    text = block_of(evidence, "newest", *sets, a_set("e", **scores))
+    rows = rows_of(text)
+    assert rows["`dc`"][:3] == ["4", "0 / 4 / 0", "−0.5 (−0.5 … −0.5)"]
+    assert rows["`dc`"][3].startswith("+1.5 (+1.")
+    assert rows["`tsv`"][0] == "4"  # not the set that lacks a newest method
+    assert "than tuned `linear`: `dc`; than tuned `tsv`: `dc`" in text
+
+
+def test_other_methods_instead_of_the_advice_have_scales_of_other_bases(
+    evidence: ModuleType,
+) -> None:
+    seen = {"outcome": "small_changes", "method": "tsv"}
+    sets = []
+    for world, (half, whole) in {"v": (61.0, 63.0), "w": (64.0, 62.0)}.items():
+        entry = advised(world, seen=seen, candidate="tsv without strangers at 0.7")
+        entry["scores"] |= {
+            f"iso without strangers{at}": {"score": score, "half_width": 1.0}
+            for at, score in ((" at 0.5", half), ("", whole))
+        }
+        sets.append(entry)
+    rows = rows_of(block_of(evidence, "advice-instead", *sets))
+    # The advice has 62 points; v takes 0.5, which is best for w, and w takes 1, the best for v.
+    assert rows == {"`iso`": ["2", "+0.5", "0.5, 1", "−0.5", "−5.0"]}
+
+
 def test_answers_that_lose_are_named(evidence: ModuleType) -> None:
     answers = {"w": ("single 1", []), "v": ("linear", ["tsv"])}
     sets = [
@@ -193,7 +229,11 @@ def test_answers_that_lose_are_named(evidence: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["advice", "advice-late", "advice-folds", "advice-rivals", "advice-compared"]
+    "name",
+    [
+        *("newest", "advice", "advice-late", "advice-folds"),
+        *("advice-instead", "advice-rivals", "advice-compared"),
+    ],
 )
 def test_without_scored_advice_the_page_says_so(evidence: ModuleType, name: str) -> None:
     assert block_of(evidence, name, a_set("w")) == sys.modules["tables"].NOTHING_STORED

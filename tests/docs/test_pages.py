@@ -18,7 +18,7 @@ from doc_blocks import ROOT
 import dare
 from dare import compat
 from dare.cli import COMMANDS, main
-from dare.documents.notices import CATALOGUE
+from dare.documents.notices import catalogue
 from dare.errors import DareError
 from dare.recipe.entries import OTHER_NAMES
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
@@ -152,7 +152,7 @@ def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType)
 
 def test_every_notice_is_explained(generate: ModuleType) -> None:
     sections = re.findall(r"^### (.*)$", generate.notices(), re.M)
-    assert sections == list(CATALOGUE)
+    assert sections == list(catalogue())
     assert "<!-- generated: notices -->" in page("messages.md")
 
 

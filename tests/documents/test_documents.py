@@ -21,7 +21,7 @@ from dare.documents.document import (
     tabulate,
 )
 from dare.documents.notebook import make_chart, render_card
-from dare.documents.notices import CATALOGUE, Severity, notice
+from dare.documents.notices import Severity, catalogue, notice
 from dare.documents.page import render_page
 from dare.documents.shown import Shown
 from dare.documents.terminal import SafeConsole, print_document
@@ -138,9 +138,9 @@ def test_notices_have_codes_severities_and_subjects():
     assert str(found).startswith("math: ")
 
 
-@pytest.mark.parametrize("code", CATALOGUE)
+@pytest.mark.parametrize("code", catalogue())
 def test_texts_of_the_catalogue_can_be_put_together(code):
-    entry = CATALOGUE[code]
+    entry = catalogue()[code]
     assert entry.title
     assert entry.meaning.endswith(".")
     assert not entry.text.endswith(".")

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Band, Operand, native, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -115,17 +115,22 @@ def merges(draw):
         high, low = divmod(keep_threshold(rate), 1 << 32)
         return None if high == 256 else (*mask_key(draw(ANY_BITS), "w"), high, low)
 
+    start = 128 * draw(st.integers(0, 2**40))
+    borders = st.integers(start - 1, start + size + 1)
+    least = st.sampled_from([0, 1, 0x3A000000, 0x40000000])
+    most = st.sampled_from([0x40000000, 0x7F800000, 0x7FFFFFFF])
+    bands = st.none() | st.builds(Band, least, borders, most, borders)
     parts = [
         Operand(
             elements(tuned_type),
             mask(),
-            draw(st.sampled_from([0, 1, 0x3A000000, 0x40000000])),
+            draw(bands),
             draw(WEIGHTS),
             draw(st.sampled_from([0.5, 1.0, 1 / 3])),
         )
         for _ in range(draw(st.integers(1, 4)))
     ]
-    return elements(base_type), parts, 128 * draw(st.integers(0, 2**40)), draw(st.booleans())
+    return elements(base_type), parts, start, draw(st.booleans())
 
 
 @settings(max_examples=150)
@@ -141,32 +146,11 @@ def test_everything_in_one_kernel(case):
     assert results[0] == results[1]
 
 
-@given(SIZES.flatmap(lambda n: st.sampled_from(CARRIERS).flatmap(lambda c: stored(c, (2, n)))))
-def test_counting_what_was_not_taken(pair):
-    with np.errstate(invalid="ignore"):
-        finite = np.isfinite(np.where(pair == pair, pair, 0).astype(np.float64)).all()
-    if not finite or reference.magnitude_bits(decoded(pair)).max(initial=0) >= 0x7F800000:
-        return  # machines choose the payload of a NaN
-    base, raw = pair
-    outcomes = []
-    for backend in (reference, native):
-        out, counts = np.zeros(raw.size, np.uint32), np.zeros(1 << 16, np.int64)
-        count, peak = backend.count_magnitudes(raw, base, out, counts)
-        outcomes.append((count, peak, out[:count].tolist(), counts.tolist()))
-    assert outcomes[0] == outcomes[1]
-
-
-def decoded(raw):
-    values = np.empty(raw.size, np.float32)
-    reference.decode(raw.reshape(-1), values)
-    return values
-
-
 def test_figures_are_those_of_each_chunk():
     size = 2 * CHUNK + 5
     generator = np.random.default_rng(0)
     base, tuned = generator.standard_normal((2, size), np.float32)
-    part = Operand(tuned, (1, 2, 128, 0), 0, np.float32(1), 0.0)
+    part = Operand(tuned, (1, 2, 128, 0), None, np.float32(1), 0.0)
     for backend in (reference, native):
         out = np.empty(size, np.float32)
         together = backend.combine(base, [part], 0, False, THRESHOLD, out)
@@ -217,32 +201,50 @@ def test_masking_values(case):
     assert_same("keep_lanes", *case)
 
 
-@given(SIZES.flatmap(any_floats), st.integers(0, 0xFFFF))
-def test_counting_magnitudes(values, high):
-    room = np.zeros(values.size, np.uint32)
-    assert reference.magnitudes(values, room) == native.magnitudes(values, room.copy())
-    found = room[: reference.magnitudes(values, room)]
-    assert_same("count_high", found, np.zeros(1 << 16, np.int64))
-    if found.size:
-        high = int(found[0] >> np.uint32(15))
-    assert_same("count_low", found, np.uint32(high), np.zeros(1 << 15, np.int64))
+@st.composite
+def magnitudes(draw):
+    """Elements of a model and its base, without NaN, whose payload machines choose; and lanes."""
+    size = draw(SIZES | st.sampled_from([8192, 8193, 20000]))
+    carrier = draw(st.sampled_from(CARRIERS))
+    generator = np.random.default_rng(draw(ANY_BITS))
+    top = 0x38 if carrier.itemsize == 1 else (0x38 << 8 * (carrier.itemsize - 1))
+    few = generator.integers(0, top, draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}")
+    raw, base = generator.choice(few, (2, size)).view(carrier)
+    return raw, base, generator.choice(np.array([0, 255], np.uint8), size)
 
 
-@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]))
-def test_trimming(values, cut):
-    assert_same("keep_largest", values, np.float32(cut).view(np.int32))
+@given(magnitudes(), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(0, 300))
+def test_collecting_keys(case, one, other, room):
+    low, high = sorted((one, other))
+    figures, keys = np.array([3, room // 2]), np.zeros(room, np.uint64)
+    assert_same("collect_keys", *case, low, high, 77, keys, figures)
 
 
-@given(SIZES.flatmap(lambda n: st.tuples(raws(n), near_zero(n), lanes(-(-n // 8) * 8))))
-def test_gathering_magnitudes(case):
+@given(magnitudes(), st.integers(0, 2**31 - 1), st.integers(0, 15))
+def test_counting_bins(case, low, shift):
+    tallies = np.zeros(1 << 12, np.int64), np.zeros(1 << 12, np.uint32), np.zeros(2, np.int64)
+    assert_same("count_bins", *case, low, shift, *tallies)
+
+
+@given(magnitudes(), *[st.integers(0, 2**31 - 1)] * 2, SIZES, SIZES)
+def test_keeping_a_band(case, least, most, end, begin):
     raw, base, lane = case
-    lane[raw.size :] = 0
-    found = []
+    floats = np.empty(raw.size, np.float32)
+    reference.decode(base, floats)
+    found = reference.magnitude_bits(floats)
+    least = int(found[0]) if found.size and end % 2 else least
+    assert_same("keep_band", raw, floats, lane, 5, least, end, most, begin)
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n), any_floats(n))), *[WEIGHTS] * 3)
+def test_adding_shares(case, weight, cut, top):
+    scores, values = np.abs(case[0]), without_nan_payload(case[1])
+    outcomes = []
     for backend in (reference, native):
-        room = np.zeros(raw.size + 1, np.uint32)
-        count = int(backend.gather(raw, base, lane, room))
-        found.append(["NaN" if bits > 0x7F800000 else int(bits) for bits in room[:count]])
-    assert found[0] == found[1]
+        above, below = np.ones((2, scores.size), np.float32)
+        backend.add_shares(scores, values, weight, cut, top, above, below)
+        outcomes.append([without_nan_payload(each).tobytes() for each in (above, below)])
+    assert outcomes[0] == outcomes[1]
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(near_zero(n), near_zero(n), WEIGHTS)))
@@ -274,11 +276,12 @@ def test_sums_have_one_order(case):
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("backend", [reference, native])
-def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
-    # -0.0, a signalling NaN, a subnormal: all of these an addition would change.
-    raw = np.array([0x8000, 0x7F81, 0x0001, 0x3F80], np.uint16)
-    out = np.zeros(4, np.uint16)
-    backend.add_to_base(raw, np.zeros(4, np.float32), np.float32(scale), out)
+@pytest.mark.parametrize("more", [[], [0x7F81]], ids=["numbers", "with a signalling NaN"])
+def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale, more):
+    # -0.0, a subnormal, an infinity, a NaN: an addition would change some of these.
+    raw = np.array([0x8000, 0x0001, 0x3F80, 0xFF80, *more], np.uint16)
+    out = np.zeros_like(raw)
+    backend.add_to_base(raw, np.zeros(raw.size, np.float32), np.float32(scale), out)
     assert (out == raw).all()
 
 
@@ -324,18 +327,41 @@ def test_counting_who_needs_an_element(case, selectivity):
     ),
     st.sampled_from([np.uint32, np.uint64]),
 )
-def test_marking_ranks(case, kind):
+def test_selecting_ranks(case, kind):
     values, least, end = case
     keys = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(kind)
-    assert_same("mark_ranks", keys, least, end, np.ones(keys.shape, np.uint8))
+    by_left = np.arange(keys.shape[1] + 1)
+    tables = np.maximum(least, by_left // 2), np.minimum(end, by_left), by_left.astype(np.float32)
+    for each in (tables, [np.full_like(table, table[-1]) for table in tables]):
+        assert_same("select_ranks", keys, *each, np.ones(keys.shape, np.float32))
 
 
 @pytest.mark.parametrize("backend", [reference, native])
-def test_ranks_are_marked_by_hand(backend):
-    keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2]], np.uint32)  # of equals the first is larger
-    marks = np.ones((2, 4), np.uint8)
-    backend.mark_ranks(keys, 2, 4, marks)
-    assert marks.tolist() == [[0, 255, 255, 0], [255, 255, 0, 0]]
+def test_ranks_are_selected_by_hand(backend):
+    # of equals the first is larger; in a row with a key of 0, rank 3 is taken, times 0.5
+    keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2], [0, 4, 9, 4]], np.uint32)
+    leasts, ends, factors = np.array([0, 0, 0, 3, 2]), np.full(5, 4), np.float32([0, 0, 0, 0.5, 1])
+    found = np.ones((3, 4), np.float32)
+    backend.select_ranks(keys, leasts, ends, factors, found)
+    assert found.tolist() == [[0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0.5, 0]]
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n) | any_floats(n), lanes(n))))
+def test_keys_that_order_like_magnitudes(case):
+    values, lane = case
+    assert_same("order_keys", values, lane != 0, np.zeros(values.size, np.uint32))
+
+
+@given(st.integers(0, 600), st.integers(0, 2**36), ANY_BITS, st.sampled_from([1, 2, 7, 16, 17, 99]))
+def test_numbers_that_order_neighbours(size, group, key, among):
+    key0, key1 = np.uint32(key), np.uint32(7)
+    found, numbers = np.zeros((2, size), np.uint64)
+    assert_same("draw_order", found, 128 * group, key0, key1, among)
+    native.draw_order(found, 128 * group, key0, key1, among)
+    reference.draw_uniform(numbers, 128 * group, key0, key1)
+    for distance in range(1, min(among, size)):
+        order = numbers[distance:] < numbers[:-distance]
+        assert (order == (found[distance:] > found[:-distance])).all()
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n))))
@@ -353,11 +379,10 @@ def test_multiplying_what_is_kept(case):
     st.sampled_from([1, 5, 64, 65, 101, 300]).flatmap(
         lambda columns: st.integers(0, 3).flatmap(
             lambda rows: arrays.arrays(
-                np.uint64, (rows, columns), elements=st.integers(0, 3) | st.integers(0, 2**40 - 1)
+                np.uint32, (rows, columns), elements=st.integers(0, 3) | ANY_BITS
             )
         )
     )
 )
 def test_ranks(keys):
-    assert_same("rank_rows", keys, np.zeros(keys.shape, np.uint32))
-    assert_same("rank_rows", keys.astype(np.uint32), np.zeros(keys.shape, np.uint32))
+    assert_same("rank_left", keys, np.zeros(keys.shape, np.uint32))

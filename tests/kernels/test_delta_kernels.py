@@ -214,7 +214,7 @@ def live(draw):
 def test_applying_is_merging(case, factor):
     base, tuned, mask, lane = case
     merged, expected = np.empty(base.size, np.float32), np.empty_like(base)
-    reference.combine(base, [Operand(tuned, mask, 0, factor, 1.0)], 0, False, 0, merged)
+    reference.combine(base, [Operand(tuned, mask, None, factor, 1.0)], 0, False, 0, merged)
     reference.add_to_base(base, merged, np.float32(1), expected)
     kept = np.flatnonzero(lane)
     packed = tuned[kept]

@@ -115,6 +115,7 @@ def test_sums_are_those_of_concatenation(tmp_path_factory, shape, ranks, method)
         {"method": "tsv"},
         {"method": "iso"},
         {"method": "knots"},
+        {"method": "linear+svc"},
         {"method": "slerp", "on": "deltas"},
     ],
     ids=lambda given: given["method"],
@@ -131,6 +132,18 @@ def test_any_stage_of_changes_merges_there(tmp_path, given):
         basis = np.linalg.qr(vectors)[0]
         assert_near(basis @ (basis.T @ inside), inside, 1e-5)
     assert np.array_equal(delta(tmp_path / "a"), delta(tmp_path / "b"))
+
+
+def test_a_refine_stage_does_there_what_it_does_to_whole_matrices(tmp_path):
+    paths = write_several(tmp_path, ranks=(3, 2))
+    with pytest.raises(RecipeError, match=r"linear\+svc.*rank = 16.*space = \"core\""):
+        plan_adapters(paths, method="linear+svc")
+    merge_adapters(paths, tmp_path / "full", method="linear+svc", rank=5)
+    merge_adapters(paths, tmp_path / "core", method="linear+svc", space="core")
+    assert_near(delta(tmp_path / "core"), delta(tmp_path / "full"), 1e-5)
+    assert np.linalg.norm(delta(tmp_path / "full")) > 1.2 * np.linalg.norm(
+        sum(map(delta, paths)) / 2
+    )  # they share little
 
 
 def test_the_result_may_be_truncated_and_modules_may_differ(three, tmp_path):

@@ -20,7 +20,7 @@ SHAPE = (128256, 2048)
 def write_header(file, shape=SHAPE):
     """A model with a true header and a hole for data."""
     size = 2 * shape[0] * shape[1]
-    header = {"embed.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
+    header = {"up_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
     text = json.dumps(header).encode()
     with file.open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
@@ -37,21 +37,30 @@ def plan_of(files, free=None, **settings):
     base, *models = files
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "available_memory", lambda: free)
-        return plan(Request.of(base=base, models=models, verbose=False, **settings))
+        made = plan(Request.of(base=base, models=models, verbose=False, **settings))
+        assert made.cost.max_memory > 0  # which is kept
+        return made
 
 
 @pytest.mark.parametrize("method", ["tsv", "star+linear", "wudi"])
 def test_a_matrix_stage_gets_what_it_needs_on_a_laptop(files, method):
-    made = plan_of(files, 12 * GIB, method=method)
+    made = plan_of(files, 12 * GIB, method=method, threads=1)
     assert DEFAULT_MEMORY < made.cost.least_memory == made.cost.max_memory < 12 * GIB
     assert made.cost.buffer_bytes == made.cost.max_memory
     assert made.cost.threads == 1
     told = made.to_dict()
     assert told["max_memory_bytes"] == made.cost.least_memory
     (text,) = [note["text"] for note in told["notes"] if note["code"] == "more_memory"]
-    assert "embed.weight" in text
+    assert "up_proj.weight" in text
     assert f"{made.cost.least_memory / 1e9:.2f} GB" in text
     assert text in " ".join(str(made).split())  # it is wrapped
+
+
+def test_no_thread_idles_where_half_of_what_is_free_is_enough(files):
+    costs = [plan_of(files, free * GIB, method="tsv", threads=3).cost for free in (64, 18)]
+    assert [cost.threads for cost in costs] == [3, 1]
+    assert 3 * costs[1].least_memory / 2 < costs[0].max_memory < 32 * GIB
+    assert costs[1].max_memory == max(9 * GIB, costs[1].least_memory)
 
 
 def test_what_the_machine_does_not_have_is_refused_with_the_figure(files):
@@ -60,7 +69,7 @@ def test_what_the_machine_does_not_have_is_refused_with_the_figure(files):
     with pytest.raises(RecipeError) as caught:
         plan_of(files, needed - 1, method="tsv")
     text = str(caught.value)
-    for part in ("tsv", "embed.weight", f"{needed / 1e9:.2f} GB", f"max_memory = {needed}"):
+    for part in ("tsv", "up_proj.weight", f"{needed / 1e9:.2f} GB", f"max_memory = {needed}"):
         assert part in text
     assert plan_of(files, 0, method="tsv", max_memory=needed).cost.threads == 1  # as it was said
     assert plan_of(files, None, method="tsv").cost.max_memory == needed  # nobody knows what is free

@@ -470,8 +470,8 @@ def test_a_rule_wins_over_the_embedding_rate_over_the_model_over_the_stage():
 def test_a_rule_may_set_parameters_of_the_combine_stage_and_a_model_may_not():
     rule = TensorRule(match="w", settings={"divide_by": "count"})
     found = recipe(method="dare+ties", tensors=[rule])
-    assert found.combine_settings_for("w")["divide_by"] == "count"
-    assert found.combine_settings_for("v")["divide_by"] == "weights"
+    assert found.joint_settings_for("w")[0]["divide_by"] == "count"
+    assert found.joint_settings_for("v")[0]["divide_by"] == "weights"
     entry = ModelEntry(file="a", settings={"divide_by": "count"})
     with pytest.raises(RecipeError, match=r"model a: divide_by is not a parameter here.*drop_rate"):
         recipe(method="dare+ties", models=[entry, "b"])
@@ -491,7 +491,7 @@ def test_a_rule_may_name_a_method_and_the_last_one_that_matches_counts():
     assert list(found.chains) == ["linear", "slerp", "dare+ties", "dare+sum"]
     names = ("norm", "mlp", "mlp.up", "mlp.up.bias")
     assert [found.method_for(name) for name in names] == list(found.chains)
-    assert found.combine_settings_for("mlp") == {"t": 0.75, "on": "deltas"}
+    assert found.joint_settings_for("mlp")[0] == {"t": 0.75, "on": "deltas"}
     assert [found.settings_for(name, 0) for name in names[:2]] == [(), ()]
     assert [found.settings_for(name, 0)[0]["drop_rate"] for name in names[2:]] == [0.1, 0.5]
     # linear has 1/n, slerp no weights, ties the rule's, and sum 1: that rule's method is replaced.

@@ -27,7 +27,7 @@ METHODS = {
     "dare+linear": {},
     "trim+ties": {"trim": {"scope": "model"}},
     "della+slerp": {},
-    "star+tsv": {},
+    "star+tsv+svc": {},
 }
 
 

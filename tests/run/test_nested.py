@@ -60,7 +60,7 @@ INNER = {
     "element": ELEMENT,
     "tensor": recipe_of(MATH, CODE, method="trim+slerp"),
     "model": recipe_of(MATH, CODE, method="trim+ties", trim={"scope": "model"}),
-    "matrix": recipe_of(MATH, CODE, method="iso"),
+    "matrix": recipe_of(MATH, CODE, method="iso+svc"),
     "wider": {**ELEMENT, "dtype": "F32"},
 }
 

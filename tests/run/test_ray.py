@@ -211,7 +211,7 @@ class Here:
 
 @pytest.mark.parametrize(
     ("method", "stages"),
-    [("dare+linear", {}), ("trim+ties", {"trim": {"scope": "model"}}), ("tsv", {})],
+    [("dare+linear", {}), ("trim+ties", {"trim": {"scope": "model"}}), ("tsv+svc", {})],
 )
 def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
     recipe = recipe.changed(method=method, stages=stages)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -167,8 +168,8 @@ def test_every_step_is_done_once_with_what_it_needs(seed):
     expected = {}
     for step in steps:
         expected[step.id] = f"{step.id}({''.join(expected[need] for need in step.needs)})"
-    ahead = chance.choice([None, 0, 2])
-    assert results_of(steps, chance.randint(1, 4), groups_ahead=ahead) == expected
+    one_group = chance.choice([False, True])
+    assert results_of(steps, chance.randint(1, 4), one_group=one_group) == expected
 
 
 def test_a_step_that_waits_lets_later_ones_pass():
@@ -185,23 +186,31 @@ def test_a_step_that_waits_lets_later_ones_pass():
     run_steps([Step("first"), Step("second", ("first",)), Step("third")], lambda _stop: Worker(), 2)
 
 
-def test_no_step_is_too_far_ahead():
-    """Of groups 0 to 9, none is begun that is more than two ahead of the first that is not done."""
-    lock, begun, done, gaps = threading.Lock(), set(), set(), []
+def test_no_more_groups_are_begun_than_there_are_threads():
+    """One of them takes as long as all others, which do not wait for it."""
+    lock, begun, done, most = threading.Lock(), set(), Counter(), []
+    others_done = threading.Event()
 
     class Worker(Adder):
         def run(self, step, results):
             with lock:
                 begun.add(step.group)
-                undone = min(set(range(10)) - done)
-                gaps.append(step.group - undone)
-            time.sleep(0.002 * (step.group % 3))
+                most.append(len([group for group in begun if done[group] < 3]))
+            if step.id == "0":
+                assert others_done.wait(30), "the others wait for the first"
             with lock:
-                done.add(step.group)
+                done[step.group] += 1
+                if done.total() == 27:
+                    others_done.set()
 
-    run_steps([Step(str(i), (), i) for i in range(10)], lambda _stop: Worker(), 4, groups_ahead=2)
-    assert begun == set(range(10))
-    assert max(gaps) <= 2
+    steps = [
+        Step(f"{group}{part}", needs, group)
+        for group in range(10)
+        for part, needs in (("", ()), ("a", (str(group),)), ("b", (str(group),)))
+    ]
+    run_steps(steps, lambda _stop: Worker(), 3, one_group=True)
+    assert done.total() == 30
+    assert 2 <= max(most) <= 3
 
 
 def test_results_are_let_go_of_when_nobody_needs_them_any_more():

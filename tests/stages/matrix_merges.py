@@ -33,7 +33,8 @@ def merge(method, *deltas, backend="reference", **settings):
 
 
 def plan(method, shapes, models=1, **settings):
-    base = {f"w{i}": np.broadcast_to(np.float32(0), shape) for i, shape in enumerate(shapes)}
+    named = shapes if isinstance(shapes, dict) else {f"w{i}": s for i, s in enumerate(shapes)}
+    base = {name: np.broadcast_to(np.float32(0), shape) for name, shape in named.items()}
     names = [f"model {number}" for number in range(models)]
     entries = [ModelEntry(file=name) for name in names]
     asked = Request.of(base="base", models=entries, method=method, verbose=False, **settings)
@@ -92,7 +93,11 @@ def surveyed_bytes(name, deltas, **settings):
     complete = stage.settings(settings, "")
     tracemalloc.start()
     try:
-        stage.survey(walk, **complete)
+        if stage.kind == "refine":
+            matrices = [delta.copy() for delta in deltas]
+            stage.survey(sum(deltas), matrices, walk.yielded.weights, **complete)
+        else:
+            stage.survey(walk, **complete)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -132,49 +132,96 @@ def test_the_numbers_of_the_mask():
         ("größe", 0, 0.999, 128 * 999, 20_000),
     ):
         key0, key1 = map(np.uint32, mask_key(seed, name))
-        numbers = [np.empty(size, np.uint64) for _ in range(2)]
-        for kernels, out in zip((reference, native), numbers, strict=True):
-            kernels.draw_uniform(out, start, key0, key1)
-        assert (numbers[0] == numbers[1]).all()
+        numbers, turned = np.empty((2, size), np.uint64)
+        reference.draw_uniform(numbers, start, key0, key1)
+        native.draw_order(turned, start, key0, key1, size)
+        assert (numbers == np.uint64(2**40) - turned).all()
         keep = keep_mask(name, size, rate, seed, start)
-        assert ((numbers[1] < np.uint64(keep_threshold(rate))) == keep).all()
+        assert ((numbers < np.uint64(keep_threshold(rate))) == keep).all()
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2000), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 2**32))
-def test_dropping_by_rank(size, columns, group, seed):
-    """Both kernels agree; thresholds are drawn among few, so that lanes equal them often."""
+ROWS = {
+    "normal": lambda g, shape: g.standard_normal(shape),
+    "of few sizes": lambda g, shape: g.integers(-3, 4, shape),
+    "equal": lambda _, shape: np.ones(shape),
+    "zero": lambda _, shape: np.zeros(shape),
+    "nearly equal": lambda g, shape: 1 + g.random(shape) * 1e-3,
+    "with an outlier": lambda g, shape: np.where(np.arange(shape) % 97, g.random(shape), 1e9),
+    "of any size": lambda g, shape: np.exp(9 * g.standard_normal(shape)),
+    "of any bits": lambda g, shape: g.integers(0, 2**32, shape, np.uint32).view(np.float32),
+}
+
+
+def ranks_of_row(magnitudes, left):
+    """The definition: the ranks of those that are left, of equals the first the largest, spread."""
+    places, last = np.flatnonzero(left), magnitudes.size - 1
+    backwards = places[::-1]
+    ascending = backwards[np.argsort(magnitudes[backwards], kind="stable")]
+    ranks = np.zeros(magnitudes.size, np.uint32)
+    ranks[ascending] = np.rint(np.arange(places.size) * (last / max(places.size - 1, 1)))
+    return ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(ROWS)),
+    st.sampled_from([1, 2, 5, 64, 100, 1000, 3000, 70_000]),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.integers(0, 2**32),
+)
+def test_dropping_by_rank(kind, columns, group, dropped, seed):
+    """Both kernels do as the definition says; rows are cut on both sides."""
     generator = np.random.default_rng(seed)
-    values = generator.standard_normal(size).astype(np.float32)
-    ranks = generator.integers(0, columns, size).astype(np.uint32)
-    thresholds = generator.integers(1 << 32, 2**40 + 1, columns).astype(np.uint64)
-    factors = generator.standard_normal(columns).astype(np.float32)
+    size = max(1000, int(2.5 * columns))
+    with np.errstate(over="ignore"):
+        values = ROWS[kind](generator, size).astype(np.float32)
+    left = generator.random(size) >= dropped
+    values[~left] = 0
+    head = min(-128 * group % columns, size)
+    tail = (size - head) % columns
+    magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    edges = generator.integers(0, columns, head + tail).astype(np.uint32)
+    ranks = np.concatenate(
+        [edges[:head]]
+        + [
+            ranks_of_row(magnitudes[first : first + columns], left[first : first + columns])
+            for first in range(head, size - tail, columns)
+        ]
+        + [edges[head:]]
+    )
+    rates = 0.5 + 0.4 * (np.arange(columns) / max(columns - 1, 1) - 0.5)
+    thresholds = np.rint(rates * 2.0**40).astype(np.uint64)
+    factors = (0.5 / rates).astype(np.float32)
     key0, key1 = map(np.uint32, mask_key(seed, "w"))
-    results = [(values.copy(), np.empty(size, np.bool_)) for _ in range(2)]
-    for kernels, (out, kept) in zip((reference, native), results, strict=True):
-        kernels.drop_by_rank(out, ranks, thresholds, factors, 128 * group, key0, key1, kept)
-    for one, other in zip(*results, strict=True):
-        assert one.tobytes() == other.tobytes()
+    numbers = np.empty(size, np.uint64)
+    reference.draw_uniform(numbers, 128 * group, key0, key1)
+    expected_kept = left & (numbers < thresholds[ranks])
+    with np.errstate(all="ignore"):
+        scaled = np.where(expected_kept, values * factors[ranks], np.float32(0))
+    for kernels in (reference, native):
+        out, kept = values.copy(), np.empty(size, np.bool_)
+        kernels.drop_by_rank(
+            out, left, columns, edges, thresholds, factors, 128 * group, key0, key1, kept
+        )
+        assert (kept == expected_kept).all()
+        np.testing.assert_array_equal(out, scaled)
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(0, 5), st.integers(1, 200)).flatmap(
         lambda shape: arrays.arrays(
-            np.uint64, shape, elements=st.integers(0, 3) | st.integers(0, 2**40 - 1)
+            np.uint32, shape, elements=st.integers(0, 3) | st.integers(0, 2**32 - 1)
         )
     )
 )
 def test_ranks(keys):
-    results = [np.full(keys.shape, 7, np.uint32) for _ in range(2)]
-    for kernels, out in zip((reference, native), results, strict=True):
-        kernels.rank_rows(keys, out)
-    order = np.argsort(-keys.astype(np.int64), axis=1, kind="stable")
-    by_hand = np.empty(keys.shape, np.int64)
-    places = np.broadcast_to(np.arange(keys.shape[1])[::-1], keys.shape)
-    np.put_along_axis(by_hand, order, places, 1)
-    assert (results[0] == by_hand).all()
-    assert (results[1] == by_hand).all()
+    by_hand = np.array([ranks_of_row(row, row != 0) for row in keys]).reshape(keys.shape)
+    for kernels in (reference, native):
+        found = np.full(keys.shape, 7, np.uint32)
+        kernels.rank_left(keys, found)
+        assert (found == by_hand).all()
 
 
 def test_the_report_counts_what_is_left():

@@ -1,8 +1,9 @@
 """No stage's result depends on threads, on how files are cut, or on how much memory there is.
 
 Every registered stage is merged with, at its defaults and some also otherwise: a combine stage by
-itself, a delta stage before `linear`. The models have odd tensors and one of more than a chunk; for
-matrix stages, which see whole matrices anyway, it is smaller (test_matrices has large ones).
+itself, a delta stage before `linear`, a refine stage after it. The models have odd tensors and one
+of more than a chunk; for matrix stages, which see whole matrices anyway, it is smaller
+(test_matrices has large ones).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.stages import STAGES
-from helpers import save, save_shards
+from helpers import method_of, save, save_shards
 
 LARGEST = "embed.weight"
 SHAPES = {
@@ -36,12 +37,8 @@ SHAPES = {
 MATRIX = (97, 61)
 """In place of the largest, for matrix stages; enough for BLAS to use two threads."""
 NAMES = ("base", "math", "code", "chat")
-METHODS = [
-    name if stage.kind == "combine" else f"{name}+linear"
-    for name, stage in STAGES.items()
-    if stage.models != 0
-]
-MATRIX_METHODS = [method for method in METHODS if STAGES[method.partition("+")[0]].sees == "matrix"]
+METHODS = [method_of(name) for name, stage in STAGES.items() if stage.models != 0]
+MATRIX_METHODS = [m for m in METHODS if any(STAGES[s].sees == "matrix" for s in m.split("+"))]
 
 QUICK = {"wudi": {"steps": 5}}
 """Of 300 steps one is like the other."""
@@ -143,7 +140,8 @@ def test_the_same_bytes_however_it_is_run(chunks, matrices, tmp_path, method, st
 
 def test_matrix_stages_are_told_from_the_others():
     assert "della+linear" in METHODS
-    assert {"star+linear", "fourier+linear", "tsv", "iso", "wudi", "knots"} == set(MATRIX_METHODS)
+    combine = {"tsv", "iso", "wudi", "knots", "swudi", "aswudi", "resmerge", "dc_merge"}
+    assert {"star+linear", "fourier+linear", *combine, "linear+svc"} == set(MATRIX_METHODS)
 
 
 # ---------------------------------------------------------------- BLAS and memory, in processes

@@ -118,14 +118,18 @@ def any_floats(size):
     st.floats(0.1, 10),
     st.floats(1e-30, 1e30),
     st.integers(1, 40),
+    st.floats(0, 1),
 )
-def test_the_kernels_have_the_same_bits(case, factor, peak, models):
+def test_the_kernels_have_the_same_bits(case, factor, peak, models, floor):
     values, total = case
     found = []
     for kernels in (reference, native):
-        out = np.empty_like(values)
-        kernels.balance_scores(values, total, factor, peak, float(models), out)
-        found.append(out.tobytes())
+        whole, out = np.empty((2, values.size), np.float32)
+        kernels.balance_scores(values, total, factor, peak, float(models), 0.0, whole)
+        kernels.balance_scores(values, total, factor, peak, float(models), floor, out)
+        assert (out == whole)[whole >= floor].all()
+        assert ((out == whole) | (out == 0)).all()
+        found.append(out.tobytes() + whole.tobytes())
     assert found[0] == found[1]
 
 
@@ -134,7 +138,7 @@ def test_the_functions_are_those_they_should_be(models):
     values = np.float32(np.geomspace(1e-6, 8, 1001))
     total = values[::-1].copy()
     out = np.empty_like(values)
-    reference.balance_scores(values, total, 1.0, 8.0, float(models), out)
+    reference.balance_scores(values, total, 1.0, 8.0, float(models), 0.0, out)
     wide = values.astype(np.float64)
     expected = np.exp(models * ((wide / 8) ** 2 - 1)) * np.tanh(wide * total)
     assert out == pytest.approx(expected, rel=2e-7)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from matrix_merges import gaussian, relative, seeds, sides
 
 import dare
-from dare.stages import STAGES as KNOWN
+from helpers import method_of
 
 ON_DELTAS = {"karcher": {"on": "deltas"}}
 STAGES = {
@@ -37,7 +37,7 @@ def test_one_model_is_itself(method, stages, deltas):
     assert combine(method, *deltas, stages=stages) == pytest.approx(deltas[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["tsv", "knots", "wudi"])
+@pytest.mark.parametrize("method", ["tsv", "knots", "wudi", "swudi", "aswudi"])
 @settings(max_examples=20)
 @given(sides, sides, seeds)
 def test_one_matrix_is_itself(method, rows, columns, seed):
@@ -79,6 +79,12 @@ def test_it_scales_with_its_inputs(method, deltas, factor):
         ("knots", {"keep_ratio": 0.0}, "keep_ratio"),
         ("wudi", {"steps": -1}, "steps"),
         ("wudi", {"rate": 0.0}, "rate"),
+        ("swudi", {"time": 0.0}, "time"),
+        ("swudi", {"rank_share": 1.5}, "rank_share"),
+        ("resmerge", {"head_ratio": -0.1}, "head_ratio"),
+        ("resmerge", {"min_exponent": 1.5}, "min_exponent"),
+        ("dc_merge", {"keep_ratio": 0.0}, "keep_ratio"),
+        ("dc_merge", {"max_ratio": 0.5}, "max_ratio"),
         ("breadcrumbs", {"keep_middle": 0.0}, "keep_middle"),
         ("breadcrumbs", {"drop_largest": 1.0}, "drop_largest"),
         ("breadcrumbs", {"rescale": True}, "rescale"),
@@ -100,12 +106,13 @@ def test_it_scales_with_its_inputs(method, deltas, factor):
         ("darex", {"q": 0.5, "epsilon": 0.1}, "give one of them"),
         ("darex", {"epsilon": 0.95}, "epsilon at most 0.9"),
         ("darex", {"q": 0.05}, "q = 0.05 at drop_rate = 0.9"),
+        ("svc", {"alpha": 0.0}, "alpha = 0.0"),
+        ("svc", {"alpha": 1.5}, "alpha = 1.5"),
     ],
 )
 def test_what_cannot_be_is_refused(stage, parameters, text):
-    method = stage if KNOWN[stage].kind == "combine" else f"{stage}+sum"
     with pytest.raises(dare.RecipeError, match=text):
-        combine(method, [[1.0]], stages={stage: parameters})
+        combine(method_of(stage), [[1.0]], stages={stage: parameters})
 
 
 @pytest.mark.parametrize("method", ["slerp", "nuslerp"])

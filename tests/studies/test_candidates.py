@@ -88,7 +88,7 @@ SETTINGS = [
     {"drop_rate": 0.3, "scale": 0.7, "seed": 5},
     {"method": "dare+ties", "drop_rate": 0.5},
     {"method": "trim+linear", "trim.keep_ratio": 0.3, "trim.scope": "model"},
-    {"method": "tsv"},
+    {"method": "tsv+svc", "svc.alpha": 1.0},
     {"method": "darex+linear", "drop_rate": 0.5, "q": 0.7},
     {"drop_rate.model0": 0.1, "drop_rate.model2": 0.9, "weight.model1": 0.5, "seed.model1": 3},
     {"drop_rate": [0.1, 0.9], "weight.model0": [0.0, 1.0, 0.5]},
@@ -310,7 +310,7 @@ def test_no_method_changes_what_is_held(tmp_path):
     deltas = [stage.name for stage in STAGES.values() if stage.kind == "delta"]
     combines = [s.name for s in STAGES.values() if s.kind == "combine" and s.models not in (0, 1)]
     methods = [f"{name}+linear" for name in deltas] + [f"trim+{name}" for name in combines]
-    for method in methods:
+    for method in (*methods, "trim+ties+svc"):
         candidates.make({"method": method})
     for _, held in candidates._kept.values():
         for raw, digests in held.values():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dare.tensors.files import LocalFile, OutputFile, open_ordinary
+from dare.tensors.system import keep_freed_memory, system_call
 
 
 @pytest.fixture
@@ -42,3 +43,15 @@ def test_threads_that_share_a_file_read_and_write_what_they_mean(tmp_path):
     read.close()
     written.close()
     assert (tmp_path / "written").read_bytes() == content.tobytes()
+
+
+@pytest.mark.skipif(system_call("mallopt") is None, reason="needs glibc")
+def test_arrays_are_made_in_memory_that_was_freed():
+    resource = pytest.importorskip("resource")
+    keep_freed_memory()
+    faults = []
+    for _ in range(21):
+        arrays = [np.ones(1 << 21, np.uint8) for _ in range(8)]
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        del arrays
+    assert faults[-1] - faults[0] < 8 * (1 << 21) // resource.getpagesize()  # once, not 20 times

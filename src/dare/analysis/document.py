@@ -27,7 +27,7 @@ from dare.documents.document import (
     spans_decades,
     tabulate,
 )
-from dare.documents.notices import CATALOGUE, Notice, Severity
+from dare.documents.notices import Notice, Severity, catalogue
 from dare.documents.shown import Shown
 from dare.documents.words import (
     NOTHING,
@@ -135,7 +135,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     notable = [
         f"{_some(finding.subjects)} {_relation(finding)}"
         for finding in sorted(readiness.findings, key=lambda each: each.code not in BASE_IN_DOUBT)
-        if CATALOGUE[finding.code].together
+        if catalogue()[finding.code].together
     ]
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
@@ -145,7 +145,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
 
 def _relation(finding: Notice) -> str:
     """Return what models are to each other, in a few words with their cosines."""
-    words, figures = CATALOGUE[finding.code].together, finding.figures
+    words, figures = catalogue()[finding.code].together, finding.figures
     if finding.code == "multiple" and min(figures.values()) < 0:
         words = "are opposite" if len(finding.subjects) == 2 else "are multiples, some opposite"
     ends = [figures[name] for name in ("cosine", "largest_cosine") if name in figures]
@@ -242,8 +242,8 @@ def _remark(model: str, readiness: Readiness, advice: Advice) -> str:
     about = [finding for finding in readiness.of(model) if finding.subjects]
     for finding in about[:1]:
         others = tuple(name for name in finding.subjects if name != model)
-        together = others if CATALOGUE[finding.code].together else ()
-        title = CATALOGUE[finding.code].title
+        together = others if catalogue()[finding.code].together else ()
+        title = catalogue()[finding.code].title
         said.append(f"{title}, with {_some(together)}" if together else title)
     return ": ".join(said)
 

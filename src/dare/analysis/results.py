@@ -424,7 +424,7 @@ class Outcome:
         """
         try:
             report = manifest["report"]
-            stages, counts = report["method"].split("+")[:-1], _count_left(report, analysis)
+            stages, counts = report["method"].split("+"), _count_left(report, analysis)
             return cls(
                 method=report["method"],
                 output="" if output is None else str(output),

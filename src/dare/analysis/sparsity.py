@@ -46,7 +46,7 @@ from dare.analysis.measure.measuring import Measured
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.checks.sample import NONE, Exposure
-from dare.documents.notices import CATALOGUE, LIMIT, notice
+from dare.documents.notices import LIMIT, catalogue, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
@@ -301,7 +301,7 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
     readiness = analysis.readiness
     if readiness.verdict is not Verdict.NO_DEFECT:
         return readiness
-    figures = {name: getattr(analysis, name) for name in CATALOGUE["fit"].figures}
+    figures = {name: getattr(analysis, name) for name in catalogue()["fit"].figures}
     size, promise = _size(analysis), _promise(analysis, "its layers")
     fit = notice("fit", NAME, figures=figures, size=size, promise=promise, **figures)
     return replace(readiness, findings=(*readiness.findings, fit))

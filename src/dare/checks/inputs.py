@@ -152,7 +152,7 @@ def check_inputs(
         rest = [other for other in recipe.models if other is not entry and other not in bases]
         earlier = [] if _is_meant(entry) else find_inputs(entry.file)
         if merged := _merged_before(recipe.base, rest, earlier):
-            meant = "weight" if recipe.chain[-1][0].default_weight else "seed"
+            meant = "weight" if recipe.chain.combine.default_weight else "seed"
             raise RecipeError(
                 f"{entry.file}: was made by dare from this base and {' and '.join(merged)}; take "
                 f"this output out of models, or give it a {meant} if that is meant"
@@ -191,7 +191,7 @@ def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
 
 
 def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
-    combines = [stage for stage, _ in recipe.all_stages if stage.kind == "combine"]
+    combines = [stage for stage, _ in recipe.all_stages.of_kind("combine")]
     others = [entry.file for entry in recipe.models if entry not in bases]
     is_short = 0 < len(others) <= SHORT_LIST
     remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"

@@ -255,7 +255,9 @@ def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float
 def _edge(noise: Doubles, long: int) -> float:
     """Return the end of the singular values of noise, by their median."""
     short = noise.size
-    deviation = float(np.median(noise)) / math.sqrt(long * median_of_noise(short / long))
+    # Not np.median, which imports numpy.ma.
+    median = float(np.sort(noise)[(short - 1) // 2 : short // 2 + 1].mean())
+    deviation = median / math.sqrt(long * median_of_noise(short / long))
     center = (math.sqrt(short) + math.sqrt(long)) ** 2
     unit = math.sqrt(center) * (1 / math.sqrt(short) + 1 / math.sqrt(long)) ** (1 / 3)
     return deviation * math.sqrt(center + 2 * unit)

@@ -115,8 +115,9 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
     try:
         with _uncollected_start(owns_process=owns_process):
             _load_stages(given)
-            command, bound, _ = build_app().parse_args(
-                with_command(given), exit_on_error=False, print_error=False
+            words = with_command(given)
+            command, bound, _ = build_app(words[0]).parse_args(
+                words, exit_on_error=False, print_error=False
             )
         outcome = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
@@ -158,8 +159,8 @@ def _load_stages(arguments: Sequence[str]) -> None:
             load_stages(file)
 
 
-def build_app() -> App:
-    """Return the commands with their help."""
+def build_app(asked: str = "") -> App:
+    """Return the commands with their help; what completes them only if no other is asked for."""
     from cyclopts import App, Group
 
     app = App(
@@ -179,8 +180,10 @@ def build_app() -> App:
             how = {} if name in WITH_COMMANDS else {"help_epilogue": ""}
             texts = {"name": name, "help": COMMANDS[name], **how}
             app.command(f"dare.cli.{home}:{name}", group=group, sort_key=order, **texts)
-    app.register_install_completion_command(help="Set up completion in the shell you are in.")
-    for flag in ("--help", "--version", "--install-completion"):
+    if asked not in COMMANDS:  # it takes a while to import
+        app.register_install_completion_command(help="Set up completion in the shell you are in.")
+        app["--install-completion"].show = False
+    for flag in ("--help", "--version"):
         app[flag].show = False
     return app
 

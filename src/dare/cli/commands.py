@@ -44,7 +44,7 @@ from dare.recipe.recipe import Request
 from dare.run.engine import run
 from dare.run.merging import Merge, run_slice
 from dare.stages import ALIASES, STAGES, parse_method
-from dare.stages.registry import catalogue, explain
+from dare.stages.registry import catalogue, combine_of, explain
 from dare.stores.locations import to_path
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _by_position(
 def _interpolates(method: str | None) -> bool:
     """Tell if a method goes from model to model, so that two paths are its two models."""
     try:
-        return method is not None and parse_method(method)[-1].interpolates is not None
+        return method is not None and combine_of(parse_method(method)).interpolates is not None
     except RecipeError:  # which is said when the recipe is made
         return False
 

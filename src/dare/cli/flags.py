@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,10 +140,15 @@ BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug":
 
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
+    _declare(command, command, _recipe_flags())
+    return command
+
+
+@cache
+def _recipe_flags() -> list[inspect.Parameter]:
     shared = [_keyword(name, *declared) for name, declared in BESIDE_RECIPE.items()]
     fields = [flag.parameter(name) for name, flag in (FIELDS | PER_MODEL).items()]
-    _declare(command, command, [*shared, *fields, *stage_flags()])
-    return command
+    return [*shared, *fields, *stage_flags()]
 
 
 def stage_flags() -> list[inspect.Parameter]:

@@ -1,7 +1,7 @@
 """Notices: whatever the program tells anyone about models, inputs, settings and results.
 
-The texts stand in `notices.toml`, with the limits that measurements are held against; the
-conditions stand in the code that asks. A notice is known by its code, in Python, in JSON and in
+The texts stand in `notices.toml`, the limits that measurements are held against in `limits.toml`;
+the conditions stand in the code that asks. A notice is known by its code, in Python, in JSON and in
 `docs/messages.md`, which is made from the table.
 
     >>> found = notice("equals_base", "math")
@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -93,14 +94,22 @@ class Entry:
     details: str = ""
 
 
-_TABLE = tomllib.loads(files("dare.documents").joinpath("notices.toml").read_text("utf-8"))
+def _table(file: str) -> dict[str, Any]:
+    return tomllib.loads(files("dare.documents").joinpath(file).read_text("utf-8"))
+
+
 # The numbers that measurements are held against, each with its meaning and its source.
-LIMITS: dict[str, tuple[float, str, str]] = _TABLE["limits"]
+LIMITS: dict[str, tuple[float, str, str]] = _table("limits.toml")
 LIMIT = Limits({name: value for name, (value, _, _) in LIMITS.items()})
-CATALOGUE = {
-    code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
-    for code, entry in _TABLE["notices"].items()
-}
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Return all kinds of notices by their codes; read when one is given, since that takes long."""
+    return {
+        code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
+        for code, entry in _table("notices.toml")["notices"].items()
+    }
 
 
 LEFTOVERS = "leftovers"
@@ -115,7 +124,7 @@ def notice(
     **values: Any,
 ) -> Notice:
     """Return the notice of that code, its texts filled in with the values and the limits."""
-    entry, known = CATALOGUE[code], {"limit": LIMIT, **values}
+    entry, known = catalogue()[code], {"limit": LIMIT, **values}
     text, remedy = (each.format_map(known) for each in (entry.text, entry.remedy))
     return Notice(code, severity or entry.severity, subjects, text, remedy, figures or {})
 

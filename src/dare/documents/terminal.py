@@ -21,7 +21,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from dare.documents.document import BARS, TONES, Code, Document, Facts, Listing, Part, Table, Tone
-from dare.documents.notices import CATALOGUE, Notice, Severity
+from dare.documents.notices import Notice, Severity, catalogue
 from dare.documents.words import listed, times
 from dare.errors import printable
 
@@ -212,10 +212,10 @@ def print_notices(console: Console, notices: Iterable[Notice], names: Names) -> 
     for (severity, code), alike in by_gravity[:shown_kinds]:
         style = f"bold {STYLES[TONES[severity]]}".strip()
         head = (severity.capitalize(), style)
-        console.print(Text.assemble(head, f"  {CATALOGUE[code].title}"))
+        console.print(Text.assemble(head, f"  {catalogue()[code].title}"))
         for line in _said_once(alike):
             console.print(Padding(shown(names(line)), (0, 0, 0, 4), expand=False))
-    if hidden := [CATALOGUE[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
+    if hidden := [catalogue()[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
         console.print(shown(f"Also noted: {listed(hidden)}"))
 
 

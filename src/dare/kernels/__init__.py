@@ -40,10 +40,10 @@ class Device:
 
         What is fused needs no values of single models.
         """
-        floats = 2  # base and merged delta
-        if not is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
-            floats += models + 4 + 1 + has_deltas
-        lanes = 2
+        floats, lanes = 2, 2  # base and merged delta; a mask and one that keeps everything
+        if not is_fused:  # all values, an election's sums and their balance, zeros; what is left
+            floats += models + 4 + 1 + 1 + has_deltas
+            lanes += models
         stored, computed = (2 + models) * width, 4 * floats + lanes
         together = chunks if is_fused else 1
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
@@ -52,13 +52,22 @@ class Device:
 DEVICES = {"cpu": Device("native"), "reference": Device("reference")}
 
 
+class Band(NamedTuple):
+    """Magnitudes (their bits) that are kept of a tensor; of equals the first counts as larger."""
+
+    least: int
+    end: int  # elements of the least magnitude are kept before this index
+    most: int
+    begin: int  # elements of the largest magnitude are kept from this index on
+
+
 class Operand(NamedTuple):
     """One model as an operand of `combine`."""
 
     tuned: NDArray[Any]  # stored elements, as carriers of their type
     # Key words and the threshold's two parts; None keeps everything.
     mask: tuple[int, int, int, int] | None
-    least: int  # bits of the least magnitude that is kept; 0 keeps everything
+    band: Band | None  # the magnitudes that are kept; None keeps everything
     weight: np.float32
     share: float  # the model's addition to the divisor of its side, when signs are elected
 

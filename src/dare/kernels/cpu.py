@@ -20,16 +20,19 @@ from dare.kernels import ROW
 from dare.kernels.native import DATA_OFFSET, DIGITS, LENGTHS_OFFSET, PLACES_AT_ONCE, TILE
 from dare.kernels.reference import (
     EVEN_STEPS,
+    FEW,
     FINE_PARTS,
+    INDEX_BITS,
     INVERSES,
     LARGEST,
     ODD_STEPS,
     PARTS,
     SCALE_GROUP,
+    SLACK,
     SUM_LANES,
 )
 from dare.tensors.chunks import CHUNK
-from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
+from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, THRESHOLD_BITS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64
@@ -39,6 +42,7 @@ helper = njit(inline="always")
 
 MAGNITUDE = u32(0x7FFFFFFF)
 INFINITY = i32(0x7F800000)
+LAST_BIT = u64(1 << 63)
 
 
 # ---------------------------------------------------------------- entries for C
@@ -308,9 +312,17 @@ def _shuffle(builder, left, right, order):
 
 
 def _philox(builder, index, domain, key0, key1):
-    """Emit PHILOX_WIDTH calls on the vector of 64-bit counters `index`; return four vectors."""
+    """Emit PHILOX_WIDTH calls on the vector of 64-bit counters `index`; return four vectors.
+
+    On x86 each word lies in 64 bits, and its upper half is whatever it is: the processor multiplies
+    the lower halves alone, and to pack words would take longer than all the rest. ARM packs fast.
+    """
+    is_spread = builder.module.triple.startswith("x86")
+    kind, lower = _wide if is_spread else _narrow, _constant(_wide, 0xFFFFFFFF)
 
     def halves(vector):
+        if is_spread:
+            return vector, builder.lshr(vector, _constant(_wide, 32))
         # Taken by shuffling: shifted and truncated, LLVM would carry on in 64 bits.
         words = builder.bitcast(vector, ir.VectorType(_word, 2 * PHILOX_WIDTH))
         low = _shuffle(builder, words, words, range(0, 2 * PHILOX_WIDTH, 2))
@@ -318,19 +330,23 @@ def _philox(builder, index, domain, key0, key1):
         return low, high
 
     def multiply(words, factor):
-        return halves(builder.mul(builder.zext(words, _wide), _constant(_wide, factor)))
+        words = builder.and_(words, lower) if is_spread else builder.zext(words, _wide)
+        return halves(builder.mul(words, _constant(_wide, factor)))
+
+    def splat(key):
+        return _splat(builder, builder.zext(key, kind.element), kind)
 
     c0, c1 = halves(index)
-    c2, c3 = _constant(_narrow, domain), _constant(_narrow, 0)
+    c2, c3 = _constant(kind, domain), _constant(kind, 0)
     for _ in range(ROUNDS):
         low0, high0 = multiply(c0, 0xD2511F53)
         low1, high1 = multiply(c2, 0xCD9E8D57)
-        c0 = builder.xor(builder.xor(high1, c1), _splat(builder, key0, _narrow))
-        c2 = builder.xor(builder.xor(high0, c3), _splat(builder, key1, _narrow))
+        c0 = builder.xor(builder.xor(high1, c1), splat(key0))
+        c2 = builder.xor(builder.xor(high0, c3), splat(key1))
         c1, c3 = low1, low0
         key0 = builder.add(key0, _word(0x9E3779B9))
         key1 = builder.add(key1, _word(0xBB67AE85))
-    return c0, c1, c2, c3
+    return [builder.trunc(words, _narrow) for words in (c0, c1, c2, c3)]
 
 
 @intrinsic
@@ -382,27 +398,41 @@ def philox_ties(_typing, counters, key0, key1, address):
     return types.none(types.intp, types.uint32, types.uint32, types.intp), build
 
 
+def _lane_word(builder, address):
+    """Emit the 64 lanes at an address as bits, the first one in the lowest."""
+    octets = ir.VectorType(ir.IntType(8), 64)
+    lanes = _load(builder, address, octets, align=1)
+    is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
+    return builder.bitcast(is_set, ir.IntType(64))
+
+
+lane_word = _unary(types.uint64(types.intp), _lane_word)
+
+
 @kernel
 def draw_tile(lanes, used, start, key0, key1, high, low, ties, elements, words):
     """Set the first `used` lanes of a tile to 255 where kept, all others to 0; return how many."""
-    found = 0
-    tie_words = words_of(ties)
+    groups = 0  # with ties: two of five, so that a branch would often be guessed wrongly
     for i in range(0, used, GROUP):
         call = u64((start + i) // GROUP * CALLS_PER_GROUP)
-        address = lanes.ctypes.data + i
-        if philox_lanes(call, key0, key1, u8(high), address, ties.ctypes.data):
-            for eight in range(GROUP // 8):
-                left = tie_words[eight]
-                while left:
-                    bit = trailing_zeros(left)
-                    elements[found] = u64(start + i + 8 * eight + bit // 8)
-                    found += 1
-                    left &= ~u64(u64(255) << u64(bit))
+        address, tied = lanes.ctypes.data + i, ties.ctypes.data + GROUP * groups
+        words[groups] = u32(i)
+        groups += i64(philox_lanes(call, key0, key1, u8(high), address, tied))
+    found = 0
+    for place in range(0, GROUP * groups, 64):
+        left = lane_word(ties.ctypes.data + place)
+        first = start + i64(words[place // GROUP]) + place % GROUP
+        elements[found] = u64(first + trailing_zeros(left | LAST_BIT))
+        found += left != u64(0)
+        left &= left - u64(1)
+        while left:
+            elements[found] = u64(first + trailing_zeros(left))
+            found += 1
+            left &= left - u64(1)
     for i in range(0, found, PHILOX_WIDTH):
         philox_ties(elements.ctypes.data + 8 * i, key0, key1, words.ctypes.data + 4 * i)
     for i in range(found):
-        if words[i] < low:
-            lanes[i64(elements[i]) - start] = u8(255)
+        lanes[i64(elements[i]) - start] = u8(255) if words[i] < low else u8(0)
     for i in range(used, TILE):
         lanes[i] = u8(0)
     return count_set(words_of(lanes))
@@ -466,16 +496,41 @@ def delta(raw, base, lanes, out, threshold_bits):
     return peak, over
 
 
+@helper
+def exact_sum(code, change, value, like):
+    """Encode the sum of base and change as the carrier type of `like`; 0 leaves the base's bits."""
+    moved, unmoved = from_float(value, like), stored_as(code, like)
+    return unmoved if change == f32(0) else moved
+
+
+def number_sum(code, change, value, like):
+    """Do `exact_sum` where nothing is NaN."""
+    raise NotImplementedError
+
+
+@overload(number_sum, inline="always")
+def _number_sum(code, change, value, like):
+    def bfloat16(code, change, value, like):  # chosen before it is packed, which x86 does slowly
+        bits = bits_of(to_float(code) if change == f32(0) else value)
+        odd = u32(u32(bits >> u32(16)) & u32(1))
+        return u16(u32(bits + u32(0x7FFF) + odd) >> u32(16))
+
+    if code == like == types.uint16:
+        return bfloat16
+    return lambda code, change, value, like: exact_sum(code, change, value, like)
+
+
 @kernel
 def add_to_base(raw, merged, scale, out):
     peak = i32(0)
     for i in range(raw.size):
-        change = merged[i]
-        value = to_float(raw[i]) + scale * change
+        value = to_float(raw[i]) + scale * merged[i]
         peak = max(peak, magnitude_of(value))
-        moved = from_float(value, out[i])
-        unmoved = stored_as(raw[i], out[i])
-        out[i] = unmoved if change == f32(0) else moved
+        out[i] = number_sum(raw[i], merged[i], value, out[i])
+    if peak > INFINITY:
+        for i in range(raw.size):
+            value = to_float(raw[i]) + scale * merged[i]
+            out[i] = exact_sum(raw[i], merged[i], value, out[i])
     return peak
 
 
@@ -483,71 +538,90 @@ def add_to_base(raw, merged, scale, out):
 
 
 @kernel
-def magnitudes(values, out):
-    count = 0
-    for i in range(values.size):
-        magnitude = u32(bits_of(values[i]) & MAGNITUDE)
-        out[count] = magnitude
-        count += magnitude != u32(0)
-    return count
+def measure_tile(raw, base, lanes, low, high, bits, marks):
+    """Write a tile's magnitudes, and mark those from `low` to `high`; count these, and above."""
+    above = inside = peak = u32(0)
+    for i in range(raw.size):
+        difference = bits_of(masked(to_float(raw[i]) - to_float(base[i]), lanes[i]))
+        magnitude = u32(difference & MAGNITUDE)
+        is_inside = u32(magnitude - low) <= u32(high - low)
+        bits[i] = magnitude
+        marks[i] = u8(is_inside)
+        above = u32(above + u32(magnitude > high))
+        inside = u32(inside + u32(is_inside))
+        peak = max(peak, magnitude)
+    return above, inside, peak
 
 
 @kernel
-def count_high(found, counts):
-    for i in range(found.size):
-        counts[found[i] >> u32(15)] += 1
+def collect_keys(raw, base, lanes, low, high, start, keys, figures, bits, marks):
+    peak = u32(0)
+    count = figures[1]
+    for first in range(0, raw.size, TILE):
+        end = min(first + TILE, raw.size)
+        tile = raw[first:end], base[first:end], lanes[first:end]
+        above, inside, top = measure_tile(*tile, u32(low), u32(high), bits, marks)
+        figures[0] += above
+        peak = max(peak, top)
+        if inside:
+            last = u64((1 << INDEX_BITS) - 1 - start - first)
+            for at in range(0, end - first, 64):
+                left = lanes_from(marks, at, end - first)
+                while left:
+                    i = at + trailing_zeros(left)
+                    if count < keys.size:
+                        keys[count] = u64(bits[i]) << u64(INDEX_BITS) | (last - u64(i))
+                    count += 1
+                    left &= left - u64(1)
+    figures[1] = count
+    return peak
 
 
 @kernel
-def count_low(found, high, counts):
-    for i in range(found.size):
-        if found[i] >> u32(15) == high:
-            counts[found[i] & u32(0x7FFF)] += 1
-
-
-@kernel
-def count_magnitudes(raw, base_raw, out, counts, base, bits):
-    count = 0
+def count_bins(raw, base, lanes, low, shift, counts, seen, figures, bits, marks):
+    least, most = u32(max(low, 1)), u32(min(low + (counts.size << shift), 1 << 31) - 1)
     peak = u32(0)
     for first in range(0, raw.size, TILE):
-        used = min(TILE, raw.size - first)
-        decode(base_raw[first : first + used], base)
-        for i in range(used):
-            bits[i] = u32(bits_of(to_float(raw[first + i]) - base[i]) & MAGNITUDE)
-            peak = max(peak, bits[i])
-        begin = count
-        for i in range(used):
-            out[count] = bits[i]
-            count += bits[i] != u32(0)
-        for i in range(begin, count):
-            counts[out[i] >> u32(15)] += 1
-    return count, peak
+        end = min(first + TILE, raw.size)
+        tile = raw[first:end], base[first:end], lanes[first:end]
+        above, inside, top = measure_tile(*tile, least, most, bits, marks)
+        figures[0] += above
+        figures[1] += inside
+        peak = max(peak, top)
+        if inside:
+            for at in range(0, end - first, 64):
+                left = lanes_from(marks, at, end - first)
+                while left:
+                    place = i64(bits[at + trailing_zeros(left)]) - low
+                    inside_bin = u32(place & ((1 << shift) - 1))
+                    counts[place >> shift] += 1
+                    seen[place >> shift] |= u32(inside_bin | (~inside_bin << u32(16)))
+                    left &= left - u64(1)
+    return peak
 
 
 @kernel
-def gather(raw, base, lanes, out):
-    """Do `magnitudes` for a delta that has not been taken, of which little is kept."""
-    count = 0
-    eights = words_of(lanes)
-    for eight in range((raw.size + 7) // 8):
-        left = eights[eight]
-        while left:
-            bit = trailing_zeros(left)
-            i = 8 * eight + bit // 8
-            magnitude = u32(bits_of(to_float(raw[i]) - base[i]) & MAGNITUDE)
-            out[count] = magnitude
-            count += magnitude != u32(0)
-            left &= ~u64(u64(255) << u64(bit))
-    return count
+def clear_outside(raw, base, lanes, least, most):
+    kept = u32(0)
+    for i in range(raw.size):
+        magnitude = u32(bits_of(to_float(raw[i]) - base[i]) & MAGNITUDE)
+        lane = u8(u32(lanes[i]) & all_ones((magnitude >= least) & (magnitude <= most)))
+        lanes[i] = lane
+        kept = u32(kept + u32(lane != u8(0)))
+    return kept
 
 
 @kernel
-def keep_largest(values, least):
-    kept = i32(0)
-    for i in range(values.size):
-        keep = magnitude_of(values[i]) >= least
-        values[i] = float_of(u32(bits_of(values[i]) & all_ones(keep)))
-        kept = i32(kept + i32(keep))
+def keep_band(raw, base, lanes, start, least, end, most, begin):
+    kept = first = 0
+    while first < raw.size:  # parts in which equals are all kept, or all dropped
+        place, last = start + first, start + raw.size
+        last = end if place < end < last else last
+        last = (begin if place < begin < last else last) - start
+        part = raw[first:last], base[first:last], lanes[first:last]
+        low, high = u32(least + (place >= end)), u32(most - (place < begin))
+        kept += clear_outside(*part, low, high)
+        first = last
     return kept
 
 
@@ -669,7 +743,6 @@ def combine_tiles(
     words,
     lanes,
     base,
-    values,
     sums,
 ):
     size = base_raw.size
@@ -687,7 +760,8 @@ def combine_tiles(
             weight, share = factors[model, 0], factors[model, 1]
             key0, key1 = u32(selections[model, 0]), u32(selections[model, 1])
             high, low = selections[model, 2], u32(selections[model, 3])
-            least = i32(selections[model, 4])
+            least, end = selections[model, 4], selections[model, 5]
+            most, begin = selections[model, 6], selections[model, 7]
             if high < 256:
                 figures[chunk, model, 2] += draw_tile(
                     lanes, used, start + first, key0, key1, high, low, ties, elements, words
@@ -695,16 +769,11 @@ def combine_tiles(
             else:
                 lanes[:] = u8(255)
                 figures[chunk, model, 2] += used
-            if least > 0:
-                kept_values = values[:used]
-                peak, over = delta(raw, base, lanes, kept_values, threshold_bits)
-                figures[chunk, model, 3] += keep_largest(kept_values, least)
-                if elects:
-                    for i in range(used):
-                        ballot(weight * kept_values[i], share, sums, i, ROW)
-                else:
-                    add_scaled(total, kept_values, weight)
-            elif elects:
+            if least >= 0:
+                figures[chunk, model, 3] += keep_band(
+                    raw, base, lanes, start + first, least, end, most, begin
+                )
+            if elects:
                 peak, over = tile_vote(raw, base, lanes, weight, share, sums, threshold_bits)
             else:
                 peak, over = tile_sum(raw, base, lanes, weight, total, threshold_bits)
@@ -782,17 +851,38 @@ def philox_bytes(_typing, first, key0, key1, address):
     return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
 
 
-@kernel
-def draw_uniform(out, start, key0, key1, lanes, elements, words):
-    for i in range(0, out.size, GROUP):
+@helper
+def draw_lanes(lanes, size, start, key0, key1):
+    for i in range(0, size, GROUP):
         call = u64((start + i) // GROUP * CALLS_PER_GROUP)
-        philox_bytes(call, key0, key1, lanes.ctypes.data)
-        for j in range(GROUP):
-            elements[j] = u64(start + i + j)
-        for j in range(0, GROUP, PHILOX_WIDTH):
-            philox_ties(elements.ctypes.data + 8 * j, key0, key1, words.ctypes.data + 4 * j)
-        for j in range(min(GROUP, out.size - i)):
-            out[i + j] = u64(u64(lanes[j]) << u64(32)) | u64(words[j])
+        philox_bytes(call, key0, key1, lanes.ctypes.data + i)
+
+
+LARGEST_NUMBER = u64(1 << THRESHOLD_BITS)
+
+
+@kernel
+def draw_order(out, start, key0, key1, among, lanes, ties, elements, words):
+    size = out.size
+    draw_lanes(lanes, size, start, key0, key1)
+    for i in range(size):
+        out[i] = LARGEST_NUMBER - (u64(lanes[i]) << u64(32))
+        ties[i] = u8((i < among) | (i >= size - among) | (among > FEW))
+    for distance in range(1, min(among, FEW + 1, size)):
+        ahead, ties_ahead = lanes[distance:], ties[distance:]
+        for i in range(size - distance):
+            ties[i] |= u8(lanes[i] == ahead[i])
+        for i in range(size - distance):
+            ties_ahead[i] |= u8(lanes[i] == ahead[i])
+    found = 0
+    for i in range(size):
+        elements[found] = u64(start + i)
+        found += ties[i] != u8(0)
+        if found == PHILOX_WIDTH or i == size - 1:
+            philox_ties(elements.ctypes.data, key0, key1, words.ctypes.data)
+            for j in range(found):
+                out[i64(elements[j]) - start] -= u64(words[j])
+            found = 0
 
 
 # ---------------------------------------------------------------- rows and columns
@@ -836,127 +926,292 @@ def tangent_of(x):
 
 
 @kernel
-def balance_scores(values, total, factor, peak, models, out):
-    inverse_peak = 1 / peak
+def mark_scoring(values, total, factor, inverse_peak, models, floor, marks):
     for i in range(values.size):
         scaled = factor * f64(values[i])
         part = abs(scaled) * inverse_peak
         part = part if part < 1 else 1.0
         together = scaled * f64(total[i])
-        score = exponential(models * (part * part - 1)) * tangent_of(together)
-        out[i] = f32(score if together > 0 else 0.0)
+        grown = 1 + models * (1 - part * part) * (1 / 16)
+        for _ in range(4):
+            grown = grown * grown
+        most = (together if together < 1 else 1.0) * SLACK
+        marks[i] = u8((together > 0) & (most >= floor * grown))
+
+
+@kernel
+def score_parts(parts, products, models, out):
+    for i in range(parts.size):
+        part = parts[i]
+        out[i] = f32(exponential(models * (part * part - 1)) * tangent_of(products[i]))
+
+
+@kernel
+def balance_scores(
+    values, total, factor, peak, models, floor, out, marks, places, parts, products, found
+):
+    inverse_peak = 1 / peak
+    for first in range(0, values.size, TILE):
+        end = min(first + TILE, values.size)
+        some, whole, scores = values[first:end], total[first:end], out[first:end]
+        mark_scoring(some, whole, factor, inverse_peak, models, floor, marks)
+        count = find_lanes(marks, 0, end - first, places)
+        for i in range(count):
+            scaled = factor * f64(some[places[i]])
+            part = abs(scaled) * inverse_peak
+            parts[i] = part if part < 1 else 1.0
+            products[i] = scaled * f64(whole[places[i]])
+        score_parts(parts[:count], products[:count], models, found[:count])
+        scores[:] = f32(0)
+        for i in range(count):
+            scores[places[i]] = found[i]
+
+
+@kernel
+def add_shares(scores, values, weight, cut, top, above, below):
+    for i in range(scores.size):
+        score = scores[i]
+        if top == cut:
+            share = f32((score == top) & (score > f32(0)))
+        else:
+            share = max(score - cut, f32(0)) / (top - cut)
+        term = share * (weight * values[i])
+        above[i] += term if share > f32(0) else f32(0)
+        below[i] += share
 
 
 # ---------------------------------------------------------------- ranks
 
 SHORT_ROW = 64  # rows up to this length are ranked by comparing all pairs, longer ones by sorting
+WINDOW = 8  # items of a bucket that are counted at a time
+LONG_BUCKET = 128  # items from which on a bucket is sorted and searched
+FINITE = i32(0x7F7FFFFF)  # the bits of the largest finite number
+WHOLE = f64(3 << 51)  # added to a number and taken away again, it leaves the nearest integer
+
+
+@helper
+def bits_for(count):
+    """Return how many bits the numbers below a count have."""
+    bits = 0
+    while (count - 1) >> bits:
+        bits += 1
+    return bits
+
+
+@helper
+def item_of(key, bits, size, i):
+    """Return a number that orders like the keys, and of equals takes the first for larger."""
+    return u64(u64(key) << u64(bits)) | u64(size - 1 - i)
 
 
 @kernel
-def rank_rows(keys, out, items, places):
+def arrange(values, left, buckets, starts, digits, arranged, others):
+    """Put a row's items into about as many buckets, each of items above those of the one before.
+
+    Buckets divide the bits of magnitudes to which 1/256 of the largest was added: they are evenly
+    filled, whether the magnitudes are of one size or of many. What is not left has the first one;
+    return how much that is. Long ones are sorted; those of equal magnitudes are so already.
+    """
+    size = values.size
+    peak = i32(0)
+    for i in range(size):
+        peak = max(peak, magnitude_of(values[i]))
+    offset = float_of(u32(min(peak, FINITE))) * f32(2.0**-8)
+    span = bits_of(float_of(u32(min(peak, FINITE))) + offset) - bits_of(offset)
+    bits = bits_for(max(size // 2, 1))
+    count = 1 << bits
+    shift = u32(max(0, bits_for(i64(span) + 1) - bits))
+    for i in range(size):
+        raised = float_of(u32(min(magnitude_of(values[i]), FINITE))) + offset
+        bucket = u32(u32(bits_of(raised) - bits_of(offset)) >> u32(shift & u32(31)))
+        buckets[i] = u32(u32(bucket + u32(1)) & all_ones(left[i]))
+    starts[: count + 3] = u32(0)
+    for i in range(size):
+        starts[buckets[i] + u32(2)] += u32(1)
+    longest = u32(0)
+    for bucket in range(count + 1):
+        longest = max(longest, starts[bucket + 2])
+        starts[bucket + 2] += starts[bucket + 1]
+    for i in range(size - 1, -1, -1):  # so those of equal magnitudes come in order
+        bucket, item = buckets[i] + u32(1), item_of(magnitude_of(values[i]), 32, size, i)
+        place = starts[bucket]
+        starts[bucket] = place + u32(1)
+        arranged[place] = item
+    for i in range(WINDOW):
+        arranged[size + i] = ~u64(0)
+    if longest >= u32(LONG_BUCKET):
+        for bucket in range(1, count + 1):
+            first, end = starts[bucket], starts[bucket + 1]
+            if end - first >= u32(LONG_BUCKET):
+                sort_items(arranged[first:end], others, digits)
+    return starts[1]
+
+
+@kernel
+def sort_items(items, others, digits):
+    """Sort by the lowest byte in which items differ, then the next, if they are not in order."""
+    ordered, differ = True, u64(0)
+    for i in range(items.size - 1):
+        ordered &= items[i] < items[i + 1]
+        differ |= items[i] ^ items[i + 1]
+    if ordered:
+        return
+    for shift in range(0, 64, 8):
+        if (differ >> u64(shift)) & u64(255):
+            digits[:] = u32(0)
+            for i in range(items.size):
+                digits[((items[i] >> u64(shift)) & u64(255)) + u64(1)] += u32(1)
+            for digit in range(DIGITS):
+                digits[digit + 1] += digits[digit]
+            for i in range(items.size):
+                digit = (items[i] >> u64(shift)) & u64(255)
+                others[digits[digit]] = items[i]
+                digits[digit] += u32(1)
+            for i in range(items.size):
+                items[i] = others[i]
+
+
+@helper
+def rank_in(arranged, first, end, item):
+    """Count the items that are smaller than one in a bucket."""
+    if end - first < u32(LONG_BUCKET):
+        smaller, window = u64(first), u64(first)
+        while window < u64(end):
+            for i in range(WINDOW):  # those from the end on are larger
+                smaller += u64(arranged[window + u64(i)] < item)
+            window += u64(WINDOW)
+        return u32(smaller)
+    while first < end:
+        middle = (first + end) // u32(2)
+        if arranged[middle] < item:
+            first = middle + u32(1)
+        else:
+            end = middle
+    return first
+
+
+@helper
+def nearest(number):
+    return i64(number + WHOLE - WHOLE)
+
+
+@kernel
+def rank_left(keys, out, items, others, digits):
     rows, columns = keys.shape
     for row in range(rows):
-        if columns <= SHORT_ROW:
-            for i in range(columns):
-                out[row, i] = rank_of(keys[row], i)
-        else:
-            rank_by_digits(keys[row], out[row], items[0], items[1], places)
-
-
-@helper
-def rank_of(keys, i):
-    """Count the keys that are smaller than one of them; of equals the first is larger."""
-    smaller = u32(0)
-    for j in range(i):
-        smaller = u32(smaller + u32(keys[j] < keys[i]))
-    for j in range(i + 1, keys.size):
-        smaller = u32(smaller + u32(keys[j] <= keys[i]))
-    return smaller
-
-
-@kernel
-def rank_by_digits(keys, out, items, others, places):
-    """Sort by the lowest byte, then the next, each time leaving equals as they are.
-
-    An item is a key and, below it, its place in the row. Both halves are moved side by side, each
-    to places of its own: a counter that was just written takes long to read again, and equal keys
-    come often.
-    """
-    size = keys.size
-    half = size // 2
-    shift = u64(0)
-    while u64(size - 1) >> shift:
-        shift += u64(1)
-    used = u64(0)
-    below = u64((u64(1) << shift) - u64(1))
-    for i in range(size):
-        item = u64(keys[size - 1 - i]) << shift | u64(size - 1 - i)
-        items[i] = item
-        used |= item
-    while shift < u64(64) and used >> shift:
-        places[:] = u32(0)
-        for i in range(half):
-            places[0, (items[i] >> shift) & u64(255)] += u32(1)
-            places[1, (items[half + i] >> shift) & u64(255)] += u32(1)
-        if size % 2:
-            places[1, (items[size - 1] >> shift) & u64(255)] += u32(1)
-        total = u32(0)
-        for digit in range(DIGITS):
-            for part in range(2):
-                count = places[part, digit]
-                places[part, digit] = total
-                total = u32(total + count)
-        for i in range(half):
-            move(items[i], 0, others, places, shift)
-            move(items[half + i], 1, others, places, shift)
-        if size % 2:
-            move(items[size - 1], 1, others, places, shift)
-        items, others = others, items
-        shift += u64(8)
-    for i in range(size):
-        out[items[i] & below] = u32(i)
-
-
-@helper
-def move(item, part, others, places, shift):
-    """Put an item where its byte belongs."""
-    digit = (item >> shift) & u64(255)
-    place = places[part, digit]
-    places[part, digit] = u32(place + u32(1))
-    others[place] = item
-
-
-@helper
-def mark_groups(keys, rows, columns, least, end, out):
-    """Do `mark_ranks` for flat groups of a length that is known when this is compiled."""
-    for row in range(rows):
-        first = row * columns
+        count = 0
         for i in range(columns):
-            smaller = i64(0)
-            for j in range(i):
-                smaller += keys[first + j] < keys[first + i]
-            for j in range(i + 1, columns):
-                smaller += keys[first + j] <= keys[first + i]
-            out[first + i] = u8(255) if (smaller >= least) & (smaller < end) else u8(0)
+            items[count] = item_of(keys[row, i], 32, columns, i)
+            count += keys[row, i] != 0
+            out[row, i] = u32(0)
+        sort_items(items[:count], others, digits)
+        step = f64(columns - 1) / f64(max(count - 1, 1))
+        for i in range(count):
+            place = columns - 1 - i64(items[i] & u64(0xFFFFFFFF))
+            out[row, place] = u32(nearest(f64(i) * step))
 
 
 @kernel
-def mark_ranks(keys, least, end, out, ranks, items, places):
+def order_keys(values, left, out):
+    for i in range(values.size):
+        out[i] = u32(bits_of(values[i]) & MAGNITUDE) | u32(u32(left[i]) << u32(31))
+
+
+@helper
+def select_in(keys, first, columns, least, end, factor, out):
+    """Do `select_ranks` for one of flat groups."""
+    for i in range(columns):
+        own = keys[first + u64(i)]
+        smaller = i32(0)
+        for j in range(i):
+            smaller = i32(smaller + i32(keys[first + u64(j)] < own))
+        for j in range(i + 1, columns):
+            smaller = i32(smaller + i32(keys[first + u64(j)] <= own))
+        taken = all_ones((smaller >= least) & (smaller < end))
+        out[first + u64(i)] = float_of(u32(bits_of(factor) & taken))
+
+
+@helper
+def select_groups(keys, rows, columns, leasts, ends, factors, out):
+    """Do `select_ranks` for flat groups of a length that is known when this is compiled."""
+    varies, gone = False, False
+    for left in range(columns):
+        varies |= (leasts[left] != leasts[columns]) | (ends[left] != ends[columns])
+        varies |= factors[left] != factors[columns]
+    for i in range(rows * columns):
+        gone |= keys[u64(i)] == 0
+    if not (varies and gone):  # a loop that looks nothing up can be vectorised
+        least, end, factor = i32(leasts[columns]), i32(ends[columns]), factors[columns]
+        for row in range(rows):
+            select_in(keys, u64(row) * u64(columns), columns, least, end, factor, out)
+        return
+    for row in range(rows):
+        left = 0
+        for i in range(columns):
+            left += keys[u64(row) * u64(columns) + u64(i)] != 0
+        least, end, factor = i32(leasts[left]), i32(ends[left]), factors[left]
+        select_in(keys, u64(row) * u64(columns), columns, least, end, factor, out)
+
+
+@kernel
+def select_ranks(keys, leasts, ends, factors, out, items, _others, digits):
     rows, columns = keys.shape
     flat = carray(pointer_to(keys.ctypes.data, keys), keys.size)  # reshape can raise an error
-    marks = carray(pointer_to(out.ctypes.data, out), out.size)
+    found = carray(pointer_to(out.ctypes.data, out), out.size)
     if columns == 4:
-        mark_groups(flat, rows, 4, least, end, marks)
+        select_groups(flat, rows, 4, leasts, ends, factors, found)
     elif columns == 8:
-        mark_groups(flat, rows, 8, least, end, marks)
+        select_groups(flat, rows, 8, leasts, ends, factors, found)
     elif columns <= SHORT_ROW:
-        mark_groups(flat, rows, columns, least, end, marks)
+        select_groups(flat, rows, columns, leasts, ends, factors, found)
     else:
         for row in range(rows):
-            rank_rows(keys[row : row + 1], ranks, items, places)
-            for i in range(columns):
-                inside = (ranks[0, i] >= least) & (ranks[0, i] < end)
-                out[row, i] = u8(255) if inside else u8(0)
+            select_long(keys[row], leasts, ends, factors, out[row], items, digits)
+
+
+@kernel
+def select_long(keys, leasts, ends, factors, out, items, digits):
+    left = 0
+    for i in range(keys.size):
+        left += keys[i] != 0
+    low = item_at(keys, leasts[left], items, digits)
+    high = item_at(keys, ends[left], items, digits)
+    bits = bits_for(keys.size)
+    for i in range(keys.size):
+        item = item_of(keys[i], bits, keys.size, i)
+        out[i] = factors[left] if (item >= low) & (item < high) else f32(0)
+
+
+@kernel
+def item_at(keys, rank, items, digits):
+    """Return the item of a rank, by counting in ever smaller ranges; above the last, all ones."""
+    count = keys.size
+    if rank >= count:
+        return ~u64(0)
+    bits = bits_for(keys.size)
+    for i in range(count):
+        items[i] = item_of(keys[i], bits, keys.size, i)
+    while count > 1:
+        lowest, highest = items[0], items[0]
+        for i in range(count):
+            lowest, highest = min(lowest, items[i]), max(highest, items[i])
+        shift = u64(0)
+        while u64(highest - lowest) >> shift >= u64(DIGITS):
+            shift += u64(1)
+        digits[:] = u32(0)
+        for i in range(count):
+            digits[u64(items[i] - lowest) >> shift] += u32(1)
+        digit = u64(0)
+        while rank >= i64(digits[digit]):
+            rank -= i64(digits[digit])
+            digit += u64(1)
+        found = u64(0)
+        for i in range(count):
+            item = items[i]
+            items[found] = item
+            found += u64(u64(item - lowest) >> shift == digit)
+        count = i64(found)
+    return items[0]
 
 
 @kernel
@@ -968,37 +1223,68 @@ def multiply_kept(values, factors):
 
 @kernel
 def drop_by_rank(
-    values, ranks, thresholds, factors, start, key0, key1, kept, lanes, elements, words
+    values, left, columns, edges, thresholds, factors, start, key0, key1, kept, lanes, room, items
 ):
-    for i in range(0, values.size, GROUP):
-        call = u64((start + i) // GROUP * CALLS_PER_GROUP)
-        philox_bytes(call, key0, key1, lanes.ctypes.data)
-        for j in range(min(GROUP, values.size - i)):
-            rank = ranks[i + j]
-            threshold = thresholds[rank]
-            high = threshold >> u64(32)
-            keep = u64(lanes[j]) < high
-            if u64(lanes[j]) == high:  # once in 256 times
-                elements[0] = u64(start + i + j)
-                philox_ties(elements.ctypes.data, key0, key1, words.ctypes.data)
-                keep = u64(words[0]) < (threshold & u64(0xFFFFFFFF))
-            scaled = bits_of(values[i + j] * factors[rank])
-            values[i + j] = float_of(u32(scaled & all_ones(keep)))
-            kept[i + j] = keep
+    size = values.size
+    head = min(-start % columns, size)
+    tail = (size - head) % columns
+    draw_lanes(lanes, size, start, key0, key1)
+    kept[:] = False
+    for edge in range(head + tail):
+        i = edge if edge < head else size - tail + edge - head
+        threshold = thresholds[edges[edge]]
+        values[i] *= factors[edges[edge]]
+        kept[i] = left[i] and is_kept(start + i, lanes[i], threshold, key0, key1, room, items)
+    for row in range((size - head) // columns):
+        first = head + row * columns
+        end = first + columns
+        drop_in_row(
+            values[first:end],
+            left[first:end],
+            lanes[first:end],
+            kept[first:end],
+            *(thresholds, factors, start + first, key0, key1, room, items),
+        )
+    for i in range(size):
+        values[i] = float_of(u32(bits_of(values[i]) & all_ones(kept[i])))
+
+
+@kernel
+def drop_in_row(values, left, lanes, kept, thresholds, factors, start, key0, key1, room, items):
+    columns = values.size
+    chosen, buckets, starts, arranged = room[0], room[1], room[2], items[0]
+    gone = arrange(values, left, buckets, starts, room[3], arranged, items[1])
+    steps = max(columns - 1 - i64(gone), 1)
+    step = f64(columns - 1) / f64(steps)
+    least, count = thresholds[0], u64(0)
+    rise = (thresholds[columns - 1] - least) // u64(steps) + u64(1)
+    for i in range(columns):  # list what may be kept if its rank is the highest of its bucket
+        bucket = buckets[i]
+        most = least + u64(starts[bucket + u32(1)] - gone) * rise
+        chosen[count] = u32(i)
+        count += u64((bucket != u32(0)) & (u64(lanes[i]) <= most >> u64(32)))
+    for number in range(count):
+        i = u64(chosen[number])
+        begin, end = starts[buckets[i]], starts[buckets[i] + u32(1)]
+        item = item_of(magnitude_of(values[i]), 32, columns, i)
+        rank = u64(nearest(f64(rank_in(arranged, begin, end, item) - gone) * step))
+        values[i] *= factors[rank]
+        kept[i] = is_kept(start + i64(i), lanes[i], thresholds[rank], key0, key1, room, items)
+
+
+@helper
+def is_kept(element, lane, threshold, key0, key1, room, items):
+    """Return whether an element's number is below a threshold."""
+    high = threshold >> u64(32)
+    if u64(lane) != high:
+        return u64(lane) < high
+    elements, words = items[2], room[4]
+    elements[0] = u64(element)  # once in 256 times
+    philox_ties(elements.ctypes.data, key0, key1, words.ctypes.data)
+    return u64(words[0]) < (threshold & u64(0xFFFFFFFF))
 
 
 # ---------------------------------------------------------------- what is kept, packed
-
-
-def _lane_word(builder, address):
-    """Emit the 64 lanes at an address as bits, the first one in the lowest."""
-    octets = ir.VectorType(ir.IntType(8), 64)
-    lanes = _load(builder, address, octets, align=1)
-    is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
-    return builder.bitcast(is_set, ir.IntType(64))
-
-
-lane_word = _unary(types.uint64(types.intp), _lane_word)
 
 
 @helper
@@ -1199,8 +1485,6 @@ def unpack_fields(codes, bits, odd, scale, out):
 
 
 # ---------------------------------------------------------------- into a live model
-
-LAST_BIT = u64(1 << 63)
 
 
 @kernel

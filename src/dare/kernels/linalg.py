@@ -1,4 +1,4 @@
-"""Singular values and vectors, as fast as NumPy alone allows without giving up digits.
+"""Singular values and vectors, as fast as NumPy and its LAPACK allow without giving up digits.
 
 - A matrix of low rank (a LoRA's change, a sum of such) is recognised by a random sketch of fixed
   seed and taken apart there; what the sketch misses is measured, not estimated.
@@ -7,6 +7,8 @@
   the largest, and products of the factors to 1e-5 of their norm, which is what a float32 SVD has.
   A Gram matrix squares values far below the largest; that part is taken apart again by itself,
   in float64. All others are taken apart in float64 as a whole, to 1e-8 and 1e-6.
+- Where few directions are wanted, only their vectors are computed: in float32 products of the
+  factors are then right to 3e-5 of their norm.
 
 Singular values below 1e-6 of the largest are rounding and count as absent, with their vectors.
 BLAS may add in another order with another number of threads or on another machine; results then
@@ -17,17 +19,20 @@ results are then the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.kernels.lapack import Count, LapackError, all_eigen, blas, leading_eigen
+
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Numbers = NDArray[np.floating[Any]]  # float32 or float64
+# The number of directions wanted: as it is, or by all singular values, falling; None: all.
+Rank = Count | None
 
 NOISE = 1e-6  # singular values below this share of the largest are rounding, and count as zero
 PANEL = 1024  # rows or columns that are widened to float64, or multiplied in float32, at a time
@@ -37,6 +42,8 @@ CORNER = SKETCH + SKETCH // 2  # the side of a corner that shows cheaply that th
 MISSED = 2e-6  # the share of a matrix's norm that a sketch may miss: what float32 rounds away
 SINGLE_FROM = 384  # the shortest side for which float32 is worth it
 SMALL = 0.1  # singular values below this share of the largest are not taken from float32
+UNSURE = 5e-4  # below this share of the largest, a value in float32 may be zero as well
+UNSURE_SHARE = 1e-5  # the most that such values may add to the sum of all
 MOST_SMALL = 0.4  # the share of the short side that may be small; else float64 is as fast
 OUTSTANDING = 20.0  # the largest squared singular value over their mean, at most
 POWER_STEPS = 8  # steps of the power iteration that estimates the largest one
@@ -50,16 +57,8 @@ def one_blas_thread() -> Iterator[None]:
     Our threads that each call BLAS would otherwise get in each other's way, and sums would
     depend on the number of cores.
     """
-    with _blas().limit(limits=1, user_api="blas"):
+    with blas().limit(limits=1, user_api="blas"):
         yield
-
-
-@cache
-def _blas() -> Any:
-    """Return NumPy's BLAS; finding it among all that is loaded takes 2 ms."""
-    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
-
-    return ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,10 @@ class Spectrum:
         return len(self.values) - len(self.far)
 
 
-def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
+def spectrum(matrix: Floats, rank: Rank = None) -> Spectrum:
     """Return all singular values but noise, and the singular vectors of the shorter side.
 
-    Only the first `rank`, if that is given.
+    Only the first `rank`, if that is given; or as many as it says, if it is a function of all.
 
     >>> spectrum(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).values.tolist()
     [4.0, 3.0]
@@ -106,23 +105,40 @@ def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
     return single or _in_double(wide, basis, rank)
 
 
-def _in_double(wide: Floats, basis: Doubles | None, rank: int | None) -> Spectrum:
+def _is_few(rank: Rank, short: int) -> bool:
+    """Tell whether so few directions are wanted that the others are not worth their time."""
+    is_few = 2 * rank <= short if isinstance(rank, int) else rank is not None
+    return short >= SINGLE_FROM and is_few
+
+
+def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> Spectrum:
     """Decompose the Gram matrix in float64, of all rows or within a basis of the columns."""
-    energies, vectors = falling_eigen(gram(wide if basis is None else _times(basis.T, wide)))
-    known = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
-    vectors = vectors[:, :known][:, :rank]
-    vectors = vectors if basis is None else basis @ vectors
-    return Spectrum(vectors, np.sqrt(energies[: vectors.shape[1]]), _no_rows(wide))
+
+    def count(energies: Numbers) -> int:
+        known = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
+        if callable(rank):
+            return rank(np.sqrt(energies[:known])) if known else 0
+        return known if rank is None else min(rank, known)
+
+    few = (count if callable(rank) else rank) if _is_few(rank, len(wide)) else None
+    symmetric = gram(wide if basis is None else _times(basis.T, wide))
+    energies, vectors = falling_eigen(symmetric, few)
+    wanted = len(energies) if callable(few) else count(energies)
+    vectors = vectors[:, :wanted] if basis is None else basis @ vectors[:, :wanted]
+    return Spectrum(vectors, np.sqrt(energies[:wanted]), _no_rows(wide))
 
 
-def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
+def _in_single(wide: Floats, rank: Rank) -> Spectrum | None:
     """Decompose the Gram matrix in float32; None if that is no faster or not good enough."""
     short = len(wide)
     peak = max(float(wide.max()), -float(wide.min()))
     is_in_range = SINGLE_RANGE[0] < peak < SINGLE_RANGE[1]
     if short < SINGLE_FROM or not is_in_range or _stands_out(wide):
         return None
-    energies, vectors = falling_eigen(gram(wide, np.float32).astype(np.float32))
+    symmetric = gram(wide, np.float32).astype(np.float32)
+    if callable(rank) or _is_few(rank, short):
+        return _few_in_single(symmetric, rank, _no_rows(wide))
+    energies, vectors = falling_eigen(symmetric)
     large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
     values = np.sqrt(energies[:large].astype(np.float64))
     if large == short or (rank is not None and rank <= large):
@@ -133,6 +149,25 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
     values = np.concatenate([values, small_values])[:rank]
     near = np.concatenate([vectors[:, :large], small], axis=1)[:, :rank]
     return Spectrum(near, values, far[: len(values) - large])
+
+
+def _few_in_single(symmetric: Floats, rank: Rank, far: Floats) -> Spectrum | None:
+    """Decompose a Gram matrix in float32 as far as wanted; None if small values count in that.
+
+    A function of all values may add them up, but for a few that float32 does not tell from zero.
+    """
+
+    def count(energies: Numbers) -> int:
+        values = np.sqrt(energies.astype(np.float64))
+        unsure = UNSURE * values[0] * np.count_nonzero(values < UNSURE * values[0])
+        return rank(values) if callable(rank) and unsure < UNSURE_SHARE * values.sum() else 0
+
+    energies, vectors = falling_eigen(symmetric, count if callable(rank) else rank)
+    if not len(energies) or energies[-1] < SMALL**2 * energies[0]:
+        return None
+    # LAPACK leaves the vectors of neighbours orthogonal to 1e-4 only.
+    vectors = 1.5 * vectors - 0.5 * vectors @ (vectors.T @ vectors)
+    return Spectrum(vectors, np.sqrt(energies.astype(np.float64)), far)
 
 
 def _small_part(
@@ -158,7 +193,7 @@ def _small_part(
     return multiply(rest, vectors[:, :known]), roots, far
 
 
-def factorise(matrix: Floats, rank: int | None = None) -> Factors:
+def factorise(matrix: Floats, rank: Rank = None) -> Factors:
     """Take a matrix apart: all singular triples but noise, or the first `rank` of them.
 
     >>> parts = factorise(np.array([[0, 3, 0], [4, 0, 0]], np.float32), rank=1)
@@ -273,11 +308,27 @@ def squared_values(matrix: Floats) -> Doubles:
     return energies
 
 
-def falling_eigen(symmetric: Numbers) -> tuple[Numbers, Numbers]:
-    """Return eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
-    solve = _single_eigh if symmetric.dtype == np.float32 else np.linalg.eigh
-    energies, vectors = solve(symmetric)
-    return np.maximum(energies[::-1], 0), np.ascontiguousarray(vectors[:, ::-1])
+def falling_eigen(symmetric: Numbers, count: Count | None = None) -> tuple[Numbers, Numbers]:
+    """Return eigenvalues of a matrix that has none below zero, falling, and its eigenvectors.
+
+    Only the first `count` of both, if that is given; or as many as it says of all eigenvalues.
+    """
+    of_all = count if not callable(count) else lambda values: count(np.maximum(values, 0))
+    values, rows = _rising_eigen(symmetric, of_all)
+    return np.maximum(values[::-1], 0), np.ascontiguousarray(rows[::-1].T)
+
+
+def _rising_eigen(symmetric: Numbers, count: Count | None) -> tuple[Numbers, Numbers]:
+    """Return eigenvalues and eigenvectors as rows, by NumPy if LAPACK cannot be had."""
+    with suppress(LapackError):
+        if count is not None:
+            return leading_eigen(symmetric, count)
+        if symmetric.dtype == np.float32:
+            return all_eigen(symmetric)
+    values, columns = np.linalg.eigh(symmetric)
+    wanted = count(values[::-1]) if callable(count) else count
+    first = 0 if wanted is None else len(values) - wanted
+    return values[first:], columns.T[first:]
 
 
 def squared_norm(matrix: Floats) -> float:
@@ -318,20 +369,6 @@ def _times(left: Numbers, wide: Floats) -> Numbers:
     for columns in _panels(wide.shape[1]):
         product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
     return product
-
-
-def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
-    """Do `np.linalg.eigh` in float32; the public function widens to float64, twice as slow.
-
-    The function that NumPy calls is not public, so where it is not found the public one serves.
-    """
-    solve = getattr(getattr(np.linalg, "_umath_linalg", None), "eigh_lo", None)
-    if solve is None:
-        energies, vectors = np.linalg.eigh(symmetric)
-        return energies, vectors
-    with np.errstate(all="ignore"):  # LAPACK leaves flags behind
-        solution: tuple[Floats, Floats] = solve(symmetric, signature="f->ff")
-    return solution
 
 
 def _stands_out(wide: Floats) -> bool:

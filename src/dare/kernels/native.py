@@ -339,33 +339,43 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         calls = TILE + CALLS_PER_GROUP
         words = (np.empty(calls, kind) for kind in (np.uint64, np.uint32))
-        floats = (np.empty(count, np.float32) for count in (TILE, TILE, 4 * ROW))
-        self.draw = [np.empty(GROUP, np.uint8), *words]
+        floats = (np.empty(count, np.float32) for count in (TILE, 4 * ROW))
+        self.draw = [np.empty(TILE, np.uint8), *words]
         self.combine = [*self.draw, np.empty(TILE, np.uint8), *floats]
+        kinds = (np.uint8, np.uint16, np.float64, np.float64, np.float32)
+        self.scores = [np.empty(TILE + PLACES_AT_ONCE, kind) for kind in kinds]
+        self.measure = [np.empty(TILE, kind) for kind in (np.uint32, np.uint8)]
 
 
 _scratch = _Scratch()
 
 
-def _group_room(*_arguments: Any) -> list[NDArray[Any]]:
-    return [np.zeros(GROUP, kind) for kind in (np.uint8, np.uint64, np.uint32)]
-
-
 def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
-    return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
+    return [*np.empty((2, keys.shape[1]), np.uint64), np.empty(DIGITS + 1, np.uint32)]
+
+
+def _drop_room(values: Floats, _left: Any, columns: int, *_others: Any) -> list[NDArray[Any]]:
+    lanes = np.empty(values.size + GROUP, np.uint8)
+    numbers = np.empty((5, max(columns + 4, DIGITS + 1)), np.uint32)
+    return [lanes, numbers, np.zeros((3, columns + CALLS_PER_GROUP), np.uint64)]
 
 
 # Scratch arrays of kernels that need some, after their other arguments.
 ROOMS = {
     "draw": lambda *_: _scratch.draw,
     "combine_tiles": lambda *_: _scratch.combine,
-    "count_magnitudes": lambda *_: [np.empty(TILE, kind) for kind in (np.float32, np.uint32)],
+    "collect_keys": lambda *_: _scratch.measure,
+    "count_bins": lambda *_: _scratch.measure,
     "sum_products": lambda *_: [np.zeros(SUM_LANES)],
-    "draw_uniform": _group_room,
-    "drop_by_rank": _group_room,
-    "rank_rows": _rank_room,
-    "mark_ranks": lambda keys, *_: [np.empty((1, keys.shape[1]), np.uint32), *_rank_room(keys)],
+    "draw_order": lambda out, *_: [
+        *(np.zeros(out.size + GROUP, kind) for kind in (np.uint8, np.uint8)),
+        *(np.zeros(CALLS_PER_GROUP + 1, kind) for kind in (np.uint64, np.uint32)),
+    ],
+    "drop_by_rank": _drop_room,
+    "rank_left": _rank_room,
+    "select_ranks": _rank_room,
     "quantise": lambda *_: [np.empty(SCALE_GROUP, kind) for kind in (np.int32, np.uint8)],
+    "balance_scores": lambda *_: _scratch.scores,
     "apply_packed": lambda base, *_: [
         np.empty(TILE + PLACES_AT_ONCE, np.uint16),
         np.empty(TILE, base.dtype),
@@ -388,7 +398,9 @@ def combine(
     base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
 ) -> NDArray[np.int64]:
     figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
-    selections = [(*(each.mask or (0, 0, 256, 0)), each.least) for each in operands]
+    selections = [
+        (*(each.mask or (0, 0, 256, 0)), *(each.band or (-1, 0, 0, 0))) for each in operands
+    ]
     KERNELS.combine_tiles(
         base,
         operands[0].tuned[:0],

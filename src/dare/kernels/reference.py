@@ -117,52 +117,82 @@ def keep_lanes(values: Floats, lanes: Lanes) -> int:
     return int(np.count_nonzero(values))
 
 
-def magnitudes(values: Floats, out: Bits) -> int:
-    """Gather the magnitude bits of the elements that are not zero; return how many."""
-    found = magnitude_bits(values)
-    found = found[found != 0]
-    out[: found.size] = found
-    return int(found.size)
+def collect_keys(
+    raw: Raw,
+    base: Raw,
+    lanes: Lanes,
+    low: int,
+    high: int,
+    start: int,
+    keys: NDArray[np.uint64],
+    figures: NDArray[np.int64],
+) -> int:
+    """Count the magnitudes of a delta, and collect the keys of those from `low` to `high`.
 
-
-def count_high(found: Bits, counts: NDArray[np.int64]) -> None:
-    """counts[m >> 15] += 1 for every magnitude m."""
-    counts += np.bincount(found >> np.uint32(15), minlength=counts.size)
-
-
-def count_low(found: Bits, high: int, counts: NDArray[np.int64]) -> None:
-    """counts[m & 0x7fff] += 1 for every magnitude m whose upper bits are `high`."""
-    low = found[found >> np.uint32(15) == high] & np.uint32(0x7FFF)
-    counts += np.bincount(low, minlength=counts.size)
-
-
-def count_magnitudes(
-    raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
-) -> tuple[int, int]:
-    """Do `magnitudes` for a delta that has not been taken yet, and `count_high` for them.
-
-    Returns how many there are, and the largest.
+    The figures go up by how many are above `high`, and from `low` to it. The second one says where
+    in `keys` the next belongs; those beyond its end are only counted. A key has the magnitude above
+    INDEX_BITS of the index, which count down: of equals the first is larger. Returns the largest
+    magnitude. Where a lane is not set, it is zero.
     """
-    values, base = np.empty((2, raw.size), np.float32)
-    decode(base_raw, base)
-    delta(raw, base, np.full(raw.size, 255, np.uint8), values, 0)
-    count = magnitudes(values, out)
-    count_high(out[:count], counts)
-    return count, int(out[:count].max(initial=0))
+    found = _magnitudes(raw, base, lanes)
+    (inside,) = np.nonzero((found >= low) & (found <= high))
+    key = found[inside].astype(np.uint64) << np.uint64(INDEX_BITS)
+    key |= np.uint64((1 << INDEX_BITS) - 1 - start) - inside.astype(np.uint64)
+    room = keys[figures[1] :]
+    room[: key.size] = key[: room.size]
+    figures += np.array([np.count_nonzero(found > high), inside.size])
+    return int(found.max(initial=0))
 
 
-def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
-    """Do `magnitudes` for a delta that has not been taken yet, by the lanes that are set."""
-    values = np.empty_like(base)
-    delta(raw, base, lanes, values, 0)
-    return magnitudes(values, out)
+INDEX_BITS = 33
 
 
-def keep_largest(values: Floats, least: int) -> int:
-    """Zero magnitudes below `least`; return how many are kept."""
-    keep = magnitude_bits(values) >= least
-    values[~keep] = 0
-    return int(keep.sum())
+def count_bins(
+    raw: Raw,
+    base: Raw,
+    lanes: Lanes,
+    low: int,
+    shift: int,
+    counts: NDArray[np.int64],
+    seen: Bits,
+    figures: NDArray[np.int64],
+) -> int:
+    """counts[m - low >> shift] += 1 for every magnitude m of a delta that has a bin, but zero.
+
+    `seen` gets in each bin the bits below the shift that any magnitude in it has, and in its upper
+    half those that any lacks: if none is in both, all are equal. Figures and result are those of
+    `collect_keys`; all magnitudes from `low` on that have no bin are above. A shift is at most 15.
+    """
+    found = _magnitudes(raw, base, lanes)
+    places = found[(found >= low) & (found != 0)] - np.uint32(low)
+    inside = places[places >> np.uint32(shift) < counts.size]
+    bins, rest = inside >> np.uint32(shift), inside & np.uint32((1 << shift) - 1)
+    counts += np.bincount(bins, minlength=counts.size)
+    np.bitwise_or.at(seen, bins, rest | ~rest << np.uint32(16))
+    figures += np.array([places.size - inside.size, inside.size])
+    return int(found.max(initial=0))
+
+
+def _magnitudes(raw: Raw, base: Raw, lanes: Lanes) -> Bits:
+    origin, values = np.empty((2, raw.size), np.float32)
+    decode(base[: raw.size], origin)
+    delta(raw, origin, lanes, values, 0)
+    return magnitude_bits(values)
+
+
+def keep_band(
+    raw: Raw, base: Floats, lanes: Lanes, start: int, least: int, end: int, most: int, begin: int
+) -> int:
+    """Clear the lanes of a delta's magnitudes below `least` and above `most`; count the others.
+
+    Of those equal to `least` the ones before the index `end` are kept, of those equal to `most` the
+    ones from `begin` on. `start` is the index of the first.
+    """
+    bits, index = _magnitudes(raw, base, lanes), np.arange(start, start + raw.size)
+    keep = (bits > least) | ((bits == least) & (index < end))
+    keep &= (bits < most) | ((bits == most) & (index >= begin))
+    lanes[: raw.size][~keep] = 0
+    return int(np.count_nonzero(lanes[: raw.size]))
 
 
 def add_scaled(total: Floats, values: Floats, weight: np.float32) -> None:
@@ -234,10 +264,10 @@ def keep_needed(total: Floats, counts: Integers, least: int) -> None:
 def combine(
     base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
 ) -> NDArray[np.int64]:
-    """Take all models' deltas, drop, keep the largest, and add up or elect.
+    """Take all models' deltas, drop, keep those in a band, and add up or elect.
 
     Returns for each chunk and model the bits of the largest magnitude, the count over the
-    threshold, and how many elements the mask and then `least` have kept.
+    threshold, and how many elements the mask and then the band have kept.
     """
     figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
     for chunk, (first, size) in enumerate(chunk_spans(base.size)):
@@ -251,9 +281,11 @@ def combine(
             found[2] = size
             if operand.mask is not None:
                 found[2] = draw(lanes, size, start + first, *operand.mask)
+            if operand.band is not None:
+                found[3] = keep_band(
+                    operand.tuned[span], origin, lanes, start + first, *operand.band
+                )
             found[:2] = delta(operand.tuned[span], origin, lanes, values, threshold_bits)
-            if operand.least:
-                found[3] = keep_largest(values, operand.least)
             if elects:
                 vote(sums, values, operand.weight, np.float32(operand.share))
             else:
@@ -318,6 +350,25 @@ def draw_uniform(out: NDArray[np.uint64], start: int, key0: int, key1: int) -> N
     out |= mask.draw_tie_words(key, elements)
 
 
+FEW = 16  # neighbours of whom it is asked whether they have the same lane
+
+
+def draw_order(out: NDArray[np.uint64], start: int, key0: int, key1: int, among: int) -> None:
+    """Draw numbers that order any `among` neighbours as 2⁴⁰ less those of `draw_uniform` do.
+
+    Among few, words that break ties are left out where no such neighbour has the same lane.
+    """
+    draw_uniform(out, start, key0, key1)
+    lanes = out >> np.uint64(32)
+    ties = np.full(out.size, among > FEW)
+    ties[:among] = ties[max(0, out.size - among) :] = True
+    for distance in range(1, min(among, FEW + 1, out.size)):
+        is_same = lanes[distance:] == lanes[:-distance]
+        ties[distance:] |= is_same
+        ties[:-distance] |= is_same
+    out[:] = np.uint64(1 << mask.THRESHOLD_BITS) - np.where(ties, out, lanes << np.uint64(32))
+
+
 def add_products(
     left: Floats, right: Floats, first: int, columns: int, by_column: bool, sums: Doubles
 ) -> None:
@@ -331,12 +382,20 @@ def add_products(
 
 
 def balance_scores(
-    values: Floats, total: Floats, factor: float, peak: float, models: float, out: Floats
+    values: Floats,
+    total: Floats,
+    factor: float,
+    peak: float,
+    models: float,
+    floor: float,
+    out: Floats,
 ) -> None:
     """out = exp(models·((v/peak)² - 1))·tanh(v·total) where that is positive, else 0.
 
     v = factor·values, peak > 0, and |v|/peak counts as 1 where it is more. All in float64 and in
-    elementary operations, so that every machine has the same bits; rounded once at the end.
+    elementary operations, so that every machine has the same bits; rounded once at the end. It may
+    be 0 as well where it is less than `floor`: where an upper bound of it is, since tanh x is at
+    most x and 1, and exp x at least (1 + x/16)¹⁶.
     """
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         scaled = factor * values.astype(np.float64)
@@ -344,7 +403,34 @@ def balance_scores(
         part = np.where(part < 1, part, 1.0)
         together = scaled * total.astype(np.float64)
         score = _exponential(models * (part * part - 1)) * _tangent(together)
-        out[:] = np.where(together > 0, score, 0.0).astype(np.float32)
+        grown = 1 + models * (1 - part * part) * (1 / 16)
+        for _ in range(4):
+            grown = grown * grown
+        most = np.where(together < 1, together, 1.0) * SLACK
+        scores = (together > 0) & (most >= floor * grown)
+        out[:] = np.where(scores, score, 0.0).astype(np.float32)
+
+
+def add_shares(
+    scores: Floats,
+    values: Floats,
+    weight: np.float32,
+    cut: np.float32,
+    top: np.float32,
+    above: Floats,
+    below: Floats,
+) -> None:
+    """Add to `below` the shares that scores count for, and to `above` these times weight·values.
+
+    A share goes from 0 at the cut to 1 at the top; where these are equal, it is 1 at the top.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        if top == cut:
+            share = ((scores == top) & (scores > 0)).astype(np.float32)
+        else:
+            share = np.maximum(scores - cut, np.float32(0)) / (top - cut)
+        above += np.where(share > 0, share * (weight * values), np.float32(0))
+        below += share
 
 
 def _exponential(x: Doubles) -> Doubles:
@@ -372,9 +458,10 @@ def _less_one(part: Doubles) -> Doubles:
 
 
 INVERSES = tuple(1 / i for i in range(9, 1, -1))
+SLACK = 1 + 1e-6  # more than all roundings of a score
 
 
-def rank_rows(keys: NDArray[Any], out: Bits) -> None:
+def _rank_rows(keys: NDArray[Any]) -> NDArray[np.int64]:
     """Rank each element in its row (rows × columns), 0 for the smallest; of equals the first is
     larger. Keys are unsigned; their bits and those of a row's length must fit in 64 together.
     """
@@ -384,18 +471,39 @@ def rank_rows(keys: NDArray[Any], out: Bits) -> None:
     backwards = np.arange(columns, dtype=np.uint64)[::-1]
     ordered = np.sort(keys << bits | backwards, axis=1)  # no two are the same
     places = backwards[:1] - (ordered & ((np.uint64(1) << bits) - np.uint64(1)))
-    ranks = np.broadcast_to(np.arange(columns, dtype=np.uint32), (rows, columns))
-    np.put_along_axis(out, places.astype(np.int64), ranks, axis=1)
+    ranks = np.broadcast_to(np.arange(columns), (rows, columns))
+    found = np.empty(keys.shape, np.int64)
+    np.put_along_axis(found, places.astype(np.int64), ranks, axis=1)
+    return found
 
 
-def mark_ranks(keys: NDArray[Any], least: int, end: int, out: Lanes) -> None:
-    """255 where the rank of an element in its row is `least` or more and below `end`, else 0.
+def rank_left(keys: NDArray[Any], out: Bits) -> None:
+    """Rank the elements of rows whose key is not 0; their ranks are spread over the row.
 
-    Keys are rows × columns of unsigned integers, ranked as by `rank_rows`.
+    Of equals the first is larger. An element whose key is 0 has rank 0.
     """
-    ranks = np.empty(keys.shape, np.uint32)
-    rank_rows(keys, ranks)
-    out[:] = np.where((ranks >= least) & (ranks < end), np.uint8(255), np.uint8(0))
+    last = keys.shape[1] - 1
+    gone = np.count_nonzero(keys == 0, axis=1, keepdims=True)
+    steps = np.maximum(last - gone, 1)  # between the ranks of those that are left
+    out[:] = np.rint(np.maximum(_rank_rows(keys) - gone, 0) * (last / steps))
+
+
+def order_keys(values: Floats, left: NDArray[np.bool_], out: Bits) -> None:
+    """Return integers that order like the magnitudes, those of elements that are left above all."""
+    out[:] = magnitude_bits(values) | left.astype(np.uint32) << np.uint32(31)
+
+
+def select_ranks(
+    keys: NDArray[Any], leasts: Integers, ends: Integers, factors: Floats, out: Floats
+) -> None:
+    """The factor where the rank of an element in its row is from `least` to below `end`, else 0.
+
+    Keys are rows × columns of unsigned integers; of equals the first has the larger rank. The three
+    are looked up by the number of keys in a row that are not 0.
+    """
+    ranks, left = _rank_rows(keys), np.count_nonzero(keys, axis=1)[:, np.newaxis]
+    taken = (ranks >= leasts[left]) & (ranks < ends[left])
+    out[:] = np.where(taken, factors[left], np.float32(0))
 
 
 def multiply_kept(values: Floats, factors: Floats) -> None:
@@ -406,7 +514,9 @@ def multiply_kept(values: Floats, factors: Floats) -> None:
 
 def drop_by_rank(
     values: Floats,
-    ranks: Bits,
+    left: NDArray[np.bool_],
+    columns: int,
+    edges: Bits,
     thresholds: NDArray[np.uint64],
     factors: Floats,
     start: int,
@@ -414,13 +524,25 @@ def drop_by_rank(
     key1: int,
     kept: NDArray[np.bool_],
 ) -> None:
-    """Keep elements whose number is below the threshold of their rank, times its factor."""
+    """Keep elements whose number is below the threshold of their rank, times its factor.
+
+    Ranks are those of the magnitudes that are left in each row, as by `rank_left`; `edges` has them
+    for what is before the first whole row and after the last. Thresholds rise evenly with the rank,
+    or are all the same.
+    """
+    head = min(-start % columns, values.size)
+    whole = slice(head, values.size - (values.size - head) % columns)
+    keys = np.empty(values.size, np.uint32)
+    order_keys(values, left, keys)
+    keys[~left] = 0
+    ranks = np.empty((whole.stop - head) // columns * columns, np.uint32)
+    rank_left(keys[whole].reshape(-1, columns), ranks.reshape(-1, columns))
+    ranks = np.concatenate([edges[:head], ranks, edges[head:]])
     numbers = np.empty(values.size, np.uint64)
     draw_uniform(numbers, start, key0, key1)
+    kept[:] = left & (numbers < thresholds[ranks])
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = values * factors[ranks]
-    kept[:] = numbers < thresholds[ranks]
-    values[:] = np.where(kept, scaled, np.float32(0))
+        values[:] = np.where(kept, values * factors[ranks], np.float32(0))
 
 
 def select(raw: Raw, lanes: Lanes, out: Raw) -> int:

@@ -87,8 +87,8 @@ class AdapterPlan(Shown):
         """True if the result is a weighted sum of the deltas as they are."""
 
         def is_sum(tensor: str) -> bool:
-            *others, (combine, _) = self.recipe.chain_for(tensor)
-            return not others and combine.is_sum(self.recipe.combine_settings_for(tensor))
+            (stage, _), *others = self.recipe.chain_for(tensor)
+            return not others and stage.is_sum(self.recipe.joint_settings_for(tensor)[0])
 
         return all(is_sum(tensor) for adapter in self.adapters for tensor in adapter.tensors)
 
@@ -212,8 +212,8 @@ def _check_method(plan: AdapterPlan) -> None:
     """Refuse stages that look at the base, and whole matrices that nothing would make small."""
     recipe, where = plan.recipe, f"method {plan.method!r}"
     for tensor in (tensor for adapter in plan.adapters for tensor in adapter.tensors):
-        combine = recipe.chain_for(tensor)[-1][0]
-        if combine.needs_base(recipe.combine_settings_for(tensor)):
+        combine = recipe.chain_for(tensor).combine
+        if combine.needs_base(recipe.joint_settings_for(tensor)[0]):
             fault = f"{combine.name} needs the base"
             raise RecipeError(f"{where}: {fault}; take one of changes alone, as ties, {HOW_ELSE}")
     for module in plan.modules if plan.space == "core" else ():

@@ -20,6 +20,7 @@ import glob
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -231,14 +232,16 @@ class Output:
             remove(path)
         return Journal(path, self.identity.fingerprint, wait=wait)
 
-    def refuse_beside_slices(self) -> None:
-        """Refuse to make an output that slices are making."""
-        journals = slice_journals(self.folder)
-        if running := [part for part, path in journals.items() if is_held(path)]:
-            raise OutputError(
-                f"{self.folder}: slices are writing this output ({', '.join(map(str, running))}); "
-                "wait until they are done, or stop them"
-            )
+    def refuse_beside_slices(self, wait: float = 0) -> None:
+        """Refuse to make an output that slices are making; those that end in time do not count."""
+        journals, deadline = slice_journals(self.folder), time.monotonic() + wait
+        while running := [part for part, path in journals.items() if is_held(path)]:
+            if time.monotonic() >= deadline:
+                raise OutputError(
+                    f"{self.folder}: slices are writing this output "
+                    f"({', '.join(map(str, running))}); wait until they are done, or stop them"
+                )
+            time.sleep(0.01)
 
     def start_over(self, journal: Journal, found: JournalContent) -> None:
         """Forget what was left there, and say why, if that was not asked for."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dare.documents.notices import CATALOGUE, LEFTOVERS, Notice, Severity, notice
+from dare.documents.notices import LEFTOVERS, Notice, Severity, catalogue, notice
 from dare.inputs.directory import (
     Changes,
     StopTokens,
@@ -332,7 +332,7 @@ def _warnings(plan: Plan, report: Report) -> str:
         if given.code != LEFTOVERS:
             mark = "**" if given.severity is Severity.SEVERE else ""
             text = _inline(without_folders(str(given), plan.recipe.paths))
-            lines += f"- {mark}{CATALOGUE[given.code].title}{mark}: {text}\n"
+            lines += f"- {mark}{catalogue()[given.code].title}{mark}: {text}\n"
     return f"## Warnings\n\n{lines}\n" if lines else ""
 
 

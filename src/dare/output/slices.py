@@ -264,7 +264,7 @@ class Finisher(Alone):
             output.journal = Journal(path, fingerprint, create=False, wait=self._wait)
         except FileNotFoundError:
             raise GoneError(f"{folder}: has no journal, so there is nothing to finish") from None
-        output.refuse_beside_slices()
+        output.refuse_beside_slices(self._wait)  # one that is complete lets go of its journal soon
         found = self._found = output.journal.read()
         if found.fingerprint != fingerprint:
             raise OutputError(

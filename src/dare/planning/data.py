@@ -216,11 +216,24 @@ class TensorPlan:
     tied_to: str | None = None  # the tensor that this one is under a second name
     drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
     stages: tuple[Stage, ...] = ()  # of its method
+    refine: tuple[Settings, ...] = ()  # each refine stage's settings
 
     @property
     def method(self) -> str:
         """The names of its stages."""
         return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def combine_stage(self) -> Stage:
+        """The stage before the refine stages."""
+        return self.stages[-1 - len(self.refine)]
+
+    @property
+    def refine_stages(self) -> list[tuple[Stage, Settings]]:
+        """The refine stages that change this tensor, with their settings."""
+        first = len(self.stages) - len(self.refine)
+        refine = zip(self.stages[first:], self.refine, strict=True)
+        return [(stage, own) for stage, own in refine if self.is_surveyed_by(stage, own)]
 
     @property
     def key(self) -> str:
@@ -242,16 +255,25 @@ class TensorPlan:
     @property
     def is_lazy(self) -> bool:
         """Tell whether every stage leaves the models' values to the backend."""
-        return self.stages[-1].is_lazy(self.combine) and all(
+        return self.combine_stage.is_lazy(self.combine) and all(
             stage.is_lazy(settings)
             for settings_of_stages in self.settings
             for stage, settings in zip(self.stages, settings_of_stages, strict=False)
         )
 
     @property
+    def joint_reads(self) -> int:
+        """How often all models are read together for a survey: to combine, and to refine."""
+        return self.combine_surveys + bool(self.refine_stages)
+
+    @property
     def combine_surveys(self) -> bool:
         """Tell whether the combine stage must survey this tensor first."""
-        return self.stages[-1].surveys(self.combine)
+        return self.is_surveyed_by(self.combine_stage, self.combine)
+
+    def is_surveyed_by(self, stage: Stage, settings: Settings) -> bool:
+        """Tell whether a stage with these settings must survey this tensor first."""
+        return stage.surveys(settings, self.key, self.shape)
 
     def settings_of(self, model: int) -> tuple[Settings, ...]:
         """The settings of each delta stage for one model."""
@@ -274,14 +296,14 @@ class TensorPlan:
         return [
             position
             for position, settings in enumerate(self.settings_of(model))
-            if self.stages[position].surveys(settings)
+            if self.is_surveyed_by(self.stages[position], settings)
         ]
 
     def survey_reads(self, model: int) -> int:
-        """Return how often those stages read this tensor of this model, if surveys can remember."""
+        """Return how often those stages read this tensor of this model, as a rule."""
         settings = self.settings_of(model)
         return sum(
-            max(1, len(self.stages[position].rounds(settings[position])))
+            self.stages[position].survey_reads(settings[position])
             for position in self.surveyed_stages(model)
         )
 
@@ -432,7 +454,7 @@ class PlanData:
             return False
         (model,), (settings,) = tensor.models, tensor.settings
         source = self.source_of(tensor, model)
-        chain = zip(tensor.stages, (*settings, tensor.combine), strict=True)
+        chain = zip(tensor.stages, (*settings, tensor.combine, *tensor.refine), strict=True)
         return (
             not tensor.drops
             and all(stage.is_identity(own) for stage, own in chain)
@@ -466,7 +488,7 @@ class PlanData:
     def is_surveyed(self, tensor: TensorPlan) -> bool:
         """Tell whether a chunk of a tensor depends on more than its own elements."""
         return tensor.is_merged and (
-            tensor.combine_surveys or any(map(tensor.surveyed_stages, tensor.models))
+            tensor.joint_reads > 0 or any(map(tensor.surveyed_stages, tensor.models))
         )
 
     @cached_property

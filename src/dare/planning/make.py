@@ -225,9 +225,10 @@ def make_plan(
     cost = plan.cost
     check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
-        usual, needed = map(show_size, (DEFAULT_MEMORY, cost.least_memory))
+        usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        memory = notice("more_memory", needed=needed, usual=usual, reason=reason)
+        threads = times(cost.threads, "thread")
+        memory = notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
         return replace(plan, notes=(*plan.notes, memory))
     return plan
 
@@ -247,11 +248,12 @@ def _plan_tensor(
 
     base, name = fit.base, tied_to or fit.base.name
     chain = recipe.chain_for(name)
-    fate, takes_part = _fate(recipe, fit, chain[-1][0])
+    fate, takes_part = _fate(recipe, fit, chain.combine)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
-    combine_settings = recipe.combine_settings_for(name, depth)
-    _check(chain[-1][0], combine_settings, f"{name}: ")
+    joint = recipe.joint_settings_for(name, depth)
+    for (stage, _), values in zip(chain[-len(joint) :], joint, strict=True):
+        _check(stage, values, f"{name}: ")
     for index, own in zip(takes_part, settings, strict=True):
         model, source = models[index]
         for (stage, _), values in zip(chain, own, strict=False):
@@ -272,10 +274,11 @@ def _plan_tensor(
         shared(tuple(takes_part)),
         shared(settings),
         shared(tuple(recipe.weight_for(name, index, depth) for index in takes_part)),
-        shared(combine_settings),
+        shared(joint[0]),
         tied_to,
         shared(tuple(drops)) if any(drops) else (),
         kept.setdefault(names_of(chain), tuple(stage for stage, _ in chain)),
+        shared(joint[1:]),
     )
 
 
@@ -322,7 +325,7 @@ def _left_to_make_up(
     recipe: Recipe, drop: Drop, tensor: str, model: int, settings: Sequence[Settings]
 ) -> Drop | str | None:
     """Return the drop to make up for before the first stage; a text if two masks would drop."""
-    stages = [stage for stage, _ in recipe.chain_for(tensor)[:-1]]
+    stages = [stage for stage, _ in recipe.chain_for(tensor).of_kind("delta")]
     droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
     if not droppers:
         return drop

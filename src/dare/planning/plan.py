@@ -31,8 +31,8 @@ from dare.kernels import DEVICES, Device
 from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.recipe.recipe import names_of
-from dare.stages import IMPLIED, Settings, Stage
-from dare.stages.matrices import is_matrix, sides
+from dare.stages import IMPLIED, Stage
+from dare.stages.matrices import sides
 from dare.stages.registry import LATER_PARAMETERS
 from dare.stores.uploading import sending_bytes
 from dare.tensors.files import cache_folder, read_private, write_private
@@ -54,7 +54,7 @@ class Cost:
         most = 0
         for tensor in self.plan.merged():
             of_models = map(tensor.survey_reads, tensor.models)
-            most = max(most, max(of_models, default=0) + tensor.combine_surveys)
+            most = max(most, max(of_models, default=0) + tensor.joint_reads)
         return 1 + most
 
     # ------------------------------------------------------------ bytes
@@ -75,7 +75,7 @@ class Cost:
         if not tensor.is_merged:
             return once
         surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
-        return once + surveys + once * tensor.combine_surveys
+        return once + surveys + once * tensor.joint_reads
 
     @cached_property
     def bytes_written(self) -> int:
@@ -93,7 +93,17 @@ class Cost:
 
     @cached_property
     def max_memory(self) -> int:
-        return memory_limit(self.plan.options.max_memory, self.least_memory)
+        """The limit of all buffers.
+
+        Unless it is given, whole matrices may take half of what is free, so that no thread idles.
+        """
+        least, given = self.least_memory, self.plan.options.max_memory
+        if given is None and self.matrix_work:
+            threads, free = self._wanted_threads, available_memory() or 0
+            buffers = threads * self._workspace_for(self._device.chunks_at_once)
+            wanted = self._matrices_for(threads) + buffers + self.shared_bytes
+            least = max(least, min(wanted, free // 2))
+        return memory_limit(given, least)
 
     @property
     def takes_more(self) -> bool:
@@ -156,21 +166,28 @@ class Cost:
             kinds |= {tensor.dtype, tensor.base.dtype, *(info.dtype for _, info in copies)}
         return max((kind.itemsize for kind in kinds), default=1)
 
-    def _uses(self, tensor: TensorPlan) -> Iterator[tuple[Stage, Settings, int]]:
-        """Yield each stage for each model of a tensor, its settings, and how many models it has."""
-        *stages, combine = tensor.stages
-        yield combine, tensor.combine, len(tensor.models)
-        for of_model in tensor.settings:
-            for stage, settings in zip(stages, of_model, strict=True):
-                yield stage, settings, 1
+    def surveys(self, tensor: TensorPlan) -> Iterator[tuple[int, int, Stage]]:
+        """Yield of each survey of a tensor the memory it takes, what it leaves, and its stage."""
+        shape, models = tensor.shape, len(tensor.models)
+        joint = [tensor.combine_stage] if tensor.combine_surveys else []
+        joint += [stage for stage, _ in tensor.refine_stages]
+        before = 0  # the finding of the combine stage is held while the tensor is refined
+        for place, stage in enumerate(joint, start=1):
+            left = stage.left_bytes(shape, models)
+            held = before + stage.survey_bytes(shape, models)
+            yield held, left if place == len(joint) else 0, stage
+            before = max(before, left)
+        for model in tensor.models:
+            for stage in (tensor.stages[place] for place in tensor.surveyed_stages(model)):
+                yield stage.survey_bytes(shape, 1), stage.left_bytes(shape, 1), stage
 
     @cached_property
     def _largest(self) -> tuple[int, str, str]:
         """The most that one survey takes for a whole matrix, its stage, and the matrix."""
         held = (
-            (stage.held_bytes(settings, tensor.shape, models), stage.name, tensor.name)
+            (held, stage.name, tensor.name)
             for tensor in self.plan.merged()
-            for stage, settings, models in self._uses(tensor)
+            for held, _, stage in self.surveys(tensor)
         )
         return max(held, default=(0, "", ""))
 
@@ -188,11 +205,8 @@ class Cost:
     @cached_property
     def matrix_bytes(self) -> int:
         """The most that all surveys of one tensor leave behind, until its chunks are merged."""
-        most = 0
-        for tensor in self.plan.merged():
-            uses = self._uses(tensor)
-            most = max(most, sum(s.left_bytes(own, tensor.shape, count) for s, own, count in uses))
-        return most
+        merged = self.plan.merged()
+        return max((sum(left for _, left, _ in self.surveys(t)) for t in merged), default=0)
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -245,7 +259,7 @@ class Cost:
         """Both figures of memory, in a line."""
         return (
             f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
-            f"({'what one thread needs' if self.takes_more else 'max_memory'}); "
+            f"({'what the threads need' if self.takes_more else 'max_memory'}); "
             f"the process about {show_size(self.peak_memory)}"
         )
 
@@ -456,19 +470,19 @@ class Plan(PlanData, Shown):
         return ranges
 
     def _chain(self, shared: Mapping[str, Any], *, brief: bool) -> str:
-        """Return the chain with the settings that all models share, and those of combining."""
-        combine, settings = self.recipe.chain[-1]
-        defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
-        combining = {
-            f"{combine.name} {name}": value
+        """Return the chain with the settings that all models share, and those after."""
+        joint = {
+            f"{stage.name} {name}": value
+            for stage, settings in self.recipe.chain
+            if stage.kind != "delta"
             for name, value in settings.items()
-            if (combine.name, name) not in IMPLIED  # the stage that it makes has its own
-            and (combine.name, name, value) not in LATER_PARAMETERS
-            and not (brief and value == defaults[name])
+            if (stage.name, name) not in IMPLIED  # the stage that it makes has its own
+            and (stage.name, name, value) not in LATER_PARAMETERS
+            and not (brief and value == stage.parameters[name].default)
         }
         scale = {} if brief and self.recipe.scale == 1 else {"scale": self.recipe.scale}
         rates = {"embedding_drop_rate": self.recipe.embedding_drop_rate}
-        return _listed({names_of(self.recipe.chain): "", **shared, **rates, **combining, **scale})
+        return _listed({names_of(self.recipe.chain): "", **shared, **rates, **joint, **scale})
 
     @property
     def _written(self) -> str:
@@ -491,7 +505,7 @@ class Plan(PlanData, Shown):
         every = [
             {
                 parameter: value
-                for stage, values in self.recipe.chain[:-1]
+                for stage, values in self.recipe.chain.of_kind("delta")
                 for parameter, default in values.items()
                 if (value := entry.settings.get(parameter, default)) is not None
                 and (stage.name, parameter, value) not in LATER_PARAMETERS
@@ -629,7 +643,8 @@ def _work(plan: Plan) -> float:
     work = 0.0
     for tensor in plan.tensors:
         nbytes = plan.cost.bytes_read_of(tensor) + tensor.elements * tensor.dtype.itemsize
-        takes_whole = any(stage.sees == "matrix" for stage in tensor.stages)
-        is_taken_apart = takes_whole and tensor.is_merged and is_matrix(tensor.shape)
+        is_taken_apart = tensor.is_merged and any(
+            stage.sees == "matrix" for *_, stage in plan.cost.surveys(tensor)
+        )
         work += nbytes * sides(tensor.shape)[0] / PLAIN_SIDE if is_taken_apart else nbytes
     return work

@@ -36,7 +36,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import OTHER_TYPES, Layers, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
-from dare.stages.registry import load_installed_stages, takers
+from dare.stages.registry import combine_of, load_installed_stages, takers
 
 # Keys that may stand in the table [dare] but belong to the whole recipe.
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
@@ -391,11 +391,11 @@ def get_by_name(recipe: Recipe, name: str) -> Any:
     chosen = [number for number, own in enumerate(names) if not dot or own == rest]
     if first == "weight" and chosen:
         return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
-    stages = [settings for _, settings in recipe.chain]
+    joint = [settings for stage, settings in recipe.chain if stage.kind != "delta"]
     values = [
         own[first]
         for model in chosen
-        for own in (*recipe.settings_for("", model), stages[-1])
+        for own in (*recipe.settings_for("", model), *joint)
         if first in own
     ]
     if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
@@ -436,15 +436,15 @@ def applies(name: str, method: str) -> bool:
     chain = parse_method(method)
     first, dot, rest = name.partition(".")
     if name == "embedding_drop_rate":
-        return any("drop_rate" in stage.parameters for stage in chain[:-1])
+        return any("drop_rate" in stage.parameters for stage in chain if stage.kind == "delta")
     if first in OF_MODELS and (dot or first == "weight"):
-        return first == "seed" or chain[-1].default_weight is not None
+        return first == "seed" or combine_of(chain).default_weight is not None
     if name in FIELDS or name.startswith(INCLUDE):
         return True
     if dot and first in STAGES:
         return any(stage.name == first and rest in stage.parameters for stage in chain)
-    takers = chain[:-1] if dot else chain  # a model has settings of delta stages only
-    return any(first in stage.parameters for stage in takers)
+    # a model has settings of delta stages only
+    return any(first in s.parameters for s in chain if not dot or s.kind == "delta")
 
 
 def _remove_unused(document: dict[str, Any]) -> None:
@@ -482,7 +482,7 @@ def set_parameter(
                 else entry
                 for entry in _entries(document)
             ]
-    elif owner.kind == "combine":
+    elif owner.kind != "delta":
         raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
     else:
         set_for_models(document, name, values, shown)

@@ -292,7 +292,10 @@ NOT_RECORDED = "the manifest of an output leaves it out"
 class Strict(BaseModel):
     """Refuses unknown names and wrong types, in our words."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # A class that only stands inside another's fields is never built by itself.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
 
     def __init__(self, **given: Any) -> None:
         try:

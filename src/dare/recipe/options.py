@@ -30,7 +30,7 @@ class RunOptions(Strict, init=False):
     max_memory: Size | None = Field(
         None,
         description="What buffers may take, such as 512MiB, and the process about 200 MB more; "
-        "if not given 1 GiB, or what the largest matrix needs if the machine has it free.",
+        "if not given 1 GiB, or for whole matrices up to half of what is free.",
     )
     threads: int | None = Field(
         None, gt=0, description="Worker threads; one for each core if not given."

@@ -60,7 +60,7 @@ from dare.recipe.layers import OUTSIDE, Gradient, value_at
 from dare.recipe.options import USUAL, RunOptions, Size
 from dare.recipe.search import Search, search_table
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
-from dare.stages.registry import takers
+from dare.stages.registry import Kind, combine_of, takers
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.names import is_embedding
@@ -87,7 +87,20 @@ WeightType = Annotated[str | None, BeforeValidator(_type_name)]
 Policy = Literal["error", "base"]
 POLICIES = ("error", "base", "union")  # for tokens that differ
 RESERVED = (*POLICIES, "auto")  # words that are no name of a model
-Chain = tuple[tuple[Stage, dict[str, Any]], ...]
+Staged = tuple[Stage, dict[str, Any]]  # a stage with its settings
+
+
+class Chain(tuple[Staged, ...]):
+    """The stages of a method with their settings."""
+
+    def of_kind(self, kind: Kind) -> tuple[Staged, ...]:
+        """Return those of a kind."""
+        return tuple(staged for staged in self if staged[0].kind == kind)
+
+    @property
+    def combine(self) -> Stage:
+        """The combine stage."""
+        return combine_of(stage for stage, _ in self)
 
 
 def names_of(chain: Chain) -> str:
@@ -116,7 +129,7 @@ class Recipe(Strict, init=False):
     )
 
     method: Method = Field(
-        "dare+linear", description="Delta stages and one combine stage, joined by +."
+        "dare+linear", description="Delta stages, one combine stage and refine stages, joined by +."
     )
     stages: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Parameters by stage name."
@@ -235,12 +248,12 @@ class Recipe(Strict, init=False):
         for rule, indices in self.rules:
             yield from self._override_problems(rule, f"{rule}: ", indices is None)
         _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
-        takes_models = self.chain[-1][0].models != 0
+        takes_models = self.chain.combine.models != 0
         if self.layers and (self.models or takes_models):
             yield "[[layers]]: models and method belong into its entries, or into [merges.NAME]"
         elif takes_models and not self.models:
             yield "no models: name at least one"
-        for *_, (combine, _) in self.chains.values():
+        for combine in (chain.combine for chain in self.chains.values()):
             if combine.models not in (None, len(self.models)):
                 yield self._wrong_count(combine)
         if self.format is not None and self.dtype is not None:
@@ -271,9 +284,9 @@ class Recipe(Strict, init=False):
         known = {
             name
             for stages in chains
-            for stage in (stages if may_combine else stages[:-1])
+            for stage in stages
             for name in stage.parameters
-            if stage in takers(stages, name)
+            if (may_combine or stage.kind == "delta") and stage in takers(stages, name)
         }
         for name, value in entry.settings.items():
             if name not in known:
@@ -283,7 +296,7 @@ class Recipe(Strict, init=False):
                 )
             for stage in (taker for stages in chains for taker in takers(stages, name)):
                 stage.parameters[name].check(value, where)
-        combines = [stages[-1] for stages in chains]
+        combines = list(map(combine_of, chains))
         if entry.weight is not None and all(c.default_weight is None for c in combines):
             takes = ", ".join(combines[0].parameters)
             yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
@@ -305,7 +318,7 @@ class Recipe(Strict, init=False):
     @property
     def all_stages(self) -> Chain:
         """The stages of all methods with their settings."""
-        return tuple(itertools.chain(*self.chains.values()))
+        return Chain(itertools.chain(*self.chains.values()))
 
     @property
     def methods(self) -> str:
@@ -342,14 +355,14 @@ class Recipe(Strict, init=False):
                     where = f"[{stage.name}] {parameter}"
                     raise RecipeError(f"{where}: {fault}; set it in [{implied}]")
             chain.append((stage, settings))
-        return tuple(chain)
+        return Chain(chain)
 
     @property
     def interpolates(self) -> bool:
         """True if whole models are interpolated, so that the base may be one of them."""
         return all(
             combine.interpolates is not None and combine.interpolates.items() <= settings.items()
-            for *_, (combine, settings) in self.chains.values()
+            for combine, settings in self.all_stages.of_kind("combine")
         )
 
     def seeds(self) -> tuple[int, ...]:
@@ -358,14 +371,14 @@ class Recipe(Strict, init=False):
 
     def weights(self, method: str | None = None) -> tuple[float | Gradient, ...]:
         """Return the weight of each model before any tensor's own, by its method or another."""
-        default = self.chains[method or self.method][-1][0].default_weight
+        default = self.chains[method or self.method].combine.default_weight
         usual = default(len(self.models)) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
 
     def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
         """Return the weight of one model for one tensor at its depth."""
         method = self.method_for(tensor)
-        if self.chains[method][-1][0].default_weight is None:
+        if self.chains[method].combine.default_weight is None:
             return 1.0
         rules = [rule.weight for rule in self._rules_for(tensor, model) if rule.weight is not None]
         weight = [self.weights(method)[model], *rules][-1]
@@ -384,12 +397,12 @@ class Recipe(Strict, init=False):
         meant = {name: takers([stage for stage, _ in chain], name) for name in overrides}
         return tuple(
             _at(depth, own, {n: v for n, v in overrides.items() if stage in meant[n]})
-            for stage, own in chain[:-1]
+            for stage, own in chain.of_kind("delta")
         )
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
         """Return whether a parameter of a delta stage is given for a tensor of a model."""
-        stages = (stage.name for stage, _ in self.chain_for(tensor)[:-1])
+        stages = (stage.name for stage, _ in self.chain_for(tensor).of_kind("delta"))
         return (
             any(parameter in self.stages.get(stage, {}) for stage in stages)
             or parameter in self.models[model].settings
@@ -400,11 +413,17 @@ class Recipe(Strict, init=False):
     def _has_embedding_rate(self, tensor: str) -> bool:
         return self.embedding_drop_rate is not None and is_embedding(tensor)
 
-    def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
-        """Return the combine stage's settings for one tensor: no model's own values count."""
+    def joint_settings_for(
+        self, tensor: str, depth: Fraction = OUTSIDE
+    ) -> tuple[dict[str, Any], ...]:
+        """Return the settings of the combine stage and every refine stage for one tensor.
+
+        No model's own values count.
+        """
         rules = self._rules_for(tensor, None)
         given = {name: value for rule in rules for name, value in rule.settings.items()}
-        return _at(depth, self.chain_for(tensor)[-1][1], given)
+        chain = self.chain_for(tensor)
+        return tuple(_at(depth, own, given) for stage, own in chain if stage.kind != "delta")
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
         """Yield the rules for a tensor of one model, or those that are for all models."""

@@ -23,6 +23,7 @@ from dare.planning.plan import Plan
 from dare.stages import Settings
 from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Scratch
 from dare.stages.dare import make_up_for
+from dare.stages.matrices import chunk_of_summary
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import ALIGNMENT, aligned_bytes
@@ -44,7 +45,7 @@ class Chunk(NamedTuple):
     base: Raw
     tuned: Mapping[int, Raw]  # the elements by model
     summaries: Mapping[int, Summaries]  # the findings of their surveys
-    summary: Any = None  # the finding of the combine stage
+    summary: Any = None  # the finding of the combine stage, or the matrix of refine stages
     # The digests of every chunk of base and models; none of those that must be computed.
     known: Sequence[Sequence[str]] = ()
 
@@ -78,6 +79,8 @@ class Chunk(NamedTuple):
 
 # Reads a whole tensor, chunk by chunk, as often as it is called.
 ReadChunks = Callable[[], Iterator[Chunk]]
+# Reads elements from all over it as one chunk; None if that takes long.
+ReadSample = Callable[[], Chunk | None]
 
 
 class Place(NamedTuple):
@@ -117,12 +120,14 @@ class Backend(ABC):
         """Return 255 for each element that a model's mask keeps, else 0; until the next call."""
 
     @abstractmethod
-    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+    def view(
+        self, read: ReadChunks, sample: ReadSample, tensor: TensorPlan, model: int, place: Place
+    ) -> DeltaView:
         """Show one model's tensor to the survey of a stage of its chain."""
 
     @abstractmethod
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
-        """Show a tensor of all models to the survey of the combine stage."""
+        """Show a tensor of all models to the survey of the combine stage, or to refine stages."""
 
 
 def open_backend(plan: Plan) -> Backend:
@@ -175,13 +180,16 @@ class ArrayBackend(Backend):
 
     def _merge(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Take chunks through all stages, add the result to the base, and store it there."""
-        deltas = self._deltas(chunk)
-        merged = chunk.tensor.stages[-1].apply(deltas, **chunk.tensor.combine)
+        deltas, tensor = self._deltas(chunk), chunk.tensor
+        if tensor.refine_stages:
+            merged = chunk_of_summary(deltas)
+        else:
+            merged = tensor.combine_stage.apply(deltas, **tensor.combine)
         base = chunk.base
-        if self._plan.is_model(chunk.tensor):  # the stages were run for their figures
+        if self._plan.is_model(tensor):  # the stages were run for their figures
             merged.fill(0)
             (base,) = chunk.tuned.values()
-        exceptions = self._add(base, merged, chunk.tensor.dtype, into)
+        exceptions = self._add(base, merged, tensor.dtype, into)
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [
             (tuple(map(tuple, models)), counts)
@@ -205,12 +213,21 @@ class ArrayBackend(Backend):
     def kept_lanes(self, chunk: Chunk, model: int) -> NDArray[np.uint8]:
         return self._block(chunk, model, {}).lanes()[0]
 
-    def view(self, read: ReadChunks, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+    def view(
+        self, read: ReadChunks, sample: ReadSample, tensor: TensorPlan, model: int, place: Place
+    ) -> DeltaView:
         def blocks() -> Iterator[Block]:
             return (self._block(chunk, model, place.before, place.position) for chunk in read())
 
+        def peek() -> Block | None:
+            before = zip(tensor.stages[: place.position], tensor.settings_of(model), strict=False)
+            if not all(stage.is_lazy(settings) for stage, settings in before):
+                return None  # it may need whole rows
+            chunk = sample()
+            return chunk and self._block(chunk, model, place.before, place.position)
+
         spare_bytes = self._plan.cost.spare_bytes
-        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census)
+        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census, peek)
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         def deltas() -> Iterator[Deltas]:

@@ -45,7 +45,7 @@ from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import Run, do_census_steps, execute
 from dare.run.nested import open_recipe
 from dare.run.threads import Id, Step
-from dare.run.worker import Conclude, Observe, Progress, list_census_steps
+from dare.run.worker import Conclude, Observe, Progress, list_census_steps, repeat_conclusion
 from dare.stages.registry import load_installed_stages, load_stages
 from dare.stores.locations import is_stored
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span
@@ -439,11 +439,12 @@ def _conclude(
         if isinstance(step, Observe):
             to_observe[division.owner(step.tensor)].append(step)
         elif isinstance(step, Conclude):
-            found = dict(known)
-            for _, results, nbytes in cluster.run(work, list(to_observe.values()), known):
+            again, found = repeat_conclusion(plan, step, known), dict(known)
+            pieces = [] if again else list(to_observe.values())
+            for _, results, nbytes in cluster.run(work, pieces, known):
                 found |= results
                 progress(nbytes)
-            known |= do_census_steps(plan, [step], found)
+            known |= again or do_census_steps(plan, [step], found)
             to_observe.clear()
     return known
 

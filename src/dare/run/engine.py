@@ -49,6 +49,7 @@ from dare.run.worker import (
     sources_of,
 )
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_span
+from dare.tensors.system import keep_freed_memory
 
 R = TypeVar("R")
 
@@ -343,6 +344,7 @@ def _run_steps(
         backend = open_backend(plan)
         return Worker(plan, backend, make_coder(plan, backend, sink), progress, stop)
 
+    keep_freed_memory()
     holds_matrices = plan.cost.matrix_bytes > 0
     with (
         one_blas_thread() if holds_matrices else nullcontext(),
@@ -356,5 +358,5 @@ def _run_steps(
             batch_elements=CHUNK * kernels.DEVICES[plan.backend].chunks_at_once,
             known=known,
             collect=collect,
-            groups_ahead=plan.cost.threads if holds_matrices else None,
+            one_group=holds_matrices,
         )

@@ -69,7 +69,9 @@ class Merge(Work[Report]):
         """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
         self._begun = time.perf_counter()
         self.sample = take_sample(self.plan)
-        self._receipt_of(make_report(self.plan, ()))
+        receipt = self._receipt_of(make_report(self.plan, ()))
+        seal(receipt.manifest or {}, {})
+        receipt.report.to_json()
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +111,6 @@ class Merge(Work[Report]):
     def _receipt_of(self, report: Report) -> Receipt[Report]:
         embedded = with_digests(self.plan.identity, report.digests)
         manifest = full_manifest(self.plan, report, embedded)
-        seal(manifest, {})
-        report.to_json()
         files = {} if self.plan.sidecars is None else sidecar_files(self.plan, report)
         metadata = checked_metadata(self.layout, embedded)
         return Receipt(report, metadata, manifest, files, whole=self.plan.recoding is not None)

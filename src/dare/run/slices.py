@@ -39,7 +39,7 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.engine import do_census_steps
 from dare.run.threads import Id, Results
-from dare.run.worker import Conclude, Observe, Progress, list_census_steps
+from dare.run.worker import Conclude, Observe, Progress, list_census_steps, repeat_conclusion
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.system import sync_folder
 
@@ -83,9 +83,12 @@ class SharedObservations:
         while left:
             ready = [key for key in left if self._is_ready(key)]
             for key in ready:
+                self._known |= repeat_conclusion(self.plan, self._conclude[key], self._known)
+            needed = [key for key in ready if self._conclude[key].id not in self._known]
+            for key in needed:
                 if self._steps[key][own] and self._read(key, own) is None:
                     self._observe(key, own)
-            for key in ready:  # one at a time: observations take room
+            for key in needed:  # one at a time: observations take room
                 observed = {**self._known, **self._gather(key)}
                 self._known |= do_census_steps(self.plan, [self._conclude[key]], observed)
             left = [key for key in left if key not in ready]

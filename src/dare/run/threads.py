@@ -65,18 +65,18 @@ def run_steps(
     *,
     known: Results = MappingProxyType({}),
     collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
-    groups_ahead: int | None = None,
     batch_elements: int = BATCH_ELEMENTS,
+    one_group: bool = False,
 ) -> None:
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
     `make_worker` makes the worker of one thread; the event it is given is set when work is to stop.
     `collect` gets the results of every batch, in the thread that has them. `known` are results
-    that are there already. Where results take much room, `groups_ahead` holds back steps that are
-    more groups ahead of the first that is not done. A batch has at most `batch_elements`, if it is
-    more than one step.
+    that are there already. A batch has at most `batch_elements`, if it is more than one step. With
+    `one_group` its steps are all of one group, so that results of no more groups than there are
+    threads are held: a group is begun only when somebody is at work on every one that was begun.
     """
-    schedule = _Schedule(steps, known, threads, groups_ahead, batch_elements)
+    schedule = _Schedule(steps, known, threads, batch_elements, one_group)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
     asking = threading.Lock()
@@ -132,14 +132,14 @@ class _Schedule(Generic[AnyStep]):
         steps: Sequence[AnyStep],
         known: Results,
         takers: int,
-        groups_ahead: int | None,
         batch_elements: int,
+        one_group: bool,
     ) -> None:
         self.stop = threading.Event()  # set when no more steps are to be done
         self._steps = steps
         self._takers = takers
-        self._groups_ahead = groups_ahead
         self._batch_elements = batch_elements
+        self._one_group = one_group
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
@@ -175,20 +175,15 @@ class _Schedule(Generic[AnyStep]):
     def _take(self, room: int) -> list[int]:
         """Take at least one step, if one can be done, and more as far as there is room."""
         places: list[int] = []
-        while self._ready and self._is_near(self._ready[0]):
-            elements = self._steps[self._ready[0]].elements
-            if places and elements > room:
+        while self._ready:
+            step = self._steps[self._ready[0]]
+            leaves = self._one_group and places and step.group != self._steps[places[0]].group
+            if leaves or (places and step.elements > room):
                 break
             places.append(heapq.heappop(self._ready))
-            room -= elements
-            self._left -= elements
+            room -= step.elements
+            self._left -= step.elements
         return places
-
-    def _is_near(self, place: int) -> bool:
-        if self._groups_ahead is None:
-            return True
-        first = self._steps[self._first_undone].group
-        return self._steps[place].group <= first + self._groups_ahead
 
     def hand_in(self, batch: Batch[AnyStep], results: Sequence[Any]) -> None:
         """Pass the results of a batch on to the steps that wait for them."""

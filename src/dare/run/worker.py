@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
-from dare.inputs.sources import Source, bytes_for, read_chunks
+from dare.inputs.sources import Source, bytes_for, read_chunks, read_stored
 from dare.output.journal import Record
 from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
@@ -36,11 +39,16 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
+from dare.stages.blocks import DeltaView
+from dare.stages.matrices import refine
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
 # Ids of conclusions with the positions of their stages in the chain, by tensor and model.
 Conclusions = dict[tuple[str, int], list[tuple[int, Id]]]
+
+# A sample of a tensor: the most elements, what part of it, and in how many pieces.
+SAMPLE_ELEMENTS, SAMPLE_PART, SAMPLE_PIECES = 1 << 16, 32, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,10 @@ class Conclude(Step):
 
 @dataclass(frozen=True, slots=True)
 class Survey(Step):
-    """Let the surveying stages of one model's chain, or the combine stage, see one tensor."""
+    """Let the surveying stages of one model's chain, or those after them, see one tensor."""
 
     tensor: str
-    model: int | None  # None for the combine stage, which sees the deltas of all models
+    model: int | None  # None for combine and refine stages, which see the deltas of all models
     conclusions: tuple[tuple[int, Id], ...] = ()
 
 
@@ -80,7 +88,7 @@ class Make(Step):
 
 
 def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
-    """Return the id of a model's survey, or of the combine stage's."""
+    """Return the id of a model's survey, or of all models'."""
     return "survey", tensor.name, model
 
 
@@ -140,6 +148,13 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
             last = (concluded,)
 
 
+def repeat_conclusion(plan: Plan, step: Conclude, known: Results) -> dict[Id, Any]:
+    """Return the conclusion of a round that is not needed, by its id; nothing if it is needed."""
+    census = plan.censuses[step.census]
+    before = _conclusion_before(census, step.round, known)
+    return {} if census.rounds[step.round].when(before) else {step.id: before}
+
+
 def conclusions_of(plan: Plan) -> Conclusions:
     """Return the last conclusion for each stage that has a census."""
     conclusions: Conclusions = defaultdict(list)
@@ -160,7 +175,7 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
             yield Survey(surveys[-1], needs, group, elements, name, model, concluded)
-    if tensor.combine_surveys:
+    if tensor.joint_reads:
         yield Survey(survey_id(tensor), tuple(surveys), group, elements, name, None)
 
 
@@ -234,19 +249,21 @@ class Worker:
     def _observe(self, step: Observe, results: Results) -> Any:
         census = self._plan.censuses[step.census]
         tensor, model, position = self._tensors[step.tensor], census.model, census.position
-        observe = census.rounds[step.round].observe
+        asked, known = census.rounds[step.round], _conclusion_before(census, step.round, results)
+        if not asked.when(known):
+            return None
         summaries = self._survey(tensor, model, step.conclusions, results, before=position)
-        read = partial(self._read, tensor, [model], {})
-        view = self._backend.view(read, tensor, model, Place(position, summaries))
-        return observe(view, _conclusion_before(census, step.round, results), **census.settings)
+        view = self._view(tensor, model, Place(position, summaries))
+        return asked.observe(view, known, **census.settings)
 
     def _conclude(self, step: Conclude, results: Results) -> Any:
         census = self._plan.censuses[step.census]
-        conclude = census.rounds[step.round].conclude
+        asked, known = census.rounds[step.round], _conclusion_before(census, step.round, results)
+        if not asked.when(known):
+            return known
         names = [tensor.name for tensor in census.tensors]
         observed = {name: results["observe", step.census, step.round, name] for name in names}
-        known = _conclusion_before(census, step.round, results)
-        return conclude(observed, known, **census.settings)
+        return asked.conclude(observed, known, **census.settings)
 
     def _survey(
         self,
@@ -259,22 +276,32 @@ class Worker:
         """Return the findings of the surveying stages of a chain, in order, up to a position."""
         concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
-        read = partial(self._read, tensor, [model], {})
         for position in tensor.surveyed_stages(model):
             if before is not None and position >= before:
                 break
             survey = tensor.stages[position].survey
             assert survey is not None  # surveyed_stages has seen to it
             place = Place(position, summaries, concluded.get(position))
-            view = self._backend.view(read, tensor, model, place)
+            view = self._view(tensor, model, place)
             summaries[position] = survey(view, **tensor.settings_of(model)[position])
         return summaries
 
+    def _view(self, tensor: TensorPlan, model: int, place: Place) -> DeltaView:
+        read = partial(self._read, tensor, [model], {})
+        sample = partial(self._read_sample, tensor, model)
+        return self._backend.view(read, sample, tensor, model, place)
+
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
-        survey = tensor.stages[-1].survey
-        assert survey is not None  # the step exists because there is one
+        """Return the finding of the combine stage, or the matrix that refine stages leave."""
+        combine, summary = tensor.combine_stage, None
         read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
-        return survey(self._backend.joint_view(read, tensor), **tensor.combine)
+        if combine.survey is not None and tensor.combine_surveys:
+            summary = combine.survey(self._backend.joint_view(read, tensor), **tensor.combine)
+        if not tensor.refine_stages:
+            return summary
+        chunks = lambda: (chunk._replace(summary=summary) for chunk in read())  # noqa: E731
+        view = self._backend.joint_view(chunks, tensor)
+        return refine(view, partial(combine.apply, **tensor.combine), tensor.refine_stages)
 
     def _read(
         self,
@@ -299,6 +326,23 @@ class Worker:
                 raise Stopped
             self._progress(sum(bytes_for(s, tensor.name, base.size) for s in sources))
             yield Chunk(tensor, first, base, dict(zip(models, tuned, strict=True)), summaries)
+
+    def _read_sample(self, tensor: TensorPlan, model: int) -> Chunk | None:
+        """Read pieces from all over a tensor as if they followed each other; not from a store."""
+        sources = sources_of(self._plan, tensor, [model])
+        if any(source.cost.ahead_bytes for source in sources):
+            return None
+        size = min(SAMPLE_ELEMENTS, tensor.elements // SAMPLE_PART) // SAMPLE_PIECES
+        step, width = tensor.elements // SAMPLE_PIECES, size * self._plan.cost.widest
+
+        def read(source: Source, row: Bytes) -> NDArray[Any]:
+            rooms = row[: SAMPLE_PIECES * width].reshape(SAMPLE_PIECES, -1)
+            pieces = enumerate(rooms)
+            found = [read_stored(source, tensor.name, n * step, size, room) for n, room in pieces]
+            return np.concatenate(found)
+
+        base, tuned = map(read, sources, (self._backend.inputs[row] for row in (0, 1 + model)))
+        return Chunk(tensor, 0, base, {model: tuned}, {})
 
     def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
         """Read the chunks of a batch, each to its own place in the buffers."""

@@ -54,7 +54,7 @@ def survey_importance(view: JointView) -> Fusion:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         divergences = _divergences(view, columns, elements // columns)
     scores = view.scores(partial(_importance, columns, divergences))
-    counts = scores.histogram()
+    counts = scores.histogram().counts
     low, middle, high = (_quartile(scores, counts, elements, number) for number in (1, 2, 3))
     return Fusion(columns, divergences, np.float32(middle + 1.5 * (high - low)))
 

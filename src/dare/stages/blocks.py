@@ -8,21 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Operand, reference
-from dare.tensors.chunks import CHUNK, chunk_spans
+from dare.kernels import Band, Operand, reference
+from dare.tensors.chunks import chunk_spans
 from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
 
-# Bins of histograms of magnitudes: by their upper 16 bits, and by the lower 15 below those.
-HIGH_COUNTS, LOW_COUNTS = 1 << 16, 1 << 15
+BINS = 1 << 16  # of a histogram of magnitudes
 INFINITY = 0x7F800000  # the bits of an infinite magnitude; those of NaN are greater
 
 _key = lru_cache(maxsize=1024)(mask_key)
@@ -52,7 +51,7 @@ class Block:
     # The number of the draw that the stage being applied makes; None if it is not random.
     draw: int | None = None
     mask: Mask | None = None
-    least: int = 0  # the least magnitude (its bits) that is noted down to be kept, after the mask
+    band: Band | None = None  # the magnitudes that are noted down to be kept, after the mask
     _values: Floats | None = None
     _left: NDArray[np.bool_] | None = None
     _figures: NDArray[np.int64] | None = None
@@ -71,7 +70,7 @@ class Block:
 
     @property
     def is_noted(self) -> bool:
-        """True if all that was done to the block is in `mask` and `least`."""
+        """True if all that was done to the block is in `mask` and `band`."""
         return self._values is None
 
     @property
@@ -95,9 +94,9 @@ class Block:
         peak, over = self._take(lanes, values)
         if peak > INFINITY and self.zero_common_infinities():
             peak, over = self._take(lanes, values)
-        left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
+        left = self._keep_band(values, self.band) if self.band else kept
         self.measured(np.array([[peak, over, kept, left]], np.int64))
-        if self.least:
+        if self.band:
             self._left = values != 0
         elif self.mask is not None:
             self._left = lanes[: self.size] != 0
@@ -139,64 +138,59 @@ class Block:
 
     def drop(self, mask: Mask) -> None:
         """Drop the elements that a mask does not keep."""
-        if self.is_noted and self.mask is None and not self.least:
+        if self.is_noted and self.mask is None and self.band is None:
             self.mask = mask
             return
         values = self.values
-        self.mask, self.least = mask, 0
+        self.mask, self.band = mask, None
         lanes, _ = self.lanes()
         self.kernels.keep_lanes(values, lanes)
         self.leave(lanes[: self.size] != 0)
 
-    def keep_largest(self, cut: int, ties_kept: int, ties: int) -> None:
-        """Drop magnitudes below `cut`, and of the `ties` equal to it all but the first few."""
-        if ties_kept in (0, ties) and self.is_noted and not self.least:
-            self.least = cut if ties_kept else cut + 1
+    def keep(self, band: Band) -> None:
+        """Drop magnitudes that lie outside a band."""
+        if self.is_noted and self.band is None:
+            self.band = band
             return
-        ties_found = np.flatnonzero(reference.magnitude_bits(self.values) == cut)
-        self.values[ties_found[ties_kept:]] = 0
-        self.kernels.keep_largest(self.values, np.int32(cut))
+        self._keep_band(self.values, band)
         self.leave_nonzero()
 
-    def magnitudes(
-        self, out: NDArray[np.uint32], counts: NDArray[np.int64] | None = None
-    ) -> tuple[int, int]:
-        """Gather the bits of all magnitudes but zero; return how many, and how many survived.
+    def _keep_band(self, values: Floats, band: Band) -> int:
+        lanes = np.full(self.size, 255, np.uint8)
+        kept = self.kernels.keep_band(values, self._scratch.zeros, lanes, self.start, *band)
+        self.kernels.keep_lanes(values, lanes)
+        return int(kept)
 
-        `counts[m >> 15]` goes up by one for every magnitude m.
-        """
-        if self.is_noted and not self.mask and not self.least and counts is not None:
-            return self._count_all(out, counts), self.size
-        if self.is_noted and self.mask is not None and not self.least:
-            lanes, survivors = self.lanes()
-            count = self._gather(lanes, out)
-            peak = int(out[:count].max(initial=0))
-            if peak > INFINITY and self.zero_common_infinities():
-                count = self._gather(lanes, out)
-        else:
-            count = int(self.kernels.magnitudes(self.values, out))
-            survivors = self._survivors
-        if counts is not None:
-            self.kernels.count_high(out[:count], counts)
-        return count, survivors
+    def collect(
+        self, low: int, high: int, keys: NDArray[np.uint64], figures: NDArray[np.int64]
+    ) -> int:
+        """Do `collect_keys`; return how many elements have survived."""
+        arguments = (low, high, self.start, keys)
+        return self._tally(self.kernels.collect_keys, arguments, (figures,))
 
-    def _count_all(self, out: NDArray[np.uint32], counts: NDArray[np.int64]) -> int:
-        """Gather where nothing was dropped, in one kernel."""
-        count, peak = self.kernels.count_magnitudes(self.tuned, self.origin, out, counts)
+    def count(self, low: int, shift: int, tallies: Sequence[NDArray[Any]]) -> int:
+        """Do `count_bins`; return how many elements have survived."""
+        return self._tally(self.kernels.count_bins, (low, shift), tallies)
+
+    def _tally(
+        self, kernel: Callable[..., int], arguments: tuple[Any, ...], tallies: Sequence[Any]
+    ) -> int:
+        """Run a kernel on the delta that adds to tallies; return how many have survived."""
+        if not self.is_noted or self.band is not None:
+            kernel(self.values, self._scratch.zeros, self._scratch.all_kept, *arguments, *tallies)
+            return self._survivors
+        before = [tally.copy() for tally in tallies]
+        lanes, survivors = self.lanes()
+        peak = kernel(self.tuned, self.origin, lanes, *arguments, *tallies)
         if peak > INFINITY and self.zero_common_infinities():
-            wrong = np.zeros_like(counts)
-            self.kernels.count_high(out[:count], wrong)
-            counts -= wrong
-            count, _ = self.kernels.count_magnitudes(self.tuned, self.origin, out, counts)
-        return int(count)
-
-    def _gather(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
-        base = self._scratch.base_of(self.kernels, self.origin)
-        return int(self.kernels.gather(self.tuned, base, lanes, out))
+            for tally, old in zip(tallies, before, strict=True):
+                tally[:] = old
+            kernel(self.tuned, self.origin, lanes, *arguments, *tallies)
+        return survivors
 
     def survivors(self) -> NDArray[np.bool_] | None:
         """Return which elements no earlier stage has dropped; None if none was dropped."""
-        if self.is_noted and not self.least:
+        if self.is_noted and self.band is None:
             return None if self.mask is None else self.lanes()[0][: self.size] != 0
         if self._values is None:
             self._carry_out()
@@ -215,12 +209,12 @@ class Block:
     def measured(self, figures: NDArray[np.int64]) -> None:
         """Take in the figures of the kernel that carried out the notes, a row for each chunk."""
         self._figures = figures
-        self._survivors = int(figures[:, 3 if self.least else 2].sum())
+        self._survivors = int(figures[:, 3 if self.band else 2].sum())
 
     def end_stage(self) -> None:
         """Remember for the report how far the block had come after a stage."""
         self._marks.append(
-            self._survivors if not self.is_noted else -1 - bool(self.mask) - 2 * bool(self.least)
+            self._survivors if not self.is_noted else -1 - bool(self.mask) - 2 * bool(self.band)
         )
 
     def figures(self) -> list[list[int]]:
@@ -257,6 +251,11 @@ class Scratch:
         self._floats = np.empty(size, np.float32)
         self._decoded: NDArray[Any] | None = None
         self._finite: tuple[NDArray[Any], NDArray[Any]] | None = None
+
+    @cached_property
+    def zeros(self) -> Floats:
+        """A base for kernels that take the difference of values that are one already."""
+        return np.zeros(self.merged.size, np.float32)
 
     def base_of(self, kernels: Any, base: NDArray[Any]) -> Floats:
         """Return the base as float32; decoded once for all models of a chunk."""
@@ -314,6 +313,11 @@ class Deltas:
         """The base's tensor over this chunk; 0 where it is infinite."""
         return self._scratch.base_of(self.kernels, self._scratch.finite(self.kernels, self._base))
 
+    @property
+    def plain(self) -> tuple[Floats, NDArray[np.uint8]]:
+        """A base of zeros and the lanes of a mask that keeps everything, for kernels."""
+        return self._scratch.zeros, self._scratch.all_kept
+
     def sum(self, weights: Sequence[float], of_base: float = 0.0) -> Floats:
         """Return Σ weight·factor·delta + of_base·base, each product rounded once to float32."""
         total = self._scratch.merged[: self.size]
@@ -363,7 +367,7 @@ class Deltas:
         if len(kinds) > 1 or not noted or 0 in weights:
             return False
         parts = [
-            Operand(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
+            Operand(block.tuned, block.mask, block.band, np.float32(weight * block.factor), share)
             for block, weight, share in zip(self.blocks, weights, shares, strict=True)
         ]
         start = self.blocks[0].start
@@ -395,39 +399,49 @@ class View:
         return self.walk()
 
 
+class Histogram(NamedTuple):
+    """Magnitudes counted in bins, and how many are above those; zeros are not counted."""
+
+    counts: NDArray[np.int64]
+    seen: NDArray[np.uint32]  # the bits by which magnitudes of a bin differ, as in `count_bins`
+    above: int
+    survivors: int  # elements that no earlier stage has dropped
+
+
 @dataclass(eq=False)
 class DeltaView(View):
-    """One model's tensor, and figures of its magnitudes; those are remembered if there is room."""
+    """One model's tensor, and figures of its magnitudes."""
 
     census: Any = None  # the conclusion of the stage's census for the tensor, if it has one
-    # The number of elements that no earlier stage has dropped, once there is a histogram.
-    survivors: int = 0
-    # All magnitudes but zero, and the end of each chunk.
-    _remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
+    # Returns a block of elements from all over the tensor; None if reading them takes long.
+    peek: Callable[[], Block | None] = lambda: None
 
-    def histogram(self, prefix: int | None = None) -> NDArray[np.int64]:
-        """Count the magnitudes that are not zero by their upper 16 bits.
+    sampled: int = 0  # elements in the sample, once it was taken
 
-        With a prefix, count those that have these upper bits by their lower 15.
-        """
-        if prefix is None:
-            counts = np.zeros(HIGH_COUNTS, np.int64)
-            for _ in self._magnitudes(counts):
-                pass
-            return counts
-        counts = np.zeros(LOW_COUNTS, np.int64)
-        for found, _ in self._magnitudes():
-            self.kernels.count_low(found, np.uint32(prefix), counts)
-        return counts
+    def sample(self) -> NDArray[np.uint32] | None:
+        """Return magnitudes from all over the tensor, of elements that have survived."""
+        block = self.peek()
+        if block is None:
+            return None
+        self.sampled = block.size
+        bits, left = reference.magnitude_bits(block.values), block.survivors()
+        return bits if left is None else bits[left]
 
-    def count_equal(self, bits: int) -> NDArray[np.int64]:
-        """Count the magnitudes with these bits in each chunk."""
-        counts = [
-            np.count_nonzero(piece == bits)
-            for found, ends in self._magnitudes()
-            for piece in np.split(found, ends[:-1])
-        ]
-        return np.array(counts, np.int64)
+    def histogram(self, low: int = 0, shift: int = 15) -> Histogram:
+        """Count the magnitudes that are not zero in BINS of 2^shift each, from `low` on."""
+        counts, seen = np.zeros(BINS, np.int64), np.zeros(BINS, np.uint32)
+        figures = np.zeros(2, np.int64)
+        survivors = sum(block.count(low, shift, (counts, seen, figures)) for block in self())
+        return Histogram(counts, seen, int(figures[0]), survivors)
+
+    def end_of(self, bits: int, rank: int) -> int:
+        """Return the index after the magnitude of these bits that has a rank among its equals."""
+        for block in self():
+            equals = np.flatnonzero(reference.magnitude_bits(block.values) == bits)
+            if rank <= equals.size:
+                return int(block.start + equals[rank - 1] + 1)
+            rank -= equals.size
+        raise ValueError("there are fewer equals")
 
     def l1_ratio(self, change: Callable[[Block], None]) -> float:
         """Return the sum of all magnitudes before a change to every block over that after it.
@@ -441,52 +455,19 @@ class DeltaView(View):
             after += self.kernels.sum_products(block.values, np.sign(block.values))
         return before / after if after else 1.0
 
-    def _magnitudes(
-        self, counts: NDArray[np.int64] | None = None
-    ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Yield pieces, with the ends of chunks in each; one piece if all are remembered.
-
-        They can be counted by their upper 16 bits on the way.
-        """
-        if self._remembered is not None:
-            if counts is not None:
-                self.kernels.count_high(self._remembered[0], counts)
-            yield self._remembered
-            return
-        self.survivors = 0
-        needed, room = math.prod(self.shape), self.spare_bytes // 4
-        remembered = np.empty(min(needed, room), np.uint32)
-        passing = np.empty(0 if needed <= room else CHUNK, np.uint32)
-        ends: list[int] = []
-        end, is_enough = 0, True
-        for block in self():
-            is_enough = is_enough and remembered.size - end >= block.size
-            into = remembered[end:] if is_enough else passing
-            count, survivors = block.magnitudes(into, counts)
-            self.survivors += survivors
-            end += count
-            ends.append(end)
-            yield into[:count], np.array([count])
-        if is_enough and ends:
-            self._remembered = remembered[:end], np.array(ends)
-
 
 class Scores:
     """A number of 0 or more for each element of a chunk, seen by a `DeltaView` like a block."""
 
-    def __init__(self, kernels: Any, values: Floats) -> None:
-        self.kernels = kernels
+    def __init__(self, deltas: Deltas, values: Floats) -> None:
         self.values = values
-        self.size = values.size
+        self.start = deltas.blocks[0].start
+        self._count = partial(deltas.kernels.count_bins, values, *deltas.plain)
 
-    def magnitudes(
-        self, out: NDArray[np.uint32], counts: NDArray[np.int64] | None = None
-    ) -> tuple[int, int]:
-        """Gather the bits of all but zeros, and count them, as `Block.magnitudes` does."""
-        count = int(self.kernels.magnitudes(self.values, out))
-        if counts is not None:
-            self.kernels.count_high(out[:count], counts)
-        return count, self.size
+    def count(self, low: int, shift: int, tallies: Sequence[NDArray[Any]]) -> int:
+        """Count as `Block.count` does."""
+        self._count(low, shift, *tallies)
+        return self.values.size
 
 
 @dataclass(eq=False)
@@ -527,10 +508,23 @@ class JointView(View):
         return sums
 
     def scores(self, score: Callable[[Deltas], Floats]) -> DeltaView:
-        """Return a view of a score for each element, which is counted like a magnitude."""
+        """Return a view of a score for each element, which is counted like a magnitude.
+
+        Scores are remembered if there is room.
+        """
+        remembered: list[Scores] = []
+        fits = 4 * math.prod(self.shape) <= self.spare_bytes
 
         def walk() -> Iterator[Scores]:
-            return (Scores(self.kernels, score(deltas)) for deltas in self())
+            if remembered:
+                yield from remembered
+                return
+            seen = []
+            for deltas in self():
+                scores = Scores(deltas, score(deltas).copy() if fits else score(deltas))
+                seen += [scores] if fits else []
+                yield scores
+            remembered.extend(seen)
 
         return DeltaView(self.kernels, self.shape, self.spare_bytes, walk)
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, DeltaView
+from dare.kernels import Band
+from dare.stages.blocks import Block, DeltaView, Floats
 from dare.stages.ranks import (
     CutRows,
     Keys,
-    magnitude_bits,
     magnitudes_left,
-    marks,
     row_length,
+    select,
     survey_rows,
     work_on_rows,
 )
 from dare.stages.registry import delta_stage, meaning
-from dare.stages.trim import Cut, Rescaled, find_cut
-from dare.tensors.chunks import CHUNK
+from dare.stages.trim import Rescaled, band_between, find_cuts
 
 KeepMiddle = Annotated[
     float, meaning("Share of each delta's elements to keep, β, the middle ones.", gt=0, le=1)
@@ -34,7 +33,7 @@ Scope = Annotated[
 ]
 
 
-Middle = tuple[Cut, Cut | None] | CutRows
+Middle = Band | CutRows
 
 
 def survey_middle(
@@ -47,13 +46,10 @@ def survey_middle(
     share = keep_middle, drop_largest
     found: Middle
     if per == "row":
-        work = partial(_mark_middle, share)
+        work = partial(_select_middle, share)
         found = survey_rows(view, row_length(view.shape), magnitudes_left, work)
     else:
-        counts = view.histogram()
-        kept, top = _shares(view.survivors, *share)
-        lowest = find_cut(view, counts, kept + top)
-        found = lowest, find_cut(view, counts, top) if top else None
+        found = band_between(*find_cuts(view, partial(_ranks, share)))
     return found, view.l1_ratio(partial(_keep_middle, share, found)) if rescale else 1.0
 
 
@@ -62,6 +58,7 @@ def survey_middle(
     sees="tensor",
     survey=survey_middle,
     surveys_when=lambda settings: settings["keep_middle"] < 1,
+    is_lazy=lambda settings: settings["per"] == "tensor",
 )
 def breadcrumbs(
     block: Block,
@@ -87,18 +84,17 @@ def breadcrumbs(
 
 def _keep_middle(share: tuple[float, float], found: Middle, block: Block) -> None:
     if isinstance(found, CutRows):
-        keep = work_on_rows(block, found, magnitudes_left(block), partial(_mark_middle, share))
-        block.kernels.keep_lanes(block.values, keep)
+        keep = work_on_rows(block, found, magnitudes_left(block), partial(_select_middle, share))
+        block.kernels.multiply_kept(block.values, keep)
         block.leave(keep != 0)
         return
-    lowest, highest = found
-    lowest.keep_largest(block)
-    if highest is not None:
-        bits, values = magnitude_bits(block), block.values
-        top = highest.ties_kept[block.start // CHUNK]
-        values[np.flatnonzero(bits == highest.bits)[:top]] = 0
-        np.copyto(values, 0, where=bits > highest.bits)
-        block.leave_nonzero()
+    block.keep(found)
+
+
+def _ranks(share: tuple[float, float], elements: int) -> tuple[int, int]:
+    """Return the ranks of the smallest element that is kept and of the last one above those."""
+    kept, top = _shares(elements, *share)
+    return kept + top, top
 
 
 def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int, int]:
@@ -107,12 +103,13 @@ def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int
     return kept, max(0, min(int(drop_largest * elements), elements - kept))
 
 
-def _mark_middle(share: tuple[float, float], kernels: Any, keys: Keys) -> NDArray[np.uint8]:
+def _select_middle(share: tuple[float, float], kernels: Any, keys: Keys) -> Floats:
     columns = keys.shape[1]
-    if keys.all():
-        kept, top = _shares(columns, *share)
-        return marks(kernels, keys, columns - top - kept, columns - top)
-    left = np.count_nonzero(keys, axis=1)
-    shares = np.array([_shares(int(count), *share) for count in left])
-    ends = columns - shares[:, 1:]
-    return marks(kernels, keys, ends - shares[:, :1], ends)
+    kept, top = _shares_of_left(columns, *share)
+    return select(kernels, keys, columns - top - kept, columns - top)
+
+
+@lru_cache
+def _shares_of_left(columns: int, keep_middle: float, drop_largest: float) -> NDArray[np.int64]:
+    """Return the shares for each number of elements that may be left of a row."""
+    return np.array([_shares(left, keep_middle, drop_largest) for left in range(columns + 1)]).T

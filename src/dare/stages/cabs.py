@@ -10,11 +10,9 @@ from pydantic import AfterValidator
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.ranks import Keys, magnitude_bits, marks
+from dare.stages.ranks import Keys, order_keys, select
 from dare.stages.registry import combine_stage, meaning
 from dare.tensors.chunks import CHUNK
-
-FREE = np.uint32(1 << 31)  # a bit above all magnitudes
 
 
 def _check_group(m: int) -> int:
@@ -44,13 +42,12 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
     group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s elements
     of a group, of which k are kept, by s/k.
     """
-    taken = np.zeros(deltas.size, np.uint8)
+    free = np.ones(deltas.size, np.bool_)
     for block in deltas.blocks:
         survivors = block.survivors()
-        keys = np.where(taken, np.uint32(0), FREE) | magnitude_bits(block)
-        keep = _largest(deltas.kernels, keys, min(n, m), m)
-        deltas.kernels.keep_lanes(block.values, keep)
-        taken |= keep
+        keep = _largest(deltas.kernels, order_keys(block, free), min(n, m), m)
+        deltas.kernels.multiply_kept(block.values, keep)
+        free &= keep == 0
         if rescale and survivors is not None:
             shares = _shares(survivors, keep != 0, m) * np.float32(min(n, m) / m)
             deltas.kernels.multiply_kept(block.values, shares)
@@ -58,15 +55,15 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
     return deltas.sum([weight * factor for weight in deltas.weights])
 
 
-def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.uint8]:
-    """Mark the n largest of each m, and as large a share of the rest at the end."""
+def _largest(kernels: Any, keys: Keys, n: int, m: int) -> Floats:
+    """Return 1 for the n largest of each m, and as large a share of the rest at the end, else 0."""
     rest = keys.size % m
     groups = keys[: keys.size - rest].reshape(-1, m)
-    keep = [marks(kernels, groups, m - n, m).reshape(-1)]
-    if rest:
-        last = keys[groups.size :][np.newaxis]
-        keep.append(marks(kernels, last, rest - -(-n * rest // m), rest)[0])
-    return np.concatenate(keep)
+    keep = select(kernels, groups, m - n, m).reshape(-1)
+    if not rest:
+        return keep
+    last = keys[groups.size :][np.newaxis]
+    return np.append(keep, select(kernels, last, rest - -(-n * rest // m), rest))
 
 
 def _shares(survivors: NDArray[np.bool_], keep: NDArray[np.bool_], m: int) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,12 @@ from dare.stages.blocks import Block, DeltaView, Floats
 from dare.stages.dare import DropRate, Rescale, drops
 from dare.stages.ranks import (
     CutRows,
-    Keys,
     cut_row_elements,
+    left_of,
     magnitudes_left,
-    ranks,
+    rank_left,
     row_length,
     survey_rows,
-    work_on_rows,
 )
 from dare.stages.registry import Settings, delta_stage, meaning
 from dare.tensors.mask import THRESHOLD_BITS
@@ -43,7 +42,7 @@ def survey_ranks(
     view: DeltaView, *, drop_rate: float, window: float, rescale: Rescale
 ) -> tuple[CutRows, float]:
     """Rank the rows that are cut; find the factor that keeps the L1 norm, if that is asked for."""
-    rows = survey_rows(view, row_length(view.shape), magnitudes_left, _ranks_of_left)
+    rows = survey_rows(view, row_length(view.shape), magnitudes_left, rank_left)
     if rescale != "l1":
         return rows, 1.0
     return rows, view.l1_ratio(lambda b: _drop(b, rows, drop_rate, window, even=True))
@@ -91,27 +90,22 @@ def della(
 
 def _drop(block: Block, rows: CutRows, drop_rate: float, window: float, *, even: bool) -> None:
     """Drop by rank; unless it shall be even, multiply what is left by (1 - p)/kᵢ."""
-    places = work_on_rows(block, rows, magnitudes_left(block), _ranks_of_left)
     thresholds, factors = _tables(rows.columns, drop_rate, window)
     if even:
         factors = np.ones_like(factors)
     kept = np.empty(block.size, np.bool_)
     block.kernels.drop_by_rank(
-        block.values, places, thresholds, factors, block.start, *block.key, kept
+        block.values,
+        left_of(block),
+        rows.columns,
+        rows.edges(block),
+        thresholds,
+        factors,
+        block.start,
+        *block.key,
+        kept,
     )
     block.leave(kept)
-
-
-def _ranks_of_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
-    """Rank in rows; where some elements are dropped, the others' ranks are spread over the row."""
-    places = ranks(kernels, keys)
-    if keys.all():
-        return places
-    last = keys.shape[1] - 1
-    gone = np.count_nonzero(keys == 0, axis=1, keepdims=True)
-    steps = np.maximum(last - gone, 1)  # between the ranks of those that are left
-    spread = np.rint(np.maximum(places - gone, 0) * (last / steps)).astype(np.uint32)
-    return np.where(keys == 0, places, spread).astype(np.uint32)
 
 
 def _tables(columns: int, drop_rate: float, window: float) -> tuple[NDArray[np.uint64], Floats]:

@@ -52,9 +52,12 @@ def iso(
     common_share·r, so that (r - k)/n is whole. All left vectors and all right vectors are made
     orthogonal as in `tsv`, and all singular values set to their mean.
     Directions below 1e-6 of the largest singular value are absent, and do not count in the mean.
-    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
+    `embeddings = "matrices"`.
     The authors' code averages tensors of more than two dimensions too, which are matrices here, and
     counts directions of rounding, so that a sum of LoRAs gets all directions of the matrix.
+    In our trials "c" beat the plain average on 40 of 125 sets and lost on 40, "cts" won 32 and lost
+    48; tuned, both stayed below `tsv`.
     To 1e-4 of the norm where singular values are above 1e-4 of the largest.
     """
     multiply_by_weights(deltas, weights)

@@ -1,22 +1,41 @@
 """Whole matrices for stages that cannot work chunk by chunk.
 
 A matrix stage is a pure function of matrices. Its survey gathers them, calls it and leaves the
-result as the summary; each chunk is then taken from there. Tensors of more than two dimensions are
-matrices of their first dimension by all others. Vectors and scalars are no matrices.
+result as the summary; each chunk is then taken from there. Refine stages are called one after the
+other, the first with what the combine stage has made of all chunks. Tensors of more than two
+dimensions are matrices of their first dimension by all others. Vectors and scalars are no matrices,
+and by default embeddings and heads count as vectors, as in the papers: their rows are tokens, not
+directions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from dare.errors import InputError
 from dare.stages.blocks import Block, Deltas, Floats, View
-from dare.stages.registry import Settings, always, combine_stage, delta_stage
+from dare.stages.registry import (
+    Parameter,
+    Settings,
+    Stage,
+    always,
+    combine_stage,
+    delta_stage,
+    meaning,
+    refine_stage,
+)
+from dare.tensors.names import is_embedding
+
+Embeddings = Annotated[
+    Literal["vectors", "matrices"],
+    meaning("Treat embeddings and heads like vectors, or like all other matrices."),
+]
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -88,7 +107,8 @@ def matrix_delta_stage(
     """Register a function from one model's matrix to another as a delta stage.
 
     `work_bytes` counts the matrix, the result and all in between; `acts_when` says for which
-    parameters the stage changes anything. Vectors and scalars stay as they are.
+    parameters the stage changes anything. Vectors and scalars stay as they are, and embeddings and
+    heads too unless the parameter `embeddings`, which every matrix stage has, says otherwise.
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
@@ -114,7 +134,7 @@ def matrix_combine_stage(
     """Register a function from all models' matrices and their weights to one as a combine stage.
 
     The matrices are the function's own, to be changed at will. Vectors and scalars are averaged:
-    Σ wᵢ·δᵢ / n.
+    Σ wᵢ·δᵢ / n; embeddings and heads too, unless the parameter `embeddings` says otherwise.
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
@@ -125,7 +145,7 @@ def matrix_combine_stage(
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
             if deltas.summary is None:
                 return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
-            return _chunk_of(deltas.summary, deltas.blocks[0])
+            return chunk_of_summary(deltas)
 
         combine_stage(**_survey(work, work_bytes), **declared)(apply)
         return function
@@ -133,20 +153,70 @@ def matrix_combine_stage(
     return register
 
 
-def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:
-    """Declare a survey that works on matrices only."""
+def matrix_refine_stage(
+    *, work_bytes: WorkBytes, **declared: Any
+) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
+    """Register a function of the merged matrix, all models' and their weights as a refine stage.
 
-    def survey(view: View, **settings: Any) -> Floats | None:
-        return work(view, **settings) if is_matrix(view.shape) else None
+    It leaves its matrices as they are. Vectors and scalars stay as combined.
+    """
+
+    def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
+        return refine_stage(**_survey(function, work_bytes), **declared)(function)
+
+    return register
+
+
+def refine(
+    view: View,
+    combine: Callable[[Deltas], Floats],
+    stages: Iterable[tuple[Stage, Settings]],
+) -> Floats:
+    """Combine the deltas of a matrix chunk by chunk, and take the result through refine stages."""
+    flat = np.empty(math.prod(view.shape), np.float32)
+
+    def combined() -> Iterator[Deltas]:
+        for deltas in view():
+            yield deltas  # gathered before it is combined, which may change its values
+            _chunk_of(flat, deltas.blocks[0])[:] = combine(deltas)
+
+    matrices, weights = _gather(replace(view, walk=combined), combines=True)
+    merged = flat.reshape(as_matrix(view.shape))
+    for stage, settings in stages:
+        assert stage.survey is not None  # as every refine stage has one
+        merged = stage.survey(merged, matrices, weights, **settings)
+    return merged
+
+
+def chunk_of_summary(deltas: Deltas) -> Floats:
+    """Return the part of the whole matrix in the summary that the deltas are of."""
+    return _chunk_of(deltas.summary, deltas.blocks[0])
+
+
+def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:
+    """Declare a survey of matrices only."""
+
+    def survey(*given: Any, embeddings: Embeddings, **settings: Any) -> Floats:  # noqa: ARG001
+        return work(*given, **settings)
 
     def survey_bytes(shape: tuple[int, ...], models: int) -> int:
-        return work_bytes(*as_matrix(shape), models) if is_matrix(shape) else 0
+        return work_bytes(*as_matrix(shape), models)
 
     def kept_bytes(shape: tuple[int, ...], _models: int) -> int:
-        return 4 * math.prod(shape) if is_matrix(shape) else 0
+        return 4 * math.prod(shape)
 
-    sizes = {"survey_bytes": survey_bytes, "kept_bytes": kept_bytes}
-    return {"sees": "matrix", "survey": survey, **sizes}
+    def surveys_tensor(settings: Settings, tensor: str, shape: tuple[int, ...]) -> bool:
+        takes_all = settings["embeddings"] == "matrices"
+        return is_matrix(shape) and (takes_all or not is_embedding(tensor))
+
+    return {
+        "sees": "matrix",
+        "parameters": {"embeddings": Parameter("embeddings", "vectors", Embeddings)},
+        "survey": survey,
+        "surveys_tensor": surveys_tensor,
+        "survey_bytes": survey_bytes,
+        "kept_bytes": kept_bytes,
+    }
 
 
 def _chunk_of(matrix: Floats, block: Block) -> Floats:

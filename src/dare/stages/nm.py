@@ -12,15 +12,13 @@ from dare.stages.blocks import Block, Floats, View
 from dare.stages.ranks import (
     CutRows,
     Keys,
-    KeysOf,
     magnitudes_left,
-    marks,
     row_length,
+    select,
     survey_rows,
     work_on_rows,
 )
 from dare.stages.registry import Settings, delta_stage, meaning
-from dare.tensors.mask import THRESHOLD_BITS
 
 Kept = Annotated[int, meaning("How many of every m neighbours to keep.", ge=1)]
 Group = Annotated[
@@ -47,7 +45,9 @@ def survey_groups(
     """Work on the groups that the borders of chunks cut: none, if m divides 524,288."""
     columns = row_length(view.shape)
     unit = m if columns % m == 0 else columns  # a row that ends in a short group is taken whole
-    return survey_rows(view, unit, _KEYS[choose], partial(_select, n, m, turn, rescale))
+    return survey_rows(
+        view, unit, partial(_keys_of, choose, m), partial(_select, n, m, turn, rescale)
+    )
 
 
 @delta_stage(
@@ -83,21 +83,20 @@ def nm(
     if n == m:
         return
     selection = partial(_select, n, m, turn, rescale)
-    factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
+    factors = work_on_rows(block, block.summary, _keys_of(choose, m, block), selection)
     block.kernels.multiply_kept(block.values, factors)
     block.leave(factors != 0)
     if rescale:
         block.factor *= m / n
 
 
-def _chances(block: Block) -> Keys:
-    """Draw the numbers of the mask, turned around: the largest are kept, and none is 0."""
+def _keys_of(choose: Choice, m: int, block: Block) -> Keys:
+    """Return the magnitudes, or numbers of the mask, turned around: the largest are kept."""
+    if choose == "magnitude":
+        return magnitudes_left(block)
     numbers = np.empty(block.size, np.uint64)
-    block.kernels.draw_uniform(numbers, block.start, *block.key)
-    return np.uint64(1 << THRESHOLD_BITS) - numbers
-
-
-_KEYS: dict[str, KeysOf] = {"magnitude": magnitudes_left, "random": _chances}
+    block.kernels.draw_order(numbers, block.start, *block.key, m)
+    return numbers
 
 
 def _select(n: int, m: int, turn: int, rescale: bool, kernels: Any, keys: Keys) -> Floats:
@@ -107,25 +106,21 @@ def _select(n: int, m: int, turn: int, rescale: bool, kernels: Any, keys: Keys) 
     """
     rows, columns = keys.shape
     short = columns % m
-    whole = columns - short
-    factors = np.empty((rows, columns), np.float32)
-    groups = keys[:, :whole].reshape(-1, m)
-    factors[:, :whole] = _take(turn, rescale, kernels, groups, n).reshape(rows, whole)
-    if short:
-        kept = -(-n * short // m)
-        factors[:, whole:] = _take(turn, rescale, kernels, keys[:, whole:], kept)
-        if rescale:
-            factors[:, whole:] *= np.float32(short * n / (kept * m))
-    return factors
+    groups = keys[:, : columns - short].reshape(-1, m)
+    factors = _take(turn, rescale, kernels, groups, n).reshape(rows, -1)
+    if not short:
+        return factors
+    kept = -(-n * short // m)
+    rest = _take(turn, rescale, kernels, keys[:, columns - short :], kept)
+    if rescale:
+        rest *= np.float32(short * n / (kept * m))
+    return np.hstack([factors, rest])
 
 
 def _take(turn: int, rescale: bool, kernels: Any, groups: Keys, kept: int) -> Floats:
-    size, factors, kept_of_left = groups.shape[1], np.float32(1), kept
-    if not groups.all():
-        left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
-        kept_of_left = -(-kept * left // size)
-        if rescale:
-            factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
+    size = groups.shape[1]
+    left = np.arange(size + 1)
+    kept_of_left = -(-kept * left // size)
+    factors = left * kept / (np.maximum(kept_of_left, 1) * size) if rescale else 1
     end = size - turn * kept_of_left  # ranks from here on had their turn
-    taken = marks(kernels, groups, end - kept_of_left, end) != 0
-    return np.where(taken, factors, np.float32(0))
+    return select(kernels, groups, end - kept_of_left, end, factors)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import HIGH_COUNTS, LOW_COUNTS, Block, Deltas, Floats, View
+from dare.kernels import reference
+from dare.stages.blocks import BINS, INFINITY, Block, Deltas, Floats, View
 from dare.stages.registry import combine_stage, meaning
 from dare.stages.trim import count_down
+
+TINY = np.finfo(np.float32).smallest_subnormal
+STEP = 16  # of so many elements of a chunk one is scored to find a floor
 
 ScoreRatio = Annotated[
     float, meaning("Share of each delta's elements to keep, by score.", gt=0, le=1)
@@ -34,71 +39,98 @@ def survey_scores(view: View, *, score_ratio: float) -> list[Competition]:
         peaks = peaks or [0.0] * len(deltas.blocks)
         peaks = [max(p, _peak(block)) for p, block in zip(peaks, deltas.blocks, strict=True)]
     kept = max(1, int(score_ratio * elements))
-
-    scores = _Scores(view, peaks)
-    tops = [np.uint32(0)] * len(peaks)
-    counts = np.zeros((len(peaks), HIGH_COUNTS), np.int64)
-    for kernels, model, bits in scores():
-        tops[model] = max(tops[model], bits.max(initial=0))
-        kernels.count_high(bits, counts[model])
-    wanted: list[tuple[int, int] | None] = [
-        count_down(found, kept + 1) if found.sum() > kept else None for found in counts
-    ]
-
-    counts = np.zeros((len(peaks), LOW_COUNTS), np.int64)
-    for kernels, model, bits in scores():
-        if (place := wanted[model]) is not None:
-            kernels.count_low(bits, np.uint32(place[0]), counts[model])
+    for share in sorted({min(1.0, 2 * score_ratio), 1.0}):
+        scores = _Scores(view, peaks, share)
+        tops = [np.float32(0)] * len(peaks)
+        counts = np.zeros((len(peaks), BINS), np.int64)
+        for count, model, found in scores():
+            tops[model] = max(tops[model], found.max(initial=0))
+            count(found, 0, 15, counts[model])
+        if all(of_model.sum() > kept for of_model in counts):
+            break
+    firsts = [count_down(c, kept + 1)[0] << 15 if c.sum() > kept else None for c in counts]
+    lower, figures = np.zeros_like(counts), np.zeros((len(peaks), 2), np.int64)
+    for count, model, found in scores():
+        if (first := firsts[model]) is not None:
+            figures[model] += count(found, first, 0, lower[model])
     cuts = [
-        np.uint32(place[0] << 15 | count_down(found, place[1])[0]) if place else np.uint32(0)
-        for place, found in zip(wanted, counts, strict=True)
+        np.uint32(0 if first is None else first + count_down(c, kept + 1 - above)[0])
+        for first, c, above in zip(firsts, lower, figures[:, 0], strict=True)
     ]
     return [
-        Competition(peak, cut.view(np.float32), top.view(np.float32))
+        Competition(peak, cut.view(np.float32), top)
         for peak, cut, top in zip(peaks, cuts, tops, strict=True)
     ]
 
 
 def _peak(block: Block) -> float:
-    found = np.abs(block.values)
-    return float(found.max(where=np.isfinite(found), initial=0)) * abs(block.factor)
-
-
-def _all_scores(deltas: Deltas, peaks: Sequence[float]) -> Iterator[Floats]:
-    """Yield the scores of one model after the other; the array is used again."""
-    count = len(deltas.blocks)
-    total = deltas.sum([1.0] * count)
-    scores = np.empty(deltas.size, np.float32)
-    for block, peak in zip(deltas.blocks, peaks, strict=True):
-        deltas.kernels.balance_scores(
-            block.values, total, block.factor, peak or 1.0, float(count), scores
-        )
-        yield scores
+    bits = reference.magnitude_bits(block.values)
+    finite = bits[bits < INFINITY] if bits.max(initial=0) >= INFINITY else bits
+    return float(finite.max(initial=0).view(np.float32)) * abs(block.factor)
 
 
 class _Scores:
-    """The bits of the positive scores, which order like them; remembered if there is room."""
+    """The positive scores of all models; remembered if there is room.
 
-    def __init__(self, view: View, peaks: Sequence[float]) -> None:
+    Those below a model's floor are left out. By elements of the first chunk, about the share given
+    is above it.
+    """
+
+    def __init__(self, view: View, peaks: Sequence[float], share: float) -> None:
         self._view = view
         self._peaks = peaks
-        self._remembered: list[tuple[Any, int, NDArray[np.uint32]]] | None = None
+        self._share = share
+        self._remembered: list[tuple[Any, int, Floats]] | None = None
 
-    def __call__(self) -> Iterator[tuple[Any, int, NDArray[np.uint32]]]:
+    def __call__(self) -> Iterator[tuple[Any, int, Floats]]:
+        """Yield a function that counts, a model, and its scores in a chunk."""
         if self._remembered is not None:
             yield from self._remembered
             return
-        room = self._view.spare_bytes
-        seen = []
+        room, seen = self._view.spare_bytes, []
+        floors: list[float] = []
         for deltas in self._view():
-            for model, scores in enumerate(_all_scores(deltas, self._peaks)):
-                bits: NDArray[np.uint32] = scores[scores > 0].view(np.uint32)
-                room -= bits.nbytes
-                if room >= 0:
-                    seen.append((deltas.kernels, model, bits))
-                yield deltas.kernels, model, bits
+            floors = floors or self._find_floors(deltas)
+            for model, scores in enumerate(_all_scores(deltas, self._peaks, floors)):
+                found = scores[scores >= (floors[model] or TINY)]
+                room -= found.nbytes
+                each = partial(_count, deltas), model, found
+                seen += [each] if room >= 0 else []
+                yield each
         if room >= 0:
             self._remembered = seen
+
+    def _find_floors(self, deltas: Deltas) -> list[float]:
+        rank = int(self._share * (some := deltas.size // STEP))
+        if self._share == 1 or not some:
+            return [0.0] * len(self._peaks)
+        found = _all_scores(deltas, self._peaks, [0.0] * len(self._peaks), STEP)
+        return [float(np.partition(scores, -rank - 1)[-rank - 1]) for scores in found]
+
+
+def _count(
+    deltas: Deltas, scores: Floats, low: int, shift: int, counts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    figures, seen = np.zeros(2, np.int64), np.empty(BINS, np.uint32)
+    deltas.kernels.count_bins(scores, *deltas.plain, low, shift, counts, seen, figures)
+    return figures
+
+
+def _all_scores(
+    deltas: Deltas, peaks: Sequence[float], floors: Sequence[float], step: int = 1
+) -> Iterator[Floats]:
+    """Yield the scores of one model after the other, of one element in so many.
+
+    The array is used again. Those below a floor may be 0.
+    """
+    count = len(deltas.blocks)
+    total = deltas.sum([1.0] * count)[::step]
+    scores = np.empty(total.size, np.float32)
+    for block, peak, floor in zip(deltas.blocks, peaks, floors, strict=True):
+        deltas.kernels.balance_scores(
+            block.values[::step], total, block.factor, peak or 1.0, float(count), floor, scores
+        )
+        yield scores
 
 
 @combine_stage(paper="arXiv:2410.02396", sees="tensor", survey=survey_scores)
@@ -118,25 +150,16 @@ def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: AR
     competitions: list[Competition] = deltas.summary
     above = np.zeros(deltas.size, np.float32)
     below = np.zeros(deltas.size, np.float32)
-    all_scores = _all_scores(deltas, [found.peak for found in competitions])
+    cuts = [float(found.cut) for found in competitions]
+    all_scores = _all_scores(deltas, [found.peak for found in competitions], cuts)
     models = zip(deltas.blocks, deltas.weights, competitions, all_scores, strict=True)
+    for block, weight, found, scores in models:
+        weight32 = np.float32(weight * block.factor)
+        deltas.kernels.add_shares(
+            scores, block.values, weight32, found.cut, found.top, above, below
+        )
     with np.errstate(invalid="ignore", over="ignore"):
-        for block, weight, found, scores in models:
-            share = _shares(scores, found)
-            winning = share > 0
-            term = share * (np.float32(weight * block.factor) * block.values)
-            above += np.where(winning, term, np.float32(0))
-            below += share
         np.divide(above, below, out=above, where=below > 0)
-        for block in deltas.blocks:
-            above[np.isnan(block.values)] = np.nan
+    for block in deltas.blocks:
+        above[np.isnan(block.values)] = np.nan
     return above
-
-
-def _shares(scores: Floats, found: Competition) -> Floats:
-    """Return the shares that scores count for: from 0 at the cut to 1 at the top."""
-    if found.top == found.cut:
-        shared: Floats = ((scores == found.top) & (scores > 0)).astype(np.float32)
-        return shared
-    spread: Floats = np.maximum(scores - found.cut, np.float32(0)) / (found.top - found.cut)
-    return spread

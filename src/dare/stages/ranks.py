@@ -3,8 +3,7 @@
 A stage that compares the elements of a row sees one chunk at a time, and a chunk of 524,288
 elements holds whole rows only if their length divides that. So the survey gathers the rows that a
 border cuts, works on each as a whole and remembers the results for the chunks that hold its
-pieces; all other rows are worked on where they are met. Rows are taken in slabs, so that the room
-needed does not grow with the tensor.
+pieces; all other rows are worked on where they are met.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import Block, View
+from dare.stages.blocks import Block, Floats, View
 from dare.tensors.chunks import CHUNK, chunk_count
-
-SLAB = 1 << 16  # elements whose ranks are found at a time, unless a single row has more
 
 Keys = NDArray[Any]
 # The numbers to rank by, one for each element of a block: unsigned integers.
@@ -37,6 +34,11 @@ class CutRows:
     columns: int
     # Results by chunk, for the elements before its first whole row, and after its last.
     pieces: Mapping[int, tuple[NDArray[Any], ...]]
+
+    def edges(self, block: Block) -> NDArray[Any]:
+        """Return the results for a block's elements that are not in its whole rows."""
+        pieces = self.pieces.get(block.start // CHUNK, ())
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
 
 
 def row_length(shape: tuple[int, ...]) -> int:
@@ -79,14 +81,8 @@ def work_on_rows(block: Block, cut: CutRows, keys: Keys, work: RowWork) -> NDArr
     """Return the results for all elements of a block."""
     head, tail = _edges(block, cut.columns)
     whole = keys[head : block.size - tail].reshape(-1, cut.columns)
-    rows = max(1, SLAB // cut.columns)
-    slabs = [
-        work(block.kernels, whole[row : row + rows]).reshape(-1)
-        for row in range(0, len(whole), rows)
-    ]
-    found = cut.pieces.get(block.start // CHUNK, ())
-    before, after = found[: bool(head)], found[bool(head) :]
-    return np.concatenate([*before, *slabs, *after])
+    found, edges = work(block.kernels, whole).reshape(-1), cut.edges(block)
+    return np.concatenate([edges[:head], found, edges[head:]]) if edges.size else found
 
 
 def _edges(block: Block, columns: int) -> tuple[int, int]:
@@ -109,33 +105,40 @@ def _finish(
         done += keys.size
 
 
-def magnitude_bits(block: Block) -> Keys:
-    """Return the magnitudes of a block's values as integers that order like them."""
-    return block.values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+def left_of(block: Block) -> NDArray[np.bool_]:
+    """Return which elements of a block no earlier stage has dropped."""
+    left = block.survivors()
+    return np.ones(block.size, np.bool_) if left is None else left
 
 
 def magnitudes_left(block: Block) -> Keys:
     """Return integers that order like the magnitudes, 0 for elements dropped by earlier stages."""
-    survivors = block.survivors()
-    numbers = magnitude_bits(block) + np.uint32(1)
-    return numbers if survivors is None else np.where(survivors, numbers, np.uint32(0))
+    return order_keys(block, left_of(block))
 
 
-def marks(kernels: Any, keys: Keys, least: Any, end: Any) -> NDArray[np.uint8]:
-    """Return 255 for elements whose rank in their row is from `least` to below `end`, else 0.
+def order_keys(block: Block, left: NDArray[np.bool_]) -> Keys:
+    """Return integers that order like the magnitudes, those of elements that are left above all."""
+    keys = np.empty(block.size, np.uint32)
+    block.kernels.order_keys(block.values, left, keys)
+    return keys
 
-    The two are numbers for all rows, or columns with one for each.
+
+def select(kernels: Any, keys: Keys, leasts: Any, ends: Any, factors: Any = 1) -> Floats:
+    """Return a factor for elements whose rank in their row is from `least` to below `end`, else 0.
+
+    The three are one for all rows, or arrays with one for each number of keys that are not 0.
     """
-    if isinstance(end, np.ndarray):
-        places = ranks(kernels, keys)
-        return np.where((places >= least) & (places < end), np.uint8(255), np.uint8(0))
-    found = np.empty(keys.shape, np.uint8)
-    kernels.mark_ranks(np.ascontiguousarray(keys), least, end, found)
+    size = keys.shape[1] + 1
+    tables = (np.full(size, each) for each in (leasts, ends))
+    found = np.empty(keys.shape, np.float32)
+    kernels.select_ranks(
+        np.ascontiguousarray(keys), *tables, np.full(size, factors, np.float32), found
+    )
     return found
 
 
-def ranks(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
-    """Return each element's rank in its row, 0 for the smallest; of equals the first is larger."""
+def rank_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
+    """Return each element's rank in its row, as the kernel of that name."""
     found = np.empty(keys.shape, np.uint32)
-    kernels.rank_rows(np.ascontiguousarray(keys), found)
+    kernels.rank_left(np.ascontiguousarray(keys), found)
     return found

@@ -1,12 +1,14 @@
 """Stages, and the one table of them.
 
 A stage is a function with keyword-only parameters. Those parameters, their defaults and their
-ranges are the recipe's schema; its docstring is its documentation. There are two kinds:
+ranges are the recipe's schema; its docstring is its documentation. There are three kinds:
 
 - a *delta stage* changes a block, one model's delta over a chunk:
   `dare(block, *, drop_rate, rescale)`
 - a *combine stage* turns the deltas of all models over a chunk into one:
   `linear(deltas)`
+- a *refine stage* turns the merged delta into another, and sees what was merged:
+  `svc(merged, deltas, weights, *, alpha)`. It sees matrices.
 
 A stage declares in `sees` how much it must have seen before it can work on a chunk:
 
@@ -48,10 +50,12 @@ from dare.documents.words import exact_text, times
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.tensors.chunks import bytes_digest
 
+Kind = Literal["delta", "combine", "refine"]
 Settings = Mapping[str, Any]  # parameter values of one stage, complete and checked
 Check = Callable[[Settings], None]
 # Memory by the shape of a tensor and the number of models that are surveyed together.
 SurveyBytes = Callable[[tuple[int, ...], int], int]
+TensorPredicate = Callable[[Settings, str, tuple[int, ...]], bool]  # by a tensor's name and shape
 
 
 def meaning(text: str, **limits: Any) -> Any:
@@ -167,6 +171,8 @@ class Round:
     observe: Callable[..., Any]
     # `conclude(observed, known, **settings)` has the observations by tensor, ordered by name.
     conclude: Callable[..., Any]
+    # False where the round is not needed, since the conclusion before it stands.
+    when: Callable[[Any], bool] = lambda _known: True
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class Census:
 
     when: Callable[[Settings], bool]
     rounds: tuple[Round, ...]
+    reads: int  # how often all tensors are read for it, as a rule
     observation_bytes: int
 
 
@@ -195,19 +202,21 @@ def _never(_settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A registered stage. The fields from `paper` on are the arguments of the decorators.
+    """A registered stage. The fields from `paper` on are the arguments of the decorators, and
+    `parameters` where a decorator has some for all of its stages.
 
     Predicates hold for some parameters of the stage.
     """
 
     name: str
-    kind: Literal["delta", "combine"]
+    kind: Kind
     apply: Callable[..., Any]
     parameters: Mapping[str, Parameter]
     paper: str = ""
     sees: Literal["element", "tensor", "matrix"] = "element"
     survey: Callable[..., Any] | None = None
     surveys_when: Predicate = always
+    surveys_tensor: TensorPredicate = lambda *_: True  # False for tensors that it need not see
     # Memory that a survey takes beyond its spare bytes.
     survey_bytes: SurveyBytes = lambda _shape, _models: 0
     # The part of that memory which it leaves behind; None: all.
@@ -217,7 +226,7 @@ class Stage:
     is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
     # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
     redrops: Predicate = _never
-    # True if it leaves every delta as it is; a combine stage, one delta of weight 1.
+    # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1.
     is_identity: Predicate = _never
     # True if it leaves values and figures to the backend; else it computes on arrays with NumPy, on
     # the CPU.
@@ -246,22 +255,22 @@ class Stage:
         """Tell if there are parameters for which it only drops by its own mask."""
         return self.redrops is not _never
 
-    def surveys(self, settings: Settings) -> bool:
-        """Return whether it must see the whole tensor first, for these parameters."""
-        return self.survey is not None and self.surveys_when(settings)
+    def surveys(self, settings: Settings, tensor: str, shape: tuple[int, ...]) -> bool:
+        """Return whether it must see the whole of a tensor first, for these parameters."""
+        asks = self.survey is not None and self.surveys_when(settings)
+        return asks and self.surveys_tensor(settings, tensor, shape)
 
-    def held_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
-        """Return the memory that its survey of a tensor takes."""
-        return self.survey_bytes(shape, models) if self.surveys(settings) else 0
-
-    def left_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
+    def left_bytes(self, shape: tuple[int, ...], models: int) -> int:
         """Return the memory that its survey of a tensor leaves behind."""
-        kept = self.kept_bytes or self.survey_bytes
-        return kept(shape, models) if self.surveys(settings) else 0
+        return (self.kept_bytes or self.survey_bytes)(shape, models)
 
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """Return the rounds of the census that these settings ask for, if any."""
         return self.census.rounds if self.census and self.census.when(settings) else ()
+
+    def survey_reads(self, settings: Settings) -> int:
+        """Return how often a tensor is read before it is merged, as a rule."""
+        return self.census.reads if self.census and self.census.when(settings) else 1
 
     @property
     def observation_bytes(self) -> int:
@@ -323,9 +332,12 @@ def combine_stage(**declared: Any) -> Callable[[Function], Function]:
     return partial(_register, "combine", declared)
 
 
-def _register(
-    kind: Literal["delta", "combine"], declared: Mapping[str, Any], function: Function
-) -> Function:
+def refine_stage(**declared: Any) -> Callable[[Function], Function]:
+    """Register a function of the merged matrix and all models' as a refine stage, likewise."""
+    return partial(_register, "refine", declared)
+
+
+def _register(kind: Kind, declared: Mapping[str, Any], function: Function) -> Function:
     name = function.__name__
     if name in STAGES:
         raise RecipeError(f"there is a stage {name!r} already; give the new one another name")
@@ -337,7 +349,8 @@ def _register(
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    STAGES[name] = Stage(name, kind, function, parameters, **declared)
+    parameters |= declared.get("parameters", {})
+    STAGES[name] = Stage(name, kind, function, **{**declared, "parameters": parameters})
     return function
 
 
@@ -348,6 +361,12 @@ def _register(
 ALIASES: dict[str, str] = _NAMES["aliases"]
 # Parameters of combine stages that, when given, put a delta stage before them.
 IMPLIED = {("ties", "keep_ratio"): "trim"}
+# The kinds of stages in the order of a chain, each with what its stages do.
+KINDS: dict[Kind, str] = {
+    "delta": "Delta stages change each model's delta; any number, in the order given.",
+    "combine": "Combine stages make one delta of all; exactly one, after the delta stages.",
+    "refine": "Refine stages change the merged delta; any number, after the combine stage.",
+}
 GROUP = "dare.stages"
 MAX_MODELS = 8  # the largest number of models whose default weights are listed
 
@@ -385,13 +404,29 @@ def parse_method(method: str) -> tuple[Stage, ...]:
     for stage in stages:
         if stages.count(stage) > 1:
             raise RecipeError(f"method {method!r}: {stage.name} stands in it more than once")
-    if [stage.kind for stage in stages] != ["delta"] * (len(stages) - 1) + ["combine"]:
-        combiners = ", ".join(stage.name for stage in STAGES.values() if stage.kind == "combine")
+    kinds = [stage.kind for stage in stages]
+    if kinds.count("combine") != 1 or kinds != sorted(kinds, key=list(KINDS).index):
+        named = {kind: ", ".join(stage.name for stage in of_kind(kind)) for kind in KINDS}
         raise RecipeError(
-            f"method {method!r}: a method is any delta stages and then one combine stage "
-            f"({combiners}), as in 'dare+linear'"
+            f"method {method!r}: a method is any delta stages, then one combine stage "
+            f"({named['combine']}), then any refine stages ({named['refine']}), as in "
+            "'dare+linear' or 'dare+linear+svc'"
         )
     return tuple(stages)
+
+
+def of_kind(kind: Kind) -> list[Stage]:
+    """Return all stages of a kind."""
+    return [stage for stage in STAGES.values() if stage.kind == kind]
+
+
+def combine_of(chain: Iterable[Stage]) -> Stage:
+    """Return the combine stage of a chain.
+
+    >>> combine_of(parse_method("dare+linear+svc")).name
+    'linear'
+    """
+    return next(stage for stage in chain if stage.kind == "combine")
 
 
 def takers(chain: Sequence[Stage], name: str) -> list[Stage]:
@@ -563,14 +598,7 @@ def _explain_all() -> Document:
         ),
         "paper": lambda stage: stage.paper,
     }
-    titles = {
-        "delta": "Delta stages change each model's delta; any number, in the order given.",
-        "combine": "Combine stages make one delta of all; exactly one, at the end.",
-    }
-    tables = [
-        tabulate((s for s in STAGES.values() if s.kind == kind), columns, title=title)
-        for kind, title in titles.items()
-    ]
+    tables = [tabulate(of_kind(kind), columns, title=title) for kind, title in KINDS.items()]
     tables.append(Table(("alias", "is"), tuple(ALIASES.items()), title="Other names"))
     return Document(
         title=f"{times(len(STAGES), 'stage')}",

@@ -9,8 +9,7 @@ import numpy as np
 
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.registry import combine_stage, meaning
-from dare.stages.trim import Cut, find_cut
-from dare.tensors.chunks import CHUNK
+from dare.stages.trim import Cut, count_cut
 
 LEAST_SQUARE = 1e-6  # mean squares that add up to less than this are taken for equal
 LEAST_SHARE = 1e-6  # the smallest divisor
@@ -32,11 +31,11 @@ def survey_selection(view: JointView, *, select_ratio: float) -> Selection:
     count, cut = len(view.weights), None
     if select_ratio < 1:
         variances = view.scores(_variance)
-        counts = variances.histogram()
+        counts = variances.histogram().counts
         wanted = int(select_ratio * counts.sum())
         if not wanted:
             return Selection(None, [0.0] * count)
-        cut = find_cut(variances, counts, wanted)
+        cut = count_cut(variances, counts, wanted)
     squares = [0.0] * count
     for deltas in view():
         _select(deltas, cut)
@@ -68,9 +67,9 @@ def _select(deltas: Deltas, cut: Cut | None) -> None:
     if cut is None:
         return
     bits = _variance(deltas).view(np.uint32)
+    before = max(0, cut.end - deltas.blocks[0].start)
     keep = bits > cut.bits
-    equals = np.flatnonzero(bits == cut.bits)
-    keep[equals[: cut.ties_kept[deltas.blocks[0].start // CHUNK]]] = True
+    keep[:before] |= bits[:before] == cut.bits
     for block in deltas.blocks:
         deltas.kernels.keep_lanes(block.values, keep * np.uint8(255))
 

@@ -1,23 +1,32 @@
 """Trimming by magnitude, exact and in a stream.
 
-A magnitude's bits order like the magnitude. So the k-th largest of any number of elements is found
-by counting: first all of them by their upper 16 bits, then those in the bin that holds the k-th by
-their lower 15.
+A sample says between which magnitudes the k-th largest of a tensor most likely lies. One pass
+counts what is above and collects what is between; the k-th is found exactly among these. If it is
+not there, or if there is no room for them and they differ, it is found by counting: a magnitude's
+bits order like the magnitude, so all are counted by their upper 16 bits, then those in the bin that
+holds the k-th by their lower 15.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.stages.blocks import HIGH_COUNTS, LOW_COUNTS, Block, DeltaView
+from dare.kernels import Band
+from dare.kernels.reference import INDEX_BITS
+from dare.stages.blocks import BINS, Block, DeltaView
 from dare.stages.registry import Census, Round, always, delta_stage, meaning
-from dare.tensors.chunks import CHUNK, chunk_count
+from dare.tensors.chunks import CHUNK
+
+SMALL = 1 << 16  # elements of a tensor that are all collected
+LARGEST = 0x7FFFFFFF  # the bits of the largest magnitude
+DEVIATIONS = 4  # standard deviations of a rank in the sample that are collected on either side
+GROUPS = 16  # parts of a sample whose counts are compared for that deviation
 
 KeepRatio = Annotated[
     float, meaning("Share of each delta's elements to keep, the largest ones.", gt=0, le=1)
@@ -31,23 +40,24 @@ Rescaled = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The k-th largest magnitude of a tensor, and what to do with elements that equal it."""
+class Cut(NamedTuple):
+    """A magnitude, and the index after the last of its equals that counts as larger."""
 
     bits: int
-    ties: NDArray[np.int64]  # the number of elements at the cut, for each chunk
-    ties_kept: NDArray[np.int64]  # the number of those that are kept, for each chunk
+    end: int
 
-    def keep_largest(self, block: Block) -> None:
-        """Drop what is below the cut."""
-        chunk = block.start // CHUNK
-        block.keep_largest(self.bits, int(self.ties_kept[chunk]), int(self.ties[chunk]))
+
+ABOVE_ALL = Cut(LARGEST, 0)
+
+
+def band_between(lowest: Cut, highest: Cut = ABOVE_ALL) -> Band:
+    """Return the band from one cut to below another."""
+    return Band(*lowest, *highest)
 
 
 def survey_cut(
     view: DeltaView, *, keep_ratio: float, scope: Scope, rescale: Rescaled
-) -> tuple[Cut, float]:
+) -> tuple[Band, float]:
     """Find the k-th largest magnitude, k being the share to keep of what has survived.
 
     The factor is that which keeps the L1 norm, if it is asked for.
@@ -55,50 +65,99 @@ def survey_cut(
     if scope == "model":
         cut = _cut_of_model(view)
     else:
-        counts = view.histogram()
-        cut = find_cut(view, counts, _wanted(keep_ratio, view.survivors))
-    return cut, view.l1_ratio(cut.keep_largest) if rescale else 1.0
+        (cut,) = find_cuts(view, lambda survivors: [_wanted(keep_ratio, survivors)])
+    band = band_between(cut)
+    return band, view.l1_ratio(lambda block: block.keep(band)) if rescale else 1.0
 
 
 def _wanted(keep_ratio: float, survivors: int) -> int:
     return max(1, int(keep_ratio * survivors))
 
 
-def find_cut(view: DeltaView, counts: NDArray[np.int64], wanted: int) -> Cut:
-    """Find the magnitude of that rank, and its equals."""
-    if counts.sum() <= wanted:  # no more than that are not zero: keep them all
-        return _no_cut(view)
-    return _cut_at(view, *find_bits(view, counts, wanted))
+def find_cuts(view: DeltaView, wanted: Callable[[int], Sequence[int]]) -> list[Cut]:
+    """Find the magnitudes of the ranks that are wanted of so many survivors, in one pass.
+
+    The rank 0 is above all. If no more elements than a rank are not zero, its cut is below them.
+    """
+    elements = math.prod(view.shape)
+    sample = view.sample() if elements > SMALL else None
+    brackets = _brackets(sample, wanted(0 if sample is None else sample.size))
+    room = max(view.spare_bytes, 4 * CHUNK) // (8 * len(brackets))
+    keys = np.empty((len(brackets), min(elements, room)), np.uint64)
+    figures = np.zeros((len(brackets), 2), np.int64)
+    survivors = 0
+    for block in view():
+        for bracket, room_for_keys, counts in zip(brackets, keys, figures, strict=True):
+            left = block.collect(*bracket, room_for_keys, counts)
+        survivors += left
+    return list(map(partial(_find_cut, view), wanted(survivors), brackets, keys, figures))
+
+
+def _brackets(sample: NDArray[np.uint32] | None, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return two magnitudes for each rank between which its own lies, judging by a sample."""
+    if sample is None or sample.size < GROUPS:
+        return [(1, LARGEST)] * len(ranks)
+    ordered = np.maximum(np.sort(sample)[::-1], 1)
+    found = []
+    for rank in ranks:
+        margin = math.ceil(DEVIATIONS * (1 + _deviation(sample, ordered[max(rank - 1, 0)])))
+        low = ordered[rank - 1 + margin] if rank + margin <= sample.size else 1
+        high = ordered[rank - 1 - margin] if rank > margin else LARGEST
+        found.append((int(low), int(high)) if rank else (LARGEST, LARGEST))
+    return found
+
+
+def _deviation(sample: NDArray[np.uint32], bits: int) -> float:
+    """Return how far the count of a magnitude and larger ones is off, by that of its groups."""
+    groups = sample[: sample.size // GROUPS * GROUPS].reshape(GROUPS, -1)
+    counts = np.count_nonzero(groups >= bits, axis=1)
+    return float(np.std(counts, ddof=1)) * math.sqrt(GROUPS)
+
+
+def _find_cut(
+    view: DeltaView,
+    rank: int,
+    bracket: tuple[int, int],
+    keys: NDArray[np.uint64],
+    figures: NDArray[np.int64],
+) -> Cut:
+    """Return the cut of a rank, from what was collected if it is there."""
+    (low, high), (above, inside) = bracket, figures.tolist()
+    if rank == 0:
+        return ABOVE_ALL
+    if low == 1 and above + inside <= rank:  # only zeros are below
+        return Cut(0, 0)
+    is_inside = above < rank <= above + inside
+    if is_inside and inside <= keys.size:
+        found, place = keys[:inside], inside + above - rank
+        found.partition(place)
+        key = int(found[place])
+        return Cut(key >> INDEX_BITS, (1 << INDEX_BITS) - key % (1 << INDEX_BITS))
+    if is_inside and low == high:
+        return Cut(low, view.end_of(low, rank - above))
+    return count_cut(view, view.histogram().counts, rank)
+
+
+def count_cut(view: DeltaView, counts: NDArray[np.int64], rank: int) -> Cut:
+    """Find a cut by counting."""
+    if counts.sum() <= rank:
+        return Cut(0, 0)
+    bits, rank = find_bits(view, counts, rank)
+    return Cut(bits, view.end_of(bits, rank))
 
 
 def find_bits(view: DeltaView, counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     """Return the bits of the wanted-th largest that is not zero, and its rank among its equals.
 
-    The lower 15 bits are counted where the upper 16 agree.
+    `counts` are those by the upper 16 bits; the lower 15 are counted where these agree.
     """
-    high, wanted = count_down(counts, wanted)
-    low, wanted = count_down(view.histogram(high), wanted)
-    return high << 15 | low, wanted
+    first = count_down(counts, wanted)[0] << 15
+    found = view.histogram(first, 0)
+    bits, rank = count_down(found.counts, wanted - found.above)
+    return first + bits, rank
 
 
-def _no_cut(view: DeltaView) -> Cut:
-    nothing = np.zeros(chunk_count(math.prod(view.shape)), np.int64)
-    return Cut(0, nothing, nothing)
-
-
-def _cut_at(view: DeltaView, bits: int, wanted: int) -> Cut:
-    ties = view.count_equal(bits)
-    return Cut(bits, ties, _first(wanted, ties))
-
-
-def _first(wanted: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many of each count to take, so that the first that are wanted are taken."""
-    before = np.cumsum(counts) - counts
-    taken: NDArray[np.int64] = np.clip(wanted - before, 0, counts)
-    return taken
-
-
-def count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
+def count_down(counts: NDArray[Any], wanted: float) -> tuple[int, int]:
     """Return the bin that holds the wanted-th largest, and its rank inside that bin."""
     above = np.cumsum(counts[::-1])[::-1]  # elements in this bin and all higher ones
     bin_found = int(np.flatnonzero(above >= wanted)[-1])
@@ -108,16 +167,32 @@ def count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
 # ---------------------------------------------------------------- all tensors of a model
 
 
+class Sample(NamedTuple):
+    """Magnitudes of elements of one tensor that have survived, each of which stands for several."""
+
+    magnitudes: NDArray[np.uint32]
+    weight: float
+    elements: int
+
+
 class Counts(NamedTuple):
-    """The numbers of 16 bits that occur in one tensor, each with its count."""
+    """The bins of a histogram that are not empty, each with its count, of one tensor."""
 
     numbers: NDArray[np.uint16]
     counts: NDArray[np.uint32]
+    seen: NDArray[np.uint32]
+    above: int
     survivors: int
 
 
-# The upper bits of the k-th largest of all tensors, and its rank among their sharers.
-HighBits = tuple[int, int]
+class Bins(NamedTuple):
+    """The magnitudes to be counted: BINS of 2^shift from `low` on."""
+
+    low: int
+    shift: int
+
+
+ALL_BINS = Bins(0, 15)
 
 
 class TensorCut(NamedTuple):
@@ -128,63 +203,97 @@ class TensorCut(NamedTuple):
     ties_kept: int
 
 
-def _sparse(view: DeltaView, prefix: int | None = None) -> Counts:
-    counts = view.histogram(prefix)
-    numbers = np.flatnonzero(counts)
-    return Counts(numbers.astype(np.uint16), counts[numbers].astype(np.uint32), view.survivors)
+def observe_sample(view: DeltaView, _known: None, **_settings: Any) -> Sample:
+    """Take a sample of a tensor, unless it is small."""
+    elements = math.prod(view.shape)
+    found = view.sample() if elements > SMALL else None
+    if found is None:
+        return Sample(np.empty(0, np.uint32), 0, elements)
+    return Sample(found, elements / view.sampled, elements)
 
 
-def _total(observed: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
-    total = np.zeros(size, np.int64)
+def conclude_sample(
+    observed: Mapping[str, Sample], _known: None, *, keep_ratio: float, **_settings: Any
+) -> Bins:
+    """Find bins that most likely hold the k-th largest."""
+    samples = [found for found in observed.values() if found.magnitudes.size >= GROUPS]
+    if not samples:
+        return ALL_BINS
+    bits = np.concatenate([found.magnitudes for found in samples])
+    weights = np.repeat([s.weight for s in samples], [s.magnitudes.size for s in samples])
+    counts = np.bincount(bits >> np.uint32(15), weights, BINS)
+
+    def magnitude_at(rank: float) -> int:
+        if not 0 < rank < counts.sum():
+            return LARGEST if rank <= 0 else 0
+        high = count_down(counts, rank)[0]
+        rest = rank - counts[high + 1 :].sum()
+        inside = bits >> np.uint32(15) == high
+        order = np.argsort(bits[inside])[::-1]
+        place = np.searchsorted(np.cumsum(weights[inside][order]), rest)
+        return int(bits[inside][order[min(place, order.size - 1)]])
+
+    rank = keep_ratio * float(counts.sum())
+    middle = magnitude_at(rank)
+    squares = sum((s.weight * _deviation(s.magnitudes, middle)) ** 2 for s in samples)
+    unseen = sum(s.elements for s in observed.values()) - sum(s.elements for s in samples)
+    for deviations in (DEVIATIONS, DEVIATIONS / 2):  # bins of one magnitude are worth a risk
+        margin = deviations * math.sqrt(squares) + unseen
+        low, high = magnitude_at(rank + margin), magnitude_at(rank - margin)
+        if high - low < BINS:
+            break
+    return Bins(low, max(0, (high - low).bit_length() - 16))
+
+
+def observe_counts(view: DeltaView, known: Bins, **_settings: Any) -> Counts:
+    """Count a tensor's magnitudes in bins."""
+    found = view.histogram(*known)
+    numbers = np.flatnonzero(found.counts)
+    counts = found.counts[numbers].astype(np.uint32)
+    small = numbers.astype(np.uint16), counts, found.seen[numbers]
+    return Counts(*small, found.above, found.survivors)
+
+
+def conclude_counts(
+    observed: Mapping[str, Counts], known: Bins, *, keep_ratio: float, **_settings: Any
+) -> Bins | dict[str, TensorCut | None]:
+    """Find the k-th largest, and how many of its equals each tensor keeps, the first ones first.
+
+    It is None where no more than k are not zero. If its bin holds other magnitudes too, or no bin
+    holds it, say which to count instead.
+    """
+    total, seen = np.zeros(BINS, np.int64), np.zeros(BINS, np.uint32)
     for found in observed.values():
         total[found.numbers] += found.counts
-    return total
-
-
-def observe_high(view: DeltaView, _known: None, **_settings: Any) -> Counts:
-    """Count a tensor's magnitudes by their upper bits."""
-    return _sparse(view)
-
-
-def conclude_high(
-    observed: Mapping[str, Counts], _known: None, *, keep_ratio: float, **_settings: Any
-) -> HighBits | None:
-    """Find the upper bits of the k-th largest; None if no more than k are not zero."""
-    total = _total(observed, HIGH_COUNTS)
+        seen[found.numbers] |= found.seen
+    above = sum(found.above for found in observed.values())
     wanted = _wanted(keep_ratio, sum(found.survivors for found in observed.values()))
-    return None if total.sum() <= wanted else count_down(total, wanted)
-
-
-def observe_low(view: DeltaView, known: HighBits | None, **_settings: Any) -> Counts | None:
-    """Count by their lower bits a tensor's magnitudes that have the upper bits found."""
-    return None if known is None else _sparse(view, known[0])
-
-
-def conclude_low(
-    observed: Mapping[str, Counts], known: HighBits | None, **_settings: Any
-) -> dict[str, TensorCut | None]:
-    """Find the k-th largest, and how many of its equals each tensor keeps, the first ones first."""
-    if known is None:
+    if known.low <= 1 and above + total.sum() <= wanted:  # no more than that are not zero
         return dict.fromkeys(observed)
-    high, rank = known
-    low, rank = count_down(_total(observed, LOW_COUNTS), rank)
-    ties = np.array([o.counts[o.numbers == low].sum() for o in observed.values()], np.int64)
+    if not above < wanted <= above + total.sum():
+        return ALL_BINS
+    number, rank = count_down(total, wanted - above)
+    lacking, rest = divmod(int(seen[number]), 1 << 16)
+    first = known.low + (number << known.shift)
+    if rest & lacking:
+        return Bins(first, 0)
+    bits = first + rest
+    ties = np.array([o.counts[o.numbers == number].sum() for o in observed.values()], np.int64)
+    kept = np.clip(rank - (np.cumsum(ties) - ties), 0, ties)
     return {
-        name: TensorCut(high << 15 | low, int(count), int(kept))
-        for name, count, kept in zip(observed, ties, _first(rank, ties), strict=True)
+        name: TensorCut(bits, int(count), int(first))
+        for name, count, first in zip(observed, ties, kept, strict=True)
     }
 
 
 def _cut_of_model(view: DeltaView) -> Cut:
     """One tensor's part of a cut through all; it is read only if some of its equals are kept."""
     found: TensorCut | None = view.census
-    nothing = _no_cut(view)
     if found is None:
-        return nothing
+        return Cut(0, 0)
     if 0 < found.ties_kept < found.ties:
-        return _cut_at(view, found.bits, found.ties_kept)
-    some = nothing.ties + 1
-    return Cut(found.bits, some, some if found.ties_kept else nothing.ties)
+        return Cut(found.bits, view.end_of(found.bits, found.ties_kept))
+    return Cut(found.bits, math.prod(view.shape) if found.ties_kept else 0)
 
 
 @delta_stage(
@@ -194,8 +303,13 @@ def _cut_of_model(view: DeltaView) -> Cut:
     surveys_when=lambda settings: settings["keep_ratio"] < 1,
     census=Census(
         when=lambda settings: settings["keep_ratio"] < 1 and settings["scope"] == "model",
-        rounds=(Round(observe_high, conclude_high), Round(observe_low, conclude_low)),
-        observation_bytes=HIGH_COUNTS * 6,
+        # Counting is done again if the first bins are not the right ones, or too wide.
+        rounds=(
+            Round(observe_sample, conclude_sample),
+            *[Round(observe_counts, conclude_counts, lambda known: isinstance(known, Bins))] * 3,
+        ),
+        reads=1,
+        observation_bytes=BINS * 10,
     ),
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
@@ -216,12 +330,12 @@ def trim(
     `scope = "model"` ranks the elements of all tensors of a model together, as the authors' code
     does, so that tensors that change more keep more; of equals, those in the tensors whose names
     come first are kept. Tensors for which rules set another `keep_ratio` are ranked among
-    themselves. It reads the models twice more.
+    themselves. It reads the models once more.
 
     `rescale = "l1"` scales what is kept to the L1 norm of the whole delta, as mergekit can.
     """
     if keep_ratio == 1:
         return
-    cut, factor = block.summary
-    cut.keep_largest(block)
+    band, factor = block.summary
+    block.keep(band)
     block.factor *= factor

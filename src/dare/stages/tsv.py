@@ -26,10 +26,12 @@ def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     side and n the number of models. U has all left vectors as columns, V all right ones as rows, S
     all singular values. The result is P(U)·S·P(V), where P is the nearest orthogonal matrix: that
     of the Procrustes problem. Singular values below 1e-6 of a matrix's largest are left out with
-    their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads,
+    unless `embeddings = "matrices"`.
     The authors' code averages tensors of more than two dimensions too, which are matrices here, and
     gives no direction to a model where n > r.
-    To 1e-4 of the norm for models whose directions are not all but parallel.
+    To 1e-4 of the norm for models whose directions are not all but parallel; for deltas that differ
+    by a thousandth, to a tenth.
     """
     multiply_by_weights(deltas, weights)
     rank = max(1, min(deltas[0].shape) // len(deltas))

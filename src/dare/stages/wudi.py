@@ -36,9 +36,12 @@ def wudi(
     Σ ‖(τ - τᵢ)·τᵢᵀ‖² / ‖τᵢ‖². An element moves by about `rate` in a step, so that `steps · rate` is
     how far it can get; change `rate` with the size of the deltas.
     The start and the slope there are exact; no random numbers are involved.
-    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
-    One step takes rows·columns² products: seconds for a matrix of 2048 × 2048, hours for all of a
-    large model.
+    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
+    `embeddings = "matrices"`.
+    A step is a product of rows·columns² pairs for each matrix, however many models there are, and
+    no step can be left out: `steps`·2·rows·columns² operations are the floor. For 0.3 billion
+    parameters (hidden size 1024, 2784 between, 21 layers) these are 2·10¹⁴, or an hour of processor
+    time at 60 billion a second; on 16 cores 4 minutes. `swudi` has no steps.
     """
     multiply_by_weights(deltas, weights)
     shares = [1 / squared if (squared := squared_norm(m)) else 0.0 for m in deltas]

@@ -1,4 +1,4 @@
-"""The system: files at any position, locks, names, and processes that can be ended.
+"""The system: memory, files at any position, locks, names, and processes that can be ended.
 
 Linux and macOS are POSIX systems, and Windows is none. There a file has one position, at which
 threads take turns. What is open can be neither renamed nor removed, a folder cannot be synced, only
@@ -41,6 +41,21 @@ _turns = defaultdict[int, threading.Lock](threading.Lock)  # at the position of 
 def system_call(name: str) -> Any:
     """Return a function of the C library; None if it has none of that name."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if IS_POSIX else None
+
+
+# ---------------------------------------------------------------- memory
+
+KEPT_BYTES = 32 << 20  # the most that glibc goes up to by itself
+
+
+def keep_freed_memory() -> None:
+    """Have glibc use the memory of freed arrays again, which takes a page fault per page if not.
+
+    It does so by itself once an array of this size was freed. Larger ones are still given back.
+    """
+    if (choose := system_call("mallopt")) is not None:
+        choose(-3, KEPT_BYTES)  # M_MMAP_THRESHOLD
+        choose(-1, 2 * KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
 # ---------------------------------------------------------------- files

@@ -229,7 +229,7 @@ def _describe_chain(recipe: Recipe) -> dict[str, Any]:
         "chain": [stage.name for stage, _ in recipe.chain],
         "drops": drops,
         "drop_rate": rate,
-        "weighs": recipe.chain[-1][0].default_weight is not None,
+        "weighs": recipe.chain.combine.default_weight is not None,
         "names": recipe.names,
     }
 

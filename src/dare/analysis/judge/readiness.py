@@ -26,7 +26,7 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
 from dare.checks.sample import is_far_from_base
-from dare.documents.notices import CATALOGUE, LIMIT, Notice, Severity, notice
+from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
 from dare.stages import parse_method
@@ -93,7 +93,7 @@ def assess(
 
 def _find(code: str, subjects: Iterable[Values]) -> list[Notice]:
     """Return what a rule finds; one notice where several would say the same of one model each."""
-    entry, found = CATALOGUE[code], dict[object, Notice]()
+    entry, found = catalogue()[code], dict[object, Notice]()
     for values in subjects:
         known = SimpleNamespace(**values)
         if known.about != (entry.subject or code) or not RULES[code](known):
@@ -112,7 +112,7 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
     stages = parse_method(method)
 
     def matters(finding: Notice) -> bool:
-        trait = CATALOGUE[finding.code].only_for
+        trait = catalogue()[finding.code].only_for
         return not trait or any(getattr(stage, trait) for stage in stages)
 
     findings = [f if matters(f) else replace(f, severity=Severity.NOTE) for f in readiness.findings]
