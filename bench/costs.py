@@ -6,9 +6,9 @@
 Merges run in this process on one set of made-up models in FOLDER, which are made if they are not
 there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time
 counts, so that other work on the machine matters little; methods take turns, and the median of the
-rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, and a
-stage that takes one or two models is held against `linear` of as many. Stages that are in the file
-already and are not asked for stay there.
+rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, a
+refine stage follows it, and a stage that takes one or two models is held against `linear` of as
+many. Stages that are in the file already and are not asked for stay there.
 
 Passes are what a plan says: how often all weights are read. Stages that work on whole matrices take
 longer, for each element, the wider these are.
@@ -74,8 +74,8 @@ def main() -> None:
 
 def chain_of(stage: Stage) -> tuple[str, int]:
     """The method that a stage is measured by, and the number of its models."""
-    method = stage.name if stage.kind == "combine" else f"{stage.name}+linear"
-    return method, stage.models or MODELS
+    methods = {"delta": f"{stage.name}+linear", "combine": stage.name}
+    return methods.get(stage.kind, f"linear+{stage.name}"), stage.models or MODELS
 
 
 def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int) -> dict[str, Any]:

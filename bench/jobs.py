@@ -58,12 +58,14 @@ OUR_JOBS = {
     "ours-linear": ("dare+linear", "mergekit-linear", ()),
     "ours-ties": ("dare+ties", "mergekit-ties", ()),
     "ours-ties-trimmed": ("dare+ties", "mergekit-ties", ("[ties]", "keep_ratio = 0.5")),
+    "ours-trimmed": ("trim+ties", "mergekit-trimmed", ("[trim]", "keep_ratio = 0.1")),
 }
 """Method, rival and further lines of the recipe."""
 
 MERGEKIT_JOBS = {
     "mergekit-linear": ("dare_linear", "bfloat16"),
     "mergekit-ties": ("dare_ties", "bfloat16"),
+    "mergekit-trimmed": ("ties", "bfloat16"),
     "mergekit-linear-f32": ("dare_linear", "float32"),
     "mergekit-ties-f32": ("dare_ties", "float32"),
 }
@@ -103,7 +105,8 @@ def make_our_job(name: str, inputs: Inputs, work: Path, output: Path) -> Job:
     """One of our merges."""
     method, rival, settings = OUR_JOBS[name]
     recipe = work / f"{name}.toml"
-    recipe.write_text(write_recipe(inputs, output, method, settings))
+    drop_rate = DROP_RATE if "dare" in method.split("+") else None
+    recipe.write_text(write_recipe(inputs, output, method, settings, drop_rate))
     command = (sys.executable, "-m", "dare", str(recipe), "--overwrite")
     title = ", ".join((f"dare: {method}", *settings[1:]))
     return Job(name, title, [command], rival)

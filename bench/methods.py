@@ -69,10 +69,11 @@ RIVALS = {
 
 
 def all_methods() -> list[str]:
-    """Each combine stage, each delta stage with `linear`, and two usual chains."""
+    """Each combine stage, each delta stage with `linear`, and some usual chains."""
     combines = [name for name, stage in STAGES.items() if stage.kind == "combine"]
     deltas = [name for name, stage in STAGES.items() if stage.kind == "delta"]
-    return [*combines, *(f"{name}+linear" for name in deltas), "dare+ties", "trim+ties"]
+    chains = ("dare+ties", "trim+ties", "linear+svc")
+    return [*combines, *(f"{name}+linear" for name in deltas), *chains]
 
 
 def main() -> int:

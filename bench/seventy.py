@@ -28,14 +28,12 @@ MEASURED_SECONDS = {
 }
 """For three models on so many cores: the fastest and the slowest run on x86 machines, with inputs
 in memory. Whole processes, less 1 s for starting."""
-MAX_MEMORY = {("trim+ties", 2): "40GB", ("trim+ties", 16): "34GB"}
-"""So that a survey remembers the magnitudes of a feed-forward matrix; others take the default."""
+MAX_MEMORY = {("trim+ties", 16): "5GB"}
+"""So that every thread has room for what trim collects of an embedding; others take the default."""
 DISKS = {"NVMe": (3.0e9, 1.5e9), "network": (0.3e9, 0.3e9)}
 """Bytes read and written in a second (assumed)."""
 CORE_HOUR, DISK_HOUR = 0.05, 0.10
 """Dollars for a core with 4 GB of memory, and for a terabyte of disk, for an hour (assumed)."""
-REREADS = 2
-"""How many times more a survey reads a tensor that it cannot remember."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +109,8 @@ def rows() -> Iterator[Row]:
             times = sum(tensor.elements for tensor in plan.tensors) / MEASURED_ELEMENTS
             for disk, (reads, writes) in DISKS.items():
                 reading, writing = plan.cost.bytes_read / reads, plan.cost.bytes_written / writes
-                again = reread_bytes(plan) / reads
                 low = max(times * fast, reading + writing)
-                yield Row(method, cores, disk, plan, low, times * slow + reading + again + writing)
-
-
-def reread_bytes(plan: Plan) -> int:
-    """Return the bytes that surveys may read again, because a tensor is too large to remember."""
-    return sum(
-        REREADS * (plan.cost.bytes_read_of(tensor) - (1 + len(tensor.models)) * tensor.base.nbytes)
-        for tensor in plan.merged()
-        if 4 * tensor.elements > plan.cost.spare_bytes > 0
-    )
+                yield Row(method, cores, disk, plan, low, times * slow + reading + writing)
 
 
 def disk_bytes(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 49_400, "code": 31_072, "modules": 208, "pages": 6_200, "tests": 60_100}
+LIMITS = {"lines": 50_760, "code": 31_960, "modules": 213, "pages": 6_200, "tests": 61_100}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

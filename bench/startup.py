@@ -4,7 +4,8 @@
 
 Programs take turns, and the figures are medians: wall time and processor time (user and system),
 beside the time of what nobody can do without (Python itself, importing NumPy, importing Numba).
-Models are four tensors in bfloat16, in a temporary directory. A run before the first fills caches.
+Models are four tensors in bfloat16, in a temporary directory. A run before the first fills caches,
+those of Python too, as an installation does; PYTHONDONTWRITEBYTECODE does not count.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.again:
         merge_again(given.again)
         return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         files = make_models(folder)

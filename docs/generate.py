@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 from dare.analysis.judge.advice import METHODS
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
-from dare.documents.notices import CATALOGUE, LIMITS, Entry, Severity
+from dare.documents.notices import LIMITS, Entry, Severity, catalogue
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
+from dare.stages.registry import of_kind
 from dare.tensors.names import EMBEDDINGS, PROJECTIONS
 from dare.web.assets import page_assets
 
@@ -83,16 +84,17 @@ def on_page_markdown(markdown: str, **_page: Any) -> str:
 
 def methods() -> str:
     """Every stage with its parameters, and every alias."""
-    delta = [stage for stage in STAGES.values() if stage.kind == "delta"]
-    combine = [stage for stage in STAGES.values() if stage.kind == "combine"]
     return "\n\n".join(
         [
             "## Delta stages",
             "A delta stage changes the delta of one model.",
-            *map(_stage, delta),
+            *map(_stage, of_kind("delta")),
             "## Combine stages",
             "A combine stage turns the deltas of all models into one.",
-            *map(_stage, combine),
+            *map(_stage, of_kind("combine")),
+            "## Refine stages",
+            "A refine stage changes the merged delta, and sees the deltas that were combined.",
+            *map(_stage, of_kind("refine")),
             "## Aliases",
             "Other names for methods, as other tools and papers have them.",
             _table(("name", "method"), ((f"`{a}`", f"`{m}`") for a, m in sorted(ALIASES.items()))),
@@ -165,7 +167,9 @@ def _times(measured: Mapping[str, float]) -> str:
 def _memory(stage: Stage) -> str:
     """What a stage has in memory beyond the buffers, for three models."""
     usual = {name: parameter.default for name, parameter in stage.parameters.items()}
-    held = stage.held_bytes(usual, (SIDE, SIDE), stage.models or 3) / (4 * SIDE**2)
+    shape, models = (SIDE, SIDE), stage.models or 3
+    surveys = stage.surveys(usual, "layer.weight", shape)
+    held = surveys * stage.survey_bytes(shape, models) / (4 * SIDE**2)
     if not held:
         return "memory is bounded, whatever the size of a tensor"
     return f"holds whole matrices in memory, at most {held:.0f} times the largest one in float32"
@@ -174,7 +178,7 @@ def _memory(stage: Stage) -> str:
 def stage_table() -> str:
     """The table of all stages, with what each costs."""
     rows = []
-    for stage in sorted(STAGES.values(), key=lambda stage: stage.kind):
+    for stage in (stage for kind in ("combine", "delta", "refine") for stage in of_kind(kind)):
         measured = COSTS.get(stage.name, {})
         times = _times(measured) if measured else ""
         rows.append((f"[`{stage.name}`](methods.md#{stage.name})", stage.summary, times))
@@ -343,7 +347,7 @@ def analysis() -> str:
 
 def rules() -> str:
     """What readiness looks for, and the numbers that measurements are held against."""
-    entries = [CATALOGUE[code] for code in RULES]
+    entries = [catalogue()[code] for code in RULES]
     return "\n\n".join(
         [
             "## Rules",
@@ -410,7 +414,7 @@ def _is_property(node: ast.FunctionDef) -> bool:
 def notices() -> str:
     """Every notice: when it is given, what it says, and what to do."""
     parts = []
-    for code, entry in CATALOGUE.items():
+    for code, entry in catalogue().items():
         parts += [f"### {code}", f"*{entry.severity.capitalize()}: {entry.title}.* {entry.meaning}"]
         if entry.remedy not in ("", "{remedy}"):
             parts.append(f"*What to do:* {entry.remedy}.")

@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "della": {"drop_rate": 0.5},
     "breadcrumbs": {"keep_middle": 0.7, "drop_largest": 0.1},
     "wudi": {"rate": 0.003},
+    "dc_merge": {"keep_ratio": 0.3},
 }
 """Where a usual value would change too much, or too little, of a delta with 24 elements."""
 
@@ -88,7 +89,8 @@ def draw(stage: Stage) -> str:
             parts += _bars(RIGHT, row, after, COLOURS[row], pale=delta)
     else:
         row = (len(deltas) - 1) / 2
-        after = merge(deltas, stage.name, **settings)
+        method = stage.name if stage.kind == "combine" else f"linear+{stage.name}"
+        after = merge(deltas, method, **settings)
         parts += _bars(RIGHT, row, after, "currentColor", pale=merge(deltas, "linear"))
     parts.append(_arrow())
     words = ", ".join(f"{name} = {value}" for name, value in settings.items())

@@ -18,12 +18,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from evidence import NEWEST, read
 from late import LATE
+from tables import advice_instead
 
 from dare.analysis.document import Analysis
 from dare.analysis.judge.advice import OUTCOMES, advise
@@ -40,7 +43,8 @@ NOT_WORSE = -2.0
 """Points of the relative score that advice may lose to the average on a kind of set."""
 CHANGES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 COSINES = (0.3, 0.5, 0.7)
-ACTIONS = tuple(itertools.product(("linear", "tsv", "ties", "iso"), (0.5, 0.7, 0.8, 1.0, 1.2, 1.4)))
+CHOICES = "linear", "tsv", "ties", "iso", *NEWEST
+ACTIONS = tuple(itertools.product(CHOICES, (0.5, 0.7, 0.8, 1.0, 1.2, 1.4)))
 AVERAGE = ("linear", 1.0)
 
 
@@ -92,6 +96,7 @@ class Case:
     kind: str
     scores: dict[str, Any]
     strangers: tuple[int, ...]
+    validation_items: int
     seen: Features
 
     def of(self, name: str) -> float:
@@ -108,6 +113,11 @@ class Case:
         return f"{method}{part}" + ("" if scale == 1 else f" at {scale:g}")
 
     @property
+    def has_all(self) -> bool:
+        """Whether every choice was scored."""
+        return all(self.candidate(method, 1.0) in self.scores for method in CHOICES)
+
+    @cached_property
     def best_single(self) -> float:
         """What the best of the models can do."""
         return max(self.of(name) for name in self.scores if name.startswith("single "))
@@ -133,23 +143,23 @@ class Case:
         return 100 * (self.of(name) - self.of("linear")) / max(self.gap, SMALL_GAP)
 
 
-def read_cases(results: Path, models: Path | None) -> list[Case]:
-    """Every set that is scored; features from the analyses, or as they were stored."""
-    stored = json.loads((results / "advice.json").read_text())["sets"] if models is None else {}
+def read_cases(results: Path, stored: dict[str, Any], models: Path) -> list[Case]:
+    """Every set that is scored; features from the analyses, or as stored where there is none."""
     cases = []
     for file in sorted((results / "sets").glob("*.json")):
         if file.stem.startswith("cugan"):
             continue  # scored in dB; beside the others
         for name, found in json.loads(file.read_text()).items():
             world = found["world"]
-            if models is None:
+            analysis = models / world / f"{file_name(name)}.analysis.json.gz"
+            if analysis.exists():
+                seen = look(analysis)
+            else:
                 seen = Features(**stored[f"{world}, {name}"]["seen"])
                 tuples = {"left_out": tuple(seen.left_out), "rules": tuple(seen.rules)}
                 seen = replace(seen, **tuples)
-            else:
-                seen = look(models / world / f"{file_name(name)}.analysis.json.gz")
-            strangers = tuple(found["strangers"])
-            cases.append(Case(world, name, found["kind"], found["scores"], strangers, seen))
+            about = found["kind"], found["scores"], tuple(found["strangers"]), found["items"][0]
+            cases.append(Case(world, name, *about, seen))
     return cases
 
 
@@ -208,10 +218,10 @@ def best_tree(cases: Sequence[Case]) -> Tree:
 # ---------------------------------------------------------------- the search that advice ends with
 
 
-def conclude_search(case: Case, items: dict[str, np.ndarray], count: int) -> dict[str, Any]:
+def conclude_search(case: Case, items: dict[str, np.ndarray]) -> dict[str, Any]:
     """What dare concludes from validation items, and which candidates beat it on test items."""
     own = case.candidate(case.seen.method, case.seen.scale)
-    own = own if own in items else own.partition(" at ")[0]
+    own, count = own if own in items else own.partition(" at ")[0], case.validation_items
     named = {"base": Role.BASE.value, "linear": "average", "sum": "sum", own: "advice"}
     named |= {n: f"{n} alone" for n in items if n.startswith("single ")}
     if case.strangers == case.seen.left_out and case.strangers:
@@ -221,7 +231,9 @@ def conclude_search(case: Case, items: dict[str, np.ndarray], count: int) -> dic
         for n, (candidate, label) in enumerate(named.items())
         for part in [items[candidate][:count].astype(float)]
     )
-    study = StudyData({}, {}, "grid", len(trials), (0,), "", {}, (), baselines=trials, trials=())
+    recipe = {"base": "base", "models": ["tuned"], "output": "merged"}
+    kept = {"baselines": trials, "trials": ()}
+    study = StudyData(recipe, {}, "grid", len(trials), (0,), "", {}, (), **kept)
     answer = conclude(study).chosen
     chosen = next(c for c, label in named.items() if label == (answer and answer.baseline))
     tested = {c: items[c][count:].astype(float) for c in named}
@@ -269,8 +281,9 @@ def summarise(case: Case) -> dict[str, Any]:
 
 def make(results: Path, models: Path) -> dict[str, Any]:
     """Choose without each base, score the advice on every set, and conclude the searches."""
-    cases = read_cases(results, models)
-    early = [case for case in cases if case.world not in LATE]
+    stored = json.loads((results / "advice.json").read_text())["sets"]
+    cases = read_cases(results, stored, models)
+    early = [case for case in cases if case.world not in LATE and case.has_all]
     folds = {}
     for world in sorted({case.world for case in early}):
         tree = best_tree([case for case in early if case.world != world])
@@ -281,11 +294,11 @@ def make(results: Path, models: Path) -> dict[str, Any]:
         found = sets[f"{case.world}, {case.name}"] = summarise(case)
         file = models / case.world / f"{file_name(case.name)}.items.npz"
         if file.exists():
-            stored = json.loads((results / "sets" / f"{case.world}.json").read_text())
             with np.load(file) as items:
-                count = stored[case.name]["items"][0]
                 if found["candidate"].partition(" at ")[0] in items:
-                    found["compared"] = conclude_search(case, dict(items), count)
+                    found["compared"] = conclude_search(case, dict(items))
+        elif "compared" in (before := stored.get(f"{case.world}, {case.name}", {})):
+            found["compared"] = before["compared"]
     return {"chosen": asdict(best_tree(early)), "folds": folds, "sets": sets}
 
 
@@ -328,6 +341,7 @@ def main() -> None:
     if asked.models is not None:
         file.write_text(json.dumps(make(asked.results, asked.models), indent=1) + "\n")
     tell(json.loads(file.read_text()))
+    print(advice_instead(read(asked.results)))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ DROPPED = {
     f"dare+{name} {rate}": name for name in ("linear", "sum", "ties") for rate in USUAL_RATES
 }
 """Methods after DARE, each with the same method without it."""
+NEWEST = (
+    *("swudi", "aswudi", "resmerge", "dc_merge", "dc_merge-0.01", "iso-cts", "tsv-all"),
+    *("linear+svc", "ties+svc", "tsv+svc"),
+)
+"""Methods that came last, and must earn their place beside the tuned average and tuned `tsv`."""
 SMALL_CHANGE = 0.05
 """Of a model, relative to the norm of its base."""
 WAYS = {"full": "full", "lora": "LoRA"}

@@ -243,6 +243,7 @@ def image_world(name: str, base: str) -> World:
         base_steps=0,
         start=lambda: read_weights(release(base)),
         few_methods=True,
+        few_drops=True,
     )
 
 

@@ -64,7 +64,7 @@ LATE = {
             sample_prototypes,
             base_steps=1500,
             steps=300,
-            few_methods=True,
+            few_drops=True,
         ),
         World(
             "typefaces",
@@ -77,7 +77,7 @@ LATE = {
             base_steps=1500,
             steps=300,
             rate=5e-4,
-            few_methods=True,
+            few_drops=True,
         ),
     )
 }

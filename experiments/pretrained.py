@@ -136,6 +136,7 @@ PRETRAINED = {
             only_base=HEADS,
             is_large=True,
             few_methods=True,
+            few_drops=True,
             seeds=3,
             kinds=(
                 *("pair", "usual", "many", "lora", "light", "harsh", "seeds", "uneven"),
@@ -157,6 +158,7 @@ PRETRAINED = {
             start=smollm2,
             is_large=True,
             few_methods=True,
+            few_drops=True,
             seeds=2,
             kinds=("pair", "usual", "many", "lora", "harsh", "seeds", "uneven"),
         ),

@@ -3,6 +3,7 @@
     python experiments/run.py                       # all worlds, into experiments/results
     python experiments/run.py glyphs words --processes 2
     python experiments/run.py minilm smollm2 --device cuda
+    python experiments/run.py --minutes 60          # the sets that are scored by then
 
 A set that is in the results already is left alone, so a run that was stopped goes on.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -49,29 +51,49 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then begin nothing more")
     asked = parser.parse_args()
     started = time.perf_counter()
     with ProcessPoolExecutor(asked.processes, get_context("spawn")) as pool:
-        run = Run(pool, asked.models, asked.results, asked.device, asked.threads)
+        shared = asked.models, asked.device, asked.threads
+        run = Run(pool, asked.processes, asked.results, shared, started + 60 * asked.minutes)
         for name in asked.worlds:
             run.begin(name, asked.kinds)
         for done in run.finished():
             print(f"{time.perf_counter() - started:5.0f} s  {done}", flush=True)
 
 
+@dataclass(frozen=True)
+class Job:
+    """Something that a process does for a world, and what comes after it."""
+
+    world: str
+    name: str
+    then: Callable[[Any], None]
+    work: Callable[..., Any]
+    what: Any = None
+
+
 @dataclass
 class Run:
-    """Jobs of several processes: bases first, then what starts from them, then the sets."""
+    """Jobs of several processes: a base, then what starts from it, and sets whose models are made.
+
+    Sets come first and later worlds last, where there is a choice.
+    """
 
     pool: ProcessPoolExecutor
-    models: Path
+    processes: int
     results: Path
-    device: str
-    threads: int
-    waiting: dict[Future[Any], tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
+    shared: tuple[Path, str, int]
+    """Given to every job: the folder of models, the device, the number of threads."""
+    deadline: float
+    worlds: list[str] = field(default_factory=list)
+    waiting: list[Job] = field(default_factory=list)
+    running: dict[Future[Any], Job] = field(default_factory=dict)
 
     def begin(self, name: str, kinds: list[str] | None) -> None:
         """Plan what a world still lacks."""
+        self.worlds.append(name)
         (self.results / "sets").mkdir(parents=True, exist_ok=True)
         known = self.read(name)
         sets = [
@@ -80,8 +102,8 @@ class Run:
             if members.name not in known and (not kinds or members.kind in kinds)
         ]
         asks = not kinds and name not in IMAGE_SETS and not self.file(name, QUESTIONS).exists()
-        tunes = {tune for members in sets for tune in (*members.tunes, members.joint) if tune}
-        missing = {"bases"} if sets or asks else set()
+        tunes = list(dict.fromkeys(tune for members in sets for tune in tunes_of(members)))
+        ready: set[str] = set()
 
         def add(found: dict[str, Any]) -> None:
             write(self.file(name), self.read(name) | found)
@@ -89,43 +111,48 @@ class Run:
         def answer(found: dict[str, Any]) -> None:
             write(self.file(name, QUESTIONS), found)
 
-        def score() -> None:
-            if asks:
-                self.submit(f"{name}, questions", answer, ask)
-            for members in sets:
-                self.submit(f"{name}, {members.name}", add, score_one, members)
-
-        def tune_all(_: Any) -> None:
-            missing.clear()
-            for tune in sorted(tunes, key=lambda tune: tune.name):
-                missing.add(tune.name)
-                self.submit(f"{name}, {tune.name}", made, make, tune)
-            if not tunes:
-                score()
+        def tune_all(base: str) -> None:
+            for tune in tunes:
+                self.submit(Job(name, tune.name, made, make, tune))
+            made(base)
 
         def made(done: str) -> None:
-            missing.discard(done)
-            if not missing:
-                score()
+            ready.add(done)
+            for members in [m for m in sets if {t.name for t in tunes_of(m)} <= ready]:
+                sets.remove(members)
+                self.submit(Job(name, members.name, add, score_one, members))
+            if asks and len(ready) > len(tunes):
+                self.submit(Job(name, "questions", answer, ask))
 
-        if missing:
-            self.submit(f"{name}, base", tune_all, make, None)
+        if sets or asks:
+            self.submit(Job(name, "base", tune_all, make))
 
-    def submit(
-        self, label: str, then: Callable[[Any], None], work: Callable[..., Any], what: Any = None
-    ) -> None:
-        """Have something done for a world, and then go on."""
-        world = label.split(",", 1)[0]
-        job = self.pool.submit(work, world, self.models, self.device, self.threads, what)
-        self.waiting[job] = label, then
+    def submit(self, job: Job) -> None:
+        """Have something done, in its turn."""
+        self.waiting.append(job)
+        self.waiting.sort(key=lambda job: (self.worlds.index(job.world), job.work is make))
 
     def finished(self) -> Iterable[str]:
-        """The jobs that are done, as they are."""
-        while self.waiting:
-            for job in wait(self.waiting, return_when=FIRST_COMPLETED).done:
-                label, then = self.waiting.pop(job)
-                then(job.result())
-                yield label
+        """The jobs that are done, as they are; none begins after the deadline."""
+        while True:
+            while self.waiting and len(self.running) < self.processes and self.has_time:
+                job = self.waiting.pop(0)
+                begun = self.pool.submit(job.work, job.world, *self.shared, job.what)
+                self.running[begun] = job
+            if not self.running:
+                return
+            for done in wait(self.running, return_when=FIRST_COMPLETED).done:
+                job = self.running.pop(done)
+                if fault := done.exception():
+                    yield f"{job.world}, {job.name} failed: {fault!r}"
+                else:
+                    job.then(done.result())
+                    yield f"{job.world}, {job.name}"
+
+    @property
+    def has_time(self) -> bool:
+        """Whether more may begin."""
+        return time.perf_counter() < self.deadline
 
     def file(self, world: str, part: str = "sets") -> Path:
         """Where results lie."""
@@ -135,6 +162,11 @@ class Run:
         """The sets that were scored before, by name."""
         file = self.file(world)
         return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def tunes_of(members: ModelSet) -> list[Tune]:
+    """The models that a set needs."""
+    return [tune for tune in (*members.tunes, members.joint) if tune]
 
 
 def write(file: Path, document: dict[str, Any]) -> None:

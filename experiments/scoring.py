@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from evidence import NEWEST
 from sets import ModelSet
 from tuning import Weights, Workshop
 
@@ -31,7 +32,13 @@ TRIED_SCALES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """With each tried rate: relative to the best scale without dropping."""
 SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
 CURVE_SCALES = (0.2, 0.3, 0.5, 0.7, 0.8, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0)
-CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "iso-cts": ("iso", {"variant": "cts"}),
+    "dc_merge-0.01": ("dc_merge", {"keep_ratio": 0.01}),
+    "tsv-all": ("tsv", {"embeddings": "matrices"}),
+}
+"""Methods that are another one with settings; `tsv-all` takes embeddings and heads apart, too."""
+CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock", *NEWEST)
 """Methods that are scored on test items at each of those scales, too; `balanced` is the average of
 changes that were made equally large."""
 COMBINES = (
@@ -56,7 +63,7 @@ OF_TWO = ("slerp", "nuslerp")
 FEW = ("linear", "balanced", "sum", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
 """For worlds whose models take long to score."""
 DROPPED = {"linear", "sum", "ties"}
-"""Of those few, the methods that DARE goes before."""
+"""The methods that DARE goes before in every world."""
 ADVISED = ("linear", "tsv")
 """Methods that may be advised at any scale, so that the scores of their items are kept."""
 SAME_DIRECTION = {"sum"}
@@ -96,15 +103,20 @@ class Scorer:
         """A merge of all models, or of some."""
         chosen = range(len(self.models)) if members is None else members
         arrays = [self.arrays[1 + i] for i in chosen]
+        method, more = VARIANTS.get(method, (method, {}))
         if method.endswith("balanced"):
             method = method.replace("balanced", "linear")
             settings["weights"] = _balance([self.norms[i] for i in chosen])
-        if not self.shop.world.is_large:
-            settings["threads"] = 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             merged, _ = dare.merge_arrays(
-                self.arrays[0], arrays, method=method, verbose=False, **settings
+                self.arrays[0],
+                arrays,
+                method=method,
+                threads=torch.get_num_threads(),
+                verbose=False,
+                **more,
+                **settings,
             )
         return {k: torch.from_numpy(v).to(self.shop.device) for k, v in merged.items()}
 
@@ -202,8 +214,9 @@ def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[s
     few = shop.world.few_methods
     _without_some(book, members)
     methods = FEW if few else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
-    for method in methods:
-        _score_method(book, method, drops="+" not in method and (not few or method in DROPPED))
+    dropped = DROPPED if shop.world.few_drops else {*COMBINES, *OF_TWO}
+    for method in (*methods, *NEWEST):
+        _score_method(book, method, drops=method in dropped)
     for method in () if few else RANDOM_CHAINS:
         book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
     found = {

@@ -10,6 +10,7 @@ import numpy as np
 from evidence import (
     DROPPED,
     LEAST_GAIN_POINTS,
+    NEWEST,
     RATES,
     USUAL_RATES,
     VERDICTS,
@@ -43,6 +44,10 @@ OTHERS = ("base", "best single", "joint", "sum", "linear tuned", "linear without
 """Candidates that everybody has, beside the average."""
 FOR_ALL_SETS = ("balanced", "ties", "tsv", "iso", "model_stock", "consensus", "trim+ties")
 """Methods that were tuned on every set, beside the average."""
+BESIDE_NEWEST = ("linear", "tsv", "iso", "wudi")
+"""Older methods that the newest ones are shown with."""
+INSTEAD = ("linear", "tsv", "iso", "ties", "balanced", *NEWEST)
+"""Methods that might be advised where changes are small; they are scored at every scale."""
 SAFE_SHARE = 0.95
 """Of the gain: what a safe way of storing keeps of every group of models, on average."""
 LATE = ("prototypes", "typefaces")
@@ -171,6 +176,39 @@ def without_dare(evidence: Evidence) -> str:
     ]
     columns = "method|sets|as it is|points|tuned|points|tuned, minus tuned average"
     return table(columns.split("|"), rows)
+
+
+@block
+def newest(evidence: Evidence) -> str:
+    """The newest methods on the sets that have them all, and which of them are better than what."""
+    names, rivals = (*NEWEST, *BESIDE_NEWEST), ("linear", "tsv")
+    sets = [s for s in evidence.sets if all(f"{name} tuned" in s["scores"] for name in NEWEST)]
+    if not sets:
+        return NOTHING_STORED
+    found = {
+        name: [estimate(differences(sets, f"{name} tuned", f"{rival} tuned")) for rival in rivals]
+        for name in names
+    }
+    rows = [
+        (
+            f"`{name}`",
+            len(differences(sets, name)),
+            *_beside_average(sets, name),
+            *(against.points for against in found[name]),
+        )
+        for name in sorted(names, key=lambda name: -found[name][0].mean)
+    ]
+    better = [
+        f"than tuned `{rival}`: "
+        + (", ".join(f"`{name}`" for name in NEWEST if found[name][number].low > 0) or "none")
+        for number, rival in enumerate(rivals)
+    ]
+    bases = len({entry["world"] for entry in sets})
+    columns = "method|sets|as it is|points|tuned, minus tuned average|tuned, minus tuned `tsv`"
+    return (
+        f"{table(columns.split('|'), rows)}\n\n"
+        f"From {bases} bases. Better beyond chance {'; '.join(better)}."
+    )
 
 
 @block
@@ -496,6 +534,64 @@ def advice_folds(evidence: Evidence) -> str:
         "without|average from cosine|small change up to|small changes|large changes|gain on it, %"
     )
     return table(columns.split("|"), rows) if rows else NOTHING_STORED
+
+
+@block
+def advice_instead(evidence: Evidence) -> str:
+    """Other methods where changes are small: as they are, and at a scale chosen on other bases."""
+    sets = [s for s in evidence.advised if s["advice"]["seen"]["outcome"] == "small_changes"]
+    rows = []
+    for method in INSTEAD:
+        some = [entry for entry in sets if _instead(entry, method) in entry["scores"]]
+        chosen = _scales_by_base(some, method)
+        if not chosen:
+            continue
+        plain, fixed = (
+            [_over_advice(entry, method, scales.get(entry["world"], "1")) for entry in some]
+            for scales in ({}, chosen)
+        )
+        worlds = [entry["world"] for entry in some]
+        told = [
+            estimate([(world, gap[part]) for world, gap in zip(worlds, gaps, strict=True)]).points
+            for gaps, part in ((plain, 0), (fixed, 0), (fixed, 1))
+        ]
+        scales = ", ".join(sorted(set(chosen.values()), key=float))
+        rows.append((f"`{method}`", len(some), told[0], scales, *told[1:]))
+    columns = "instead of the advice|sets|as it is, points|scales chosen|points|gain, %"
+    return table(columns.split("|"), rows) if rows else NOTHING_STORED
+
+
+def _scales_by_base(sets: Sequence[Record], method: str) -> dict[str, str]:
+    """The scale that does best on the other bases, for each base."""
+    worlds = sorted({entry["world"] for entry in sets})
+    if len(worlds) < 2:
+        return {}
+    start = f"{_instead(sets[0], method)} at "
+    tried = [n.removeprefix(start) for n in sets[0]["scores"] if n.startswith(start)]
+    shares = {
+        scale: [(entry["world"], _over_advice(entry, method, scale)[1]) for entry in sets]
+        for scale in ("1", *tried)
+    }
+    return {
+        world: max(
+            shares, key=lambda scale: np.mean([gap for base, gap in shares[scale] if base != world])
+        )
+        for world in worlds
+    }
+
+
+def _instead(entry: Record, method: str, scale: str = "1") -> str:
+    """The candidate of another method, from the same models as the advised one."""
+    said = entry["advice"]
+    stem = said["candidate"].partition(" at ")[0].replace(said["seen"]["method"], method, 1)
+    return stem if scale == "1" else f"{stem} at {scale}"
+
+
+def _over_advice(entry: Record, method: str, scale: str) -> tuple[float, float]:
+    """How much better than the advice it is: in points, and in % of what the best model gains."""
+    said = entry["advice"]
+    gap = entry["scores"][_instead(entry, method, scale)]["score"] - said["advice"]
+    return gap, 100 * gap / max(said["best single"] - said["base"], LEAST_GAIN_POINTS)
 
 
 @block

@@ -57,6 +57,8 @@ class World:
     """Whether it has so many parameters that they are computed with in 16 bits."""
     few_methods: bool = False
     """Whether only the methods that matter most are tried."""
+    few_drops: bool = False
+    """Whether DARE goes before a few of the methods only."""
     seeds: int = 1
     """Seeds of training for which the plain sets are made."""
     kinds: tuple[str, ...] = ()
@@ -434,7 +436,7 @@ WORLDS = {
             lambda: Cnn(36, (24, 48, 64)),
             sample_glyphs,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
         ),
         World(
             "mnist",
@@ -445,7 +447,7 @@ WORLDS = {
             lambda: Vit(28, 7, 10, 64, 3),
             sample_mnist,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
             base_rate=1e-3,
             rate=2e-4,
         ),
@@ -458,7 +460,7 @@ WORLDS = {
             lambda: Mixer(18, DIGITS + 1, 10, 64, 4),
             sample_digits,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
             base_steps=4000,
             base_rate=1e-3,
             rate=5e-4,
@@ -472,7 +474,7 @@ WORLDS = {
             lambda: WaveCnn(8, (24, 48, 64, 64)),
             sample_waves,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
         ),
         World(
             "words",
@@ -483,7 +485,7 @@ WORLDS = {
             lambda: Transformer(35, WRITTEN, 29, 64, 3, causal=True),
             sample_words,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
             base_steps=4000,
             base_rate=1e-3,
             steps=600,
@@ -498,7 +500,7 @@ WORLDS = {
             lambda: Transformer(28, 12, 12, 64, 3),
             sample_languages,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
             base_rate=1e-3,
             rate=2e-4,
         ),
@@ -511,7 +513,7 @@ WORLDS = {
             lambda: Gru(28, 10, 64),
             sample_numerals,
             kinds=PLAIN,
-            few_methods=True,
+            few_drops=True,
             base_steps=1500,
             steps=300,
         ),
