@@ -7,7 +7,8 @@ A page says where such a part goes:
 so the page exists in the repository, with its introduction, and what follows is never out of date.
 Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks and the
 static files that `dare playground --build` writes are added. What a stage costs was measured by
-bench/costs.py, and its picture drawn by make_method_pictures.py.
+bench/costs.py, and its picture drawn by make_method_pictures.py. The colours are those of the
+program's own pages.
 
 `python docs/generate.py methods` prints a part.
 """
@@ -19,12 +20,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
+from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, Entry, Severity, catalogue
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
@@ -48,6 +51,8 @@ SURE_TIMES = 10
 """Up to here a ratio of times has a digit after the point."""
 COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
 """What bench/costs.py has measured."""
+RESULT_FROM = 336
+"""Where the result begins in the picture of a stage."""
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 NOTEBOOKS = ("examples/merge.ipynb",)
 
@@ -71,6 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, source, content=(ROOT / source).read_text("utf-8")))
     for name, content in page_assets(is_server=False).items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
+    files.append(File.generated(config, "colours.css", content=style_sheet()))
     return files
 
 
@@ -79,7 +85,69 @@ def on_page_markdown(markdown: str, **_page: Any) -> str:
     return _MARK.sub(lambda mark: PARTS[mark.group(1)](), markdown)
 
 
+def style_sheet() -> str:
+    """The theme's variables in the colours of the program's own pages, and the gallery."""
+    schemes = {"default": THEMES["light"], "slate": THEMES["dark"]}
+    rules = [_scheme(name, theme.colours) for name, theme in schemes.items()]
+    return "\n".join([*rules, (ROOT / "docs/gallery.css").read_text("utf-8")])
+
+
+def _scheme(name: str, colours: Mapping[str, str]) -> str:
+    """The variables of mkdocs-material in one colour scheme."""
+    variables = {
+        "primary-fg-color": colours["raised" if name == "slate" else "accent"],
+        "primary-bg-color": colours["ink" if name == "slate" else "panel"],
+        "accent-fg-color": colours["fair"],
+        "typeset-a-color": colours["accent"],
+        "default-bg-color": colours["page"],
+        "default-fg-color": colours["ink"],
+        "default-fg-color--light": colours["muted"],
+        "default-fg-color--lightest": colours["line"],
+        "typeset-color": colours["ink"],
+        "code-bg-color": colours["raised"],
+        "code-fg-color": colours["ink"],
+        "footer-bg-color": colours["raised"],
+        "footer-bg-color--dark": colours["raised"],
+        "footer-fg-color": colours["ink"],
+        "footer-fg-color--light": colours["muted"],
+        "footer-fg-color--lighter": colours["muted"],
+    }
+    lines = "".join(f"--md-{key}:{value};" for key, value in variables.items())
+    return f'[data-md-color-scheme="{name}"]{{{lines}}}'
+
+
 # ---------------------------------------------------------------- methods
+
+
+def gallery() -> str:
+    """What every stage makes of the same three deltas, as pictures that lead to their sections."""
+    groups = {
+        "delta": "Thin out each delta",
+        "combine": "Combine all deltas into one",
+        "refine": "Refine the combined delta",
+    }
+    parts = []
+    for kind, title in groups.items():
+        cards = [
+            f'<a href="#{stage.name}">{_result(stage)}<b>{stage.name}</b> '
+            f"<span>{escape(stage.summary)}</span></a>"
+            for stage in of_kind(kind)
+            if picture(stage)
+        ]
+        parts += [f"**{title}**", f'<div class="gallery">{"".join(cards)}</div>']
+    return "\n\n".join(parts)
+
+
+def _result(stage: Stage) -> str:
+    """The right side of a stage's picture, for one who is told its name beside it."""
+    drawn = re.sub(r"<title>.*?</title>\s*", "", picture(stage), flags=re.S)
+    drawn = drawn.replace('role="img"', 'aria-hidden="true"', 1)
+    return re.sub(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', _crop, drawn)
+
+
+def _crop(found: re.Match[str]) -> str:
+    width, height = map(int, found.groups())
+    return f'viewBox="{RESULT_FROM} 0 {width - RESULT_FROM} {height}"'
 
 
 def methods() -> str:
@@ -464,6 +532,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
     "errors": errors,
     "flags": flags,
+    "gallery": gallery,
     "habits": habits,
     "methods": methods,
     "names": names,

@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "darex": {"drop_rate": 0.5, "q": 0.7},
     "della": {"drop_rate": 0.5},
     "breadcrumbs": {"keep_middle": 0.7, "drop_largest": 0.1},
+    "nearswap": {"t": 0.2},
     "wudi": {"rate": 0.003},
     "dc_merge": {"keep_ratio": 0.3},
 }

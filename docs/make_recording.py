@@ -2,8 +2,9 @@
 
 Runs real commands in a terminal of its own, keeps what the screen showed and when, and draws it as
 one SVG that plays by itself: a strip of screens that moves up from one to the next. Nothing is
-staged but the typing, and waits are shortened to `LONGEST_WAIT`. Whoever prefers less motion sees
-the last screen. Needs `pyte`, which knows what a terminal makes of its input.
+staged but the typing, and waits are shortened to `LONGEST_WAIT`. It begins with the last screen,
+which is all that a viewer without motion shows. Needs `pyte`, which knows what a terminal makes of
+its input.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ COMMANDS = (
     "dare analyze models/base models/add models/sort models/say",
     "dare advise models/base models/add models/sort models/say --quiet > recipe.toml",
     "dare recipe.toml",
-    "dare verify merged.safetensors",
+    "dare verify merged",
 )
 TYPING, SHORTEST, LONGEST_WAIT, READING, END = 0.03, 0.1, 1.2, 2.5, 6.0
 """Seconds: a letter, a screen at the least and at the most, after a command, at the end."""
+OPENING = 2.0
+"""Seconds for which the last screen is shown first."""
 PROMPT = "$ "
 CELL, LINE, MARGIN = 8.4, 18, 14
 BACKGROUND, TEXT = "#1b1f27", "#d8dee9"
@@ -192,16 +195,16 @@ def draw_line(line: Line) -> str:
 
 def style_sheet(frames: Sequence[Frame], height: float) -> str:
     """When the strip moves to which screen."""
-    total = sum(frame.seconds for frame in frames)
-    moments, passed = [], 0.0
+    total = OPENING + sum(frame.seconds for frame in frames)
+    finished = f"transform:translateY(-{(len(frames) - 1) * height:g}px)"
+    moments, passed = [f"0%{{{finished}}}"], OPENING
     for number, frame in enumerate(frames):
         place = f"transform:translateY(-{number * height:g}px)"
         moments.append(f"{100 * passed / total:.3f}%{{{place}}}")
         passed += frame.seconds
-    last = f"#strip{{transform:translateY(-{(len(frames) - 1) * height:g}px)}}"
     return (
         "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
-        f"white-space:pre}}{last}@media(prefers-reduced-motion:no-preference){{#strip"
+        f"white-space:pre}}#strip{{{finished}}}@media(prefers-reduced-motion:no-preference){{#strip"
         f"{{animation:play {total:.2f}s step-end infinite}}}}@keyframes play{{{''.join(moments)}}}"
     )
 

@@ -7,6 +7,9 @@ meanwhile, when its models have answered:
     dare playground --build playground
     python docs/make_screenshots.py playground --height 1000 --wait 10 --sizes desktop phone
 
+A picture ends with an element of the page if one is named (--until). It holds the headings and
+labels that it shows as text, so that a test can tell whether the page has changed since.
+
 Needs playwright and a chromium that is installed on the machine; nothing is fetched.
 """
 
@@ -14,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,13 +28,24 @@ from pathlib import Path
 from threading import Thread
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, sync_playwright
 
 FOLDER = Path(__file__).with_name("images")
 SIZES = {"desktop": (1280, 1110), "tablet": (820, 1425), "phone": (390, 1250)}
 """Width and height of what is shown, in CSS pixels."""
+MARGIN = 16
+"""Pixels below the last element to show."""
 COLOURS = 256
 """Of the palette: pictures of text and flat colours need no more."""
+TEXTS = "texts"
+"""The name under which a picture holds its texts, as JSON."""
+VISIBLE_TEXTS = """
+[...document.querySelectorAll("h1, h2, h3, th, button, summary, label")]
+  .filter((e) => e.checkVisibility() && e.getBoundingClientRect().bottom < innerHeight)
+  .map((e) => e.innerText.replace(/\\s+/g, " ").trim())
+  .filter((text) => text)
+"""
 
 
 def find_chromium() -> str:
@@ -55,9 +70,9 @@ def served(page: Path) -> Iterator[str]:
 
 
 def photograph(
-    browser: Browser, address: str, theme: str, size: tuple[int, int], wait_seconds: float
-) -> bytes:
-    """The top of a page, some time after its figures are drawn."""
+    browser: Browser, address: str, theme: str, size: tuple[int, int], arguments: argparse.Namespace
+) -> tuple[bytes, list[str]]:
+    """The top of a page, some time after its figures are drawn, and the texts it shows."""
     width, height = size
     context = browser.new_context(
         viewport={"width": width, "height": height},
@@ -66,17 +81,22 @@ def photograph(
     tab = context.new_page()
     tab.goto(address)
     tab.wait_for_selector(f"html[data-drawn={theme}]")
-    tab.wait_for_timeout(1000 * wait_seconds)
-    picture = tab.screenshot()
+    tab.wait_for_timeout(1000 * arguments.wait)
+    if arguments.until and (box := tab.locator(arguments.until).first.bounding_box()):
+        height = round(box["y"] + box["height"]) + MARGIN
+        tab.set_viewport_size({"width": width, "height": height})
+    picture, texts = tab.screenshot(), tab.evaluate(VISIBLE_TEXTS)
     context.close()
-    return picture
+    return picture, texts
 
 
-def compress(picture: bytes) -> bytes:
-    """The same picture with a palette."""
+def compress(picture: bytes, texts: Sequence[str]) -> bytes:
+    """The same picture with a palette, and with its texts."""
     small = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS)
+    held = PngInfo()
+    held.add_itxt(TEXTS, json.dumps(texts, ensure_ascii=False), zip=True)
     out = io.BytesIO()
-    small.save(out, "PNG", optimize=True)
+    small.save(out, "PNG", optimize=True, pnginfo=held)
     return out.getvalue()
 
 
@@ -87,6 +107,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--height", type=int, help="pixels of the page to show")
+    parser.add_argument("--until", help="a selector: the last element to show")
     parser.add_argument("--wait", type=float, default=0, help="seconds after the first drawing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +117,7 @@ def main() -> None:
             for device in arguments.sizes:
                 width, height = SIZES[device]
                 size = (width, arguments.height or height)
-                picture = compress(photograph(browser, address, theme, size, arguments.wait))
+                picture = compress(*photograph(browser, address, theme, size, arguments))
                 target = arguments.folder / f"{arguments.page.stem}-{theme}-{device}.png"
                 target.write_bytes(picture)
                 print(f"{target}: {len(picture) / 1000:.0f} kB")

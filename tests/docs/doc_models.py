@@ -32,12 +32,13 @@ ADDED = ("<think>", "</think>")
 def write_models(folder: Path) -> None:
     """Write base.safetensors, math.safetensors, … in bfloat16, as fine-tunes of the base.
 
-    The directories `llama`, `math`, `code` and `thinker` are the same as a hub has them.
+    The directories `base` or `llama`, `math`, `code` and `thinker` are the same as a hub has them.
     """
     generator = np.random.default_rng(0)
     base = {name: 0.02 * generator.standard_normal(shape) for name, shape in SHAPES.items()}
     _save(folder / "base.safetensors", base)
-    _save_directory(folder / "llama", base)
+    for name in ("base", "llama"):
+        _save_directory(folder / name, base)
     for model in MODELS:
         changes = {
             name: np.clip(0.0005 * generator.standard_normal(shape), -LARGEST_DELTA, LARGEST_DELTA)

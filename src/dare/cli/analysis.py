@@ -129,7 +129,7 @@ def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
 
 def advise(
     *inputs: Inputs,
-    output: Annotated[Path, output_flag("The merge's output.")] = Path("merged.safetensors"),
+    output: Annotated[Path | None, output_flag("The merge's output.")] = None,
     study: Annotated[Path | None, Parameter(help="A study to follow, instead of rules.")] = None,
     steps: Steps = None,
     options: Options | None = None,
@@ -149,7 +149,7 @@ def advise(
         else:
             print(result.to_toml(simplest=True, output=output), end="")
         return DONE
-    if output.suffix in (".toml", ".json", ".yaml", ".yml"):
+    if output is not None and output.suffix in (".toml", ".json", ".yaml", ".yml"):
         where = f"to write the recipe to a file, end the command with > {output}"
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)

@@ -17,13 +17,12 @@ from dare.recipe.entries import in_our_form, write_toml, write_value
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
-from dare.stores.locations import is_stored
+from dare.stores.locations import is_stored, usual_output
 from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
-OUTPUT = "merged.safetensors"  # the output of a recipe that names none
 # The command that compares the candidates; the evaluator is the user's.
 SEARCH = "dare search {} --eval score.py:score"
 COMPARED = (
@@ -53,7 +52,7 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
         "models = [",
         *(f"    {write_value(entry)}," for entry in document["models"]),
         "]",
-        _key("output", document.get("output", OUTPUT)),
+        _key("output", document.get("output", usual_output(recipe.base))),
         *_fields(document),
         *_stages(recipe, document),
         *_rules(document),
@@ -72,9 +71,10 @@ def check_runs(recipe: Recipe, where: str) -> None:
         raise RecipeError(f"{where}: this cannot be merged: {error}") from None
 
 
-def advised_toml(advice: Advice, output: Path, **fixed: Any) -> str:
+def advised_toml(advice: Advice, output: Path | None, **fixed: Any) -> str:
     """The recipe of an advice as TOML, after a comment with the reasons."""
-    document = {**in_our_form(advice.recipe), "output": str(output), **fixed}
+    given = {} if output is None else {"output": str(output)}
+    document = {**in_our_form(advice.recipe), **given, **fixed}
     check_runs(request_from_document(document, "advice").recipe, "the advised recipe")
     return "\n".join([*reasons(advice), "", write_toml(document), *COMPARED, ""])
 

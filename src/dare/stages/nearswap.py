@@ -16,7 +16,7 @@ Step = Annotated[
 
 @delta_stage()
 def nearswap(block: Block, *, t: Step = 0.0001) -> None:
-    """Limit every change to t: what is near the base is taken over, what is far is only neared.
+    """Limit every change to t: a small change is taken over whole, a large one in part.
 
     δ̂ᵢ = min(1, t/|δᵢ|)·δᵢ. Followed by `sum` it is mergekit's `nearswap`.
     """

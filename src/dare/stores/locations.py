@@ -113,6 +113,16 @@ def is_here(path: Path) -> bool:
 # Endings of files of weights; `org/model.safetensors` is a path, not a name.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 
+
+def usual_output(base: object) -> str:
+    """Return the output of a recipe that names none: a folder, or a file if the base is one.
+
+    >>> usual_output("base.safetensors"), usual_output("org/Llama-3.2-1B")
+    ('merged.safetensors', 'merged')
+    """
+    return "merged.safetensors" if str(base).endswith(WEIGHT_SUFFIXES) else "merged"
+
+
 _PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
 _REVISION = re.compile(r"[^\s@:?*\[\\^~]+")
 _NO_PARTS = {"", ".", ".."}

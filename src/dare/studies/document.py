@@ -36,6 +36,7 @@ from dare.output.targets import write_file
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
+from dare.stores.locations import usual_output
 from dare.studies.conclusions import conclude
 from dare.studies.figures import draw_figures, setting_names
 from dare.studies.results import (
@@ -55,7 +56,6 @@ from dare.studies.space import recipe_of, seed_shifts
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 from dare.studies.study import BASELINE, HOLDOUT, Study
 
-OUTPUT = "merged.safetensors"
 SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
 """The end of a recipe's first line: a search writes over its own, and over no others."""
@@ -118,7 +118,10 @@ class SearchResult(Shown):
         if recipe is None:
             raise InputError(f"{self.study}: {self}; so there is no recipe to write")
         which = "simplest within noise" if simplest else "best"
-        tables = {**recipe.to_tables(), "output": str(output or recipe.output or OUTPUT)}
+        tables = {
+            **recipe.to_tables(),
+            "output": str(output or recipe.output or usual_output(recipe.base)),
+        }
         lines = [f"The {which} of {self.study.name}{SIGNED}"]
         for sentence in grounds(self.conclusion):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")

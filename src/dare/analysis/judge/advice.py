@@ -32,9 +32,8 @@ from dare.documents.words import amount
 from dare.errors import RecipeError
 from dare.inputs.sources import read_config
 from dare.stages import parse_method
-from dare.stores.locations import to_path
+from dare.stores.locations import to_path, usual_output
 
-OUTPUT = "merged.safetensors"
 EVIDENCE = "docs/evidence.md"
 DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 TEXTS: dict[str, Any] = tomllib.loads(
@@ -124,7 +123,7 @@ def advise(
     recipe = {
         "base": analysis.base,
         "models": [model.file for model in models],
-        "output": OUTPUT,
+        "output": usual_output(analysis.base),
         **{each.setting: each.value for each in (*settings, *policies)},
     }
     if parameters is None:
