@@ -51,8 +51,8 @@ SURE_TIMES = 10
 """Up to here a ratio of times has a digit after the point."""
 COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
 """What bench/costs.py has measured."""
-RESULT_FROM = 336
-"""Where the result begins in the picture of a stage."""
+RESULT_FROM, HEAD = 336, 20
+"""Where the result begins in the picture of a stage, and the height of its captions."""
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 NOTEBOOKS = ("examples/merge.ipynb",)
 
@@ -147,7 +147,7 @@ def _result(stage: Stage) -> str:
 
 def _crop(found: re.Match[str]) -> str:
     width, height = map(int, found.groups())
-    return f'viewBox="{RESULT_FROM} 0 {width - RESULT_FROM} {height}"'
+    return f'viewBox="{RESULT_FROM} {HEAD} {width - RESULT_FROM} {height - HEAD}"'
 
 
 def methods() -> str:

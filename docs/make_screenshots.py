@@ -7,8 +7,8 @@ meanwhile, when its models have answered:
     dare playground --build playground
     python docs/make_screenshots.py playground --height 1000 --wait 10 --sizes desktop phone
 
-A picture ends with an element of the page if one is named (--until). It holds the headings and
-labels that it shows as text, so that a test can tell whether the page has changed since.
+A picture ends with an element of the page if one is named (--until). It holds the headings that it
+shows as text, so that a test can tell whether the page has changed since.
 
 Needs playwright and a chromium that is installed on the machine; nothing is fetched.
 """
@@ -41,7 +41,7 @@ COLOURS = 256
 TEXTS = "texts"
 """The name under which a picture holds its texts, as JSON."""
 VISIBLE_TEXTS = """
-[...document.querySelectorAll("h1, h2, h3, th, button, summary, label")]
+[...document.querySelectorAll("h2, th, summary, dt, legend")]
   .filter((e) => e.checkVisibility() && e.getBoundingClientRect().bottom < innerHeight)
   .map((e) => e.innerText.replace(/\\s+/g, " ").trim())
   .filter((text) => text)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import sys
 import tomllib
+from html import unescape
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
 from doc_blocks import ROOT
+from PIL import Image
 
 import dare
 from dare import compat
 from dare.cli import COMMANDS, main
+from dare.demo.merges import write_models
 from dare.documents.notices import catalogue
 from dare.errors import DareError
 from dare.recipe.entries import OTHER_NAMES
@@ -74,6 +78,42 @@ def test_methods_has_every_stage_alias_and_parameter(generate: ModuleType) -> No
             assert parameter.range in row
     for alias, method in ALIASES.items():
         assert f"| `{alias}` | `{method}` |" in text
+
+
+def test_gallery_leads_to_every_stage(generate: ModuleType) -> None:
+    found = re.findall(r'href="#(\w+)"', generate.gallery())
+    assert sorted(found) == sorted(OURS)
+
+
+def test_pictures_show_the_headings_of_today() -> None:
+    # Each holds the headings it shows: docs/make_screenshots.py. Those with numbers are composed.
+    source = " ".join(
+        path.read_text("utf-8")
+        for path in (ROOT / "src/dare").rglob("*")
+        if path.suffix in {".html", ".jinja", ".js", ".py", ".toml"}
+    )
+    source = " ".join(source.split())
+    for name in ("report", "playground"):
+        for picture in DOCS.glob(f"images/{name}-*.png"):
+            with Image.open(picture) as image:
+                texts = json.loads(image.info["texts"])
+            assert texts, picture
+            for text in texts:
+                assert text in source or re.search(r"\d", text), f"{picture}: {text}"
+
+
+def test_recording_shows_what_commands_print_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "96")
+    write_models(Path("models"))
+    models = [f"models/{name}" for name in ("base", "add", "sort", "say")]
+    assert main(["analyze", *models]) == 0
+    recorded = unescape((DOCS / "images/recording.svg").read_text("utf-8"))
+    shown = re.findall(r"[^\W\d_]{4,}", capsys.readouterr().out)
+    assert len(shown) > 50
+    assert not [word for word in shown if word not in recorded]
 
 
 def test_recipe_has_every_key(generate: ModuleType) -> None:
