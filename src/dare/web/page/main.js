@@ -5,9 +5,9 @@ import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
 import * as drop from "./parts/drop.js";
+import * as top from "./parts/top.js";
 
 const others = {
-  top: () => import("./parts/top.js"),
   signs: () => import("./parts/signs.js"),
   live: () => import("./parts/live.js"),
   predict: () => import("./parts/predict.js"),
@@ -43,7 +43,8 @@ async function mountOne(name, load) {
 
 publishColours();
 darePage.onTheme(publishColours);
-await mountOne("drop", () => drop);  // the first picture needs this part and nothing else
+await mountOne("top", () => top);  // these two need the fewest files
+await mountOne("drop", () => drop);
 const mounted = Object.entries(others).map(async ([name, load]) => {
   await breathe();  // what is there is painted before the next part begins
   await mountOne(name, load);
