@@ -72,3 +72,33 @@ export function seedButton(place, state, name, step = 1) {
   follow(state, name, () => { element.textContent = `Another seed (now ${state.get(name)})`; });
   return element;
 }
+
+/** A number in a sentence that is dragged sideways, or moved by the keys that move a slider. */
+export function draggable(element, state, name, { label, min, max, step, format }) {
+  const put = (value) => state.set({
+    [name]: Number(Math.min(max, Math.max(min, value)).toFixed(2)),
+  });
+  const keys = { ArrowRight: step, ArrowUp: step, ArrowLeft: -step, ArrowDown: -step,
+    PageUp: 10 * step, PageDown: -10 * step, Home: -max, End: max };
+  Object.assign(element, { role: "slider", tabIndex: 0, className: "drag",
+    ariaLabel: label, ariaValueMin: min, ariaValueMax: max });
+  follow(state, name, () => {
+    element.ariaValueNow = state.get(name);
+    element.ariaValueText = element.textContent = format(state.get(name));
+  });
+  element.addEventListener("keydown", (event) => {
+    if (!(event.key in keys)) return;
+    event.preventDefault();
+    put(state.get(name) + keys[event.key]);
+  });
+  element.addEventListener("pointerdown", (event) => {
+    event.preventDefault();
+    element.focus();
+    element.setPointerCapture(event.pointerId);
+    const [from, had] = [event.clientX, state.get(name)];
+    element.onpointermove = (moved) => put(had + ((moved.clientX - from) / 3) * step);
+  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    element.addEventListener(end, () => { element.onpointermove = null; });
+  }
+}

@@ -41,6 +41,14 @@ async function mountOne(name, load) {
   }
 }
 
+/** A link to other settings of this page changes them, and does not load the page again. */
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('a[href^="?"]');
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  page.state.take(link.search);
+});
+
 publishColours();
 darePage.onTheme(publishColours);
 await mountOne("top", () => top);  // these two need the fewest files

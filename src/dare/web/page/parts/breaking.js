@@ -1,11 +1,11 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
 /* global darePage */
 import { choice, make, slider, toggle } from "../controls.js";
-import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
+import { isAbort, loadJson, markBusy, measuredOf, whenNear } from "../loading.js";
 import { whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { samplesTable } from "./live/samples.js";
-import { FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
+import { BEFORE, FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
 
 export const defaults = {
   "breaking.way": "seed",
@@ -67,7 +67,8 @@ export async function mount(section, { state, engine }) {
     const write = (setting) => setting && engine.write(setting, samples.prompts, signal);
     const ready = markBusy(table);
     try {
-      await score(sound, broken, QUICK, signal);
+      if (broken || !(await showKnown(sound))) await score(sound, broken, QUICK, signal);
+      signal.throwIfAborted();
       samples.show(await write(sound), await write(broken));
       await score(sound, broken, FULL, signal);
       if (broken) darePage.say(at("measured").textContent);
@@ -80,7 +81,20 @@ export async function mount(section, { state, engine }) {
 
   async function score(sound, broken, amount, signal) {
     const before = await engine.score(sound, amount, signal);
-    const after = broken ? await engine.score(broken, amount, signal) : before;
+    show(before, broken && await engine.score(broken, amount, signal), amount);
+  }
+
+  /** What was measured of the sound merge before, if it was: whether there is something to see. */
+  async function showKnown(sound) {
+    const known = await measuredOf(sound);
+    if (!known) return false;
+    show(known.score, null, BEFORE);
+    samples.show(samples.prompts.map((prompt) => known.texts[prompt]), null);
+    return true;
+  }
+
+  function show(before, broken, amount) {
+    const after = broken || before;
     scores.show(after, amount, before.bitsPerByte, "the sound merge");
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
@@ -91,6 +105,7 @@ export async function mount(section, { state, engine }) {
   const rested = whenRested(REST_MS, follow);
   state.on(NAMES, change);
   whenNear(section, change);
+  if (!state.get("breaking.on")) await showKnown(settingOf(state.get, null));
   await showFindings(section, state);
 }
 

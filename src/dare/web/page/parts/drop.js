@@ -1,13 +1,13 @@
 // Drop and rescale: one real matrix, what DARE leaves of it, its two laws, and the model's answers.
 /* global darePage */
-import { choice, seedButton, slider, toggle } from "../controls.js";
+import { choice, draggable, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped } from "../engine/merge.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
-import { decimal, percent, show, signed, whole } from "../words.js";
+import { decimal, noiseInWords, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./drop/answers.js";
 import { addFigures, captionsOf, LARGEST, SMALLEST } from "./drop/figures.js";
 
@@ -19,12 +19,17 @@ export const defaults = {
   "drop.tensor": "model.layers.4.self_attn.o_proj.weight",
 };
 
+const RATE = {
+  label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
+};
 const SEEDS = 8;
 const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 20), 0.97, 0.99];
 
 /** The picture comes first, so that there is something to see; the figures when it is there. */
 export async function mount(section, { state, engine, complain }) {
   addControls(section.querySelector(".panel"), state);
+  draggable(section.querySelector("[data-drag]"), state, "drop.p", RATE);
+  const answers = addAnswers(section, state, engine);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
   let delta = null;
@@ -80,13 +85,13 @@ export async function mount(section, { state, engine, complain }) {
     const factor = rescale ? 1 / (1 - p) : 1;
     show(section, {
       dropped: percent(lost / delta.length, 2),
-      "dropped-remark": `${whole(lost)} of ${whole(delta.length)}; p is ${percent(p, 0)}`,
+      "dropped-remark": `${whole(lost)} of ${whole(delta.length)} elements`,
       factor: `× ${decimal(factor, factor < 10 ? 2 : 1)}`,
-      "factor-remark": rescale ? "each kept element: 1/(1 − p)" : "no rescaling",
-      average: decimal(laws.average, 3),
-      "average-remark": `expected: ${decimal(law.average, rescale ? 0 : 2)}`,
-      noise: decimal(laws.noise, 3),
-      "noise-remark": `expected: ${rescale ? "p/(1 − p)" : "p"} = ${decimal(law.noise, 3)}`,
+      "factor-remark": rescale ? "by 1/(1 − p)" : "no rescaling",
+      average: percent(laws.average),
+      "average-remark": `${percent(law.average, 0)} is expected`,
+      noise: `× ${decimal(laws.noise)}`,
+      "noise-remark": noiseInWords(law.noise),
       limit: signed(limit, 3),
       "minus-limit": signed(-limit, 3),
       ...captionsOf(rescale),
@@ -128,16 +133,14 @@ export async function mount(section, { state, engine, complain }) {
   state.on(["drop.rescale", "drop.seed"], () => { if (figures) measureSeeds(); });
   darePage.onTheme(drawPictures);
   await load();
+  answers.addFigure();
   figures = addFigures();
   redraw();
   measureSeeds();
-  addAnswers(section, state, engine);
 }
 
 function addControls(place, state) {
-  slider(place, state, "drop.p", {
-    label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
-  });
+  slider(place, state, "drop.p", RATE);
   toggle(place, state, "drop.rescale", { label: "Rescale what is kept" });
   seedButton(place, state, "drop.seed");
   choice(place, state, "drop.model", { label: "Model", options: MODELS });

@@ -77,8 +77,7 @@ export async function mount(section, { state }) {
     at("why").textContent = isShown ? WHY[state.get("predict.q")] :
       isDrawn ? "Now press “Show what happens”." :
       "The measured curve, with its spread over five seeds, comes after your guess.";
-    at("next").textContent = isShown && state.get("predict.q") === "on"
-      ? "Next: what if the rest is not rescaled? Choose question 2." : "";
+    at("next").hidden = !isShown || state.get("predict.q") !== "on";
     section.querySelector("#predict-larger").hidden = !seen().length;
   }
 

@@ -1,7 +1,7 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
 import { button, make } from "../../controls.js";
 import { addFigure, colours, layer, quantity, RATE } from "../../figures.js";
-import { examplesOf, isAbort, markBusy } from "../../loading.js";
+import { examplesOf, isAbort, markBusy, writeTwice } from "../../loading.js";
 import { whenRested } from "../../pace.js";
 
 const ASKED = 8;
@@ -14,31 +14,38 @@ export function addAnswers(section, state, engine) {
   const body = section.querySelector("tbody");
   const verdict = section.querySelector("[data-shows=verdict]");
   const itself = section.querySelector("[data-shows=itself]");
-  const figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, "
-    + "for the settings that you tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
+  let figure = null;
 
-  /** What a setting has right, among the dots from now on; the texts for the table. */
-  async function ask(setting, signal) {
+  function drawTried() {
+    const mine = ({ model }) => model === state.get("drop.model");
+    figure?.update({ tried: [...tried.values()].filter(mine) });
+  }
+
+  /** What a setting has right, among the dots from now on: `show(examples, texts, right)`. */
+  async function ask(setting, signal, show = () => {}) {
     const [{ name: model }] = setting.models;
     const examples = await examplesOf(model, ASKED);
-    const texts = await engine.write(setting, examples.map(([prompt]) => prompt), signal);
-    const right = texts.filter((text, at) => text === examples[at][1]).length;
     const { drop_rate: p, rescale } = setting.stages.dare;
-    const what = SERIES[rescale ? 0 : 1];
-    tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
-    figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
-    return { examples, texts, right };
+    await writeTwice(engine, setting, examples.map(([prompt]) => prompt), (texts) => {
+      const right = texts.filter((text, at) => text === examples[at][1]).length;
+      const what = SERIES[rescale ? 0 : 1];
+      tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
+      drawTried();
+      show(examples, texts, right);
+    }, signal);
   }
 
   async function write(signal) {
     const ready = markBusy(verdict);
     try {
-      const { examples, texts, right } = await ask(settingOf(state), signal);
-      body.replaceChildren(...examples.map((example, at) => row(example, texts[at])));
-      verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
-      const whole = await ask(settingOf(state, 0), signal);
-      itself.textContent = `With nothing dropped it gets ${whole.right} right.`;
+      await ask(settingOf(state), signal, (examples, texts, right) => {
+        body.replaceChildren(...examples.map((example, at) => row(example, texts[at])));
+        verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
+      });
+      await ask(settingOf(state, 0), signal, (_examples, _texts, right) => {
+        itself.textContent = `With nothing dropped: ${right}.`;
+      });
     } catch (error) {
       if (!isAbort(error)) verdict.textContent = error.message;
     } finally {
@@ -63,6 +70,14 @@ export function addAnswers(section, state, engine) {
   const rested = whenRested(RESTED_MS, write);
   state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], rested);
   rested();
+  return {
+    /** The figure waits for its library, which is large. */
+    addFigure() {
+      figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, for "
+        + "the settings that you tried, with and without rescaling.");
+      drawTried();
+    },
+  };
 }
 
 function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) {
@@ -81,7 +96,7 @@ function row([prompt, answer], text) {
   return make("tr", { className: isRight ? "right" : "wrong" },
     make("th", { scope: "row" }, make("code", {}, prompt)),
     make("td", { className: "text" }, make("code", {}, text || "(nothing)")),
-    make("td", { className: "text" }, isRight ? "✓ right" : `✗ it is ${answer}`),
+    make("td", { className: "text" }, isRight ? "✓" : `✗ not ${answer}`),
   );
 }
 

@@ -4,6 +4,7 @@ import { bits, points } from "../../words.js";
 
 export const QUICK = { prompts: 25, englishBytes: 1024 };
 export const FULL = { prompts: 100, englishBytes: 4096 };
+export const BEFORE = { ...FULL, remark: ", computed in advance" };
 const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
 
 /** Right answers in per cent by task, their mean, and bits per byte of English. */
@@ -43,7 +44,7 @@ export function scoreTable(place) {
       }
       english.querySelector(".value").textContent = bits(score.bitsPerByte);
       english.querySelector(".beside").textContent = compare(score.bitsPerByte, otherBits, whose);
-      status.textContent = `${amount.prompts} prompts each`;
+      status.textContent = `${amount.prompts} prompts each${amount.remark ?? ""}`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
     },

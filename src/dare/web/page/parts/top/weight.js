@@ -1,9 +1,13 @@
 // One weight in three models: what DARE makes of their changes, and where a merge of them can end.
-import { make, seedButton, slider } from "../../controls.js";
+import { draggable, make, seedButton, slider } from "../../controls.js";
 import { keepMask } from "../../engine/mask.js";
 import { oncePerFrame } from "../../pace.js";
 import { NAMES } from "../../tensors.js";
 import { decimal, noiseInWords, percent, show, signed } from "../../words.js";
+
+const RATE = {
+  label: "Drop rate p", min: 0, max: 0.8, step: 0.01, format: (p) => decimal(p, 2),
+};
 
 export const defaults = { "top.p": 0.5, "top.seed": 42 };
 
@@ -26,9 +30,9 @@ export function addWeight(card, state, { tensor, element, values }) {
   const chances = card.querySelector(".chances");
   const bars = outcomesOf(base, changes, 0).map(() => chances.appendChild(make("i")));
   const panel = card.querySelector(".panel");
-  slider(panel, state, "top.p", {
-    label: "Drop rate p", min: 0, max: 0.8, step: 0.01, format: (p) => decimal(p, 2),
-  });
+  slider(panel, state, "top.p", RATE);
+  draggable(card.querySelector("[data-drag]"), state, "top.p",
+    { ...RATE, format: (p) => percent(p, 0) });
   seedButton(panel, state, "top.seed", NAMES.length);
   card.style.setProperty("--base", place(base));
   card.style.setProperty("--plain", place(plain));
@@ -59,7 +63,6 @@ export function addWeight(card, state, { tensor, element, values }) {
       sum: signed(sum),
       plain: signed(plain),
       "plain-again": signed(plain),
-      share: percent(p, 0),
       factor: decimal(1 / (1 - p), 2),
       noise: noiseInWords(Math.sqrt(p / (1 - p))),
     });
