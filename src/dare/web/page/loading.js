@@ -1,5 +1,6 @@
 // The page's data, each loaded once, and when to begin with what takes time.
 import { readSafetensors } from "./engine/safetensors.js";
+import { mounted } from "./pace.js";
 
 const loading = new Map();
 
@@ -47,7 +48,10 @@ export async function measuredOf(setting) {
 export async function writeTwice(engine, setting, prompts, show, signal) {
   const known = await measuredOf(setting);
   const before = prompts.map((prompt) => known?.texts[prompt]);
-  if (before.every((text) => text !== undefined)) show(before);
+  if (before.every((text) => text !== undefined)) {
+    show(before);
+    await mounted;
+  }
   const now = await engine.write(setting, prompts, signal);
   if (now.some((text, at) => text !== before[at])) show(now);
 }

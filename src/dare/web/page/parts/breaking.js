@@ -2,7 +2,7 @@
 /* global darePage */
 import { choice, make, slider, toggle } from "../controls.js";
 import { isAbort, loadJson, markBusy, measuredOf, whenNear } from "../loading.js";
-import { whenRested } from "../pace.js";
+import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { samplesTable } from "./live/samples.js";
 import { BEFORE, FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
@@ -67,7 +67,8 @@ export async function mount(section, { state, engine }) {
     const write = (setting) => setting && engine.write(setting, samples.prompts, signal);
     const ready = markBusy(table);
     try {
-      if (broken || !(await showKnown(sound))) await score(sound, broken, QUICK, signal);
+      const isKnown = !broken && (await showKnown(sound));
+      await (isKnown ? mounted : score(sound, broken, QUICK, signal));
       signal.throwIfAborted();
       samples.show(await write(sound), await write(broken));
       await score(sound, broken, FULL, signal);

@@ -1,7 +1,7 @@
 // Merge live: the demonstration's models merged as the sliders move, and what comes out of it.
 /* global darePage */
 import { isAbort, loadJson, markBusy, measuredOf, whenNear, writeTwice } from "../loading.js";
-import { whenRested } from "../pace.js";
+import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { curveCard } from "./live/curve.js";
 import { addPanel } from "./live/panel.js";
@@ -63,7 +63,7 @@ export async function mount(section, { state, engine }) {
     const setting = shown();
     const ready = markBusy(at("scores"));
     try {
-      if (!(await showKnown(setting))) await score(setting, QUICK, signal);
+      await ((await showKnown(setting)) ? mounted : score(setting, QUICK, signal));
       signal.throwIfAborted();
       asked.ask();
       samples.show(await engine.write(setting, samples.prompts, signal));
