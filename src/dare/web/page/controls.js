@@ -9,6 +9,11 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** The slider of a drop rate. */
+export const DROP_RATE = {
+  label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => p.toFixed(2),
+};
+
 const idOf = (name) => `control-${name.replaceAll(".", "-")}`;
 
 function follow(state, name, show) {
@@ -73,15 +78,14 @@ export function seedButton(place, state, name, step = 1) {
   return element;
 }
 
-/** A number in a sentence that is dragged sideways, or moved by the keys that move a slider. */
+/** A number in a sentence that is dragged sideways, or moved by the keys of a slider. */
 export function draggable(element, state, name, { label, min, max, step, format }) {
-  const put = (value) => state.set({
-    [name]: Number(Math.min(max, Math.max(min, value)).toFixed(2)),
-  });
-  const keys = { ArrowRight: step, ArrowUp: step, ArrowLeft: -step, ArrowDown: -step,
-    PageUp: 10 * step, PageDown: -10 * step, Home: -max, End: max };
-  Object.assign(element, { role: "slider", tabIndex: 0, className: "drag",
-    ariaLabel: label, ariaValueMin: min, ariaValueMax: max });
+  const keys = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10,
+    PageDown: -10, Home: -Infinity, End: Infinity };
+  const move = (from, steps) =>
+    state.set({ [name]: Number(Math.min(max, Math.max(min, from + steps * step)).toFixed(2)) });
+  Object.assign(element, { role: "slider", tabIndex: 0, className: "drag", ariaLabel: label,
+    ariaValueMin: min, ariaValueMax: max });
   follow(state, name, () => {
     element.ariaValueNow = state.get(name);
     element.ariaValueText = element.textContent = format(state.get(name));
@@ -89,16 +93,12 @@ export function draggable(element, state, name, { label, min, max, step, format 
   element.addEventListener("keydown", (event) => {
     if (!(event.key in keys)) return;
     event.preventDefault();
-    put(state.get(name) + keys[event.key]);
+    move(state.get(name), keys[event.key]);
   });
   element.addEventListener("pointerdown", (event) => {
-    event.preventDefault();
-    element.focus();
-    element.setPointerCapture(event.pointerId);
     const [from, had] = [event.clientX, state.get(name)];
-    element.onpointermove = (moved) => put(had + ((moved.clientX - from) / 3) * step);
+    element.setPointerCapture(event.pointerId);
+    element.onpointermove = (moved) => move(had, (moved.clientX - from) / 3);
   });
-  for (const end of ["pointerup", "pointercancel"]) {
-    element.addEventListener(end, () => { element.onpointermove = null; });
-  }
+  element.addEventListener("lostpointercapture", () => { element.onpointermove = null; });
 }

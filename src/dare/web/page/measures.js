@@ -1,7 +1,5 @@
 // What the page measures of a matrix: pure functions over arrays of numbers.
 
-const sumOf = (values, of = (value) => value) => values.reduce((sum, value) => sum + of(value), 0);
-
 /**
  * DARE's two laws on one matrix: what is left of δ on average (1 with rescaling), and the size of
  * the noise as a multiple of that of δ (√(p/(1−p)) with rescaling).
@@ -24,10 +22,7 @@ export function lawsAt(p, rescale) {
 }
 
 /** How many elements a mask drops. */
-export const droppedBy = (keep) => keep.length - sumOf(keep);
-
-/** The Euclidean norm. */
-export const lengthOf = (values) => Math.sqrt(sumOf(values, (value) => value * value));
+export const droppedBy = (keep) => keep.length - keep.reduce((sum, kept) => sum + kept, 0);
 
 /** Which share of the elements has each size, in bins that go from one power of two to the next. */
 export function sizesOf(values, smallest, largest) {

@@ -1,11 +1,11 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
 /* global darePage */
-import { choice, make, slider, toggle } from "../controls.js";
-import { isAbort, loadJson, markBusy, measuredOf, whenNear } from "../loading.js";
+import { choice, DROP_RATE, make, slider, toggle } from "../controls.js";
+import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
 import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { samplesTable } from "./live/samples.js";
-import { BEFORE, FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
+import { FULL, inPercent, QUICK, scoreTable, showKnown } from "./live/scores.js";
 
 export const defaults = {
   "breaking.way": "seed",
@@ -67,7 +67,7 @@ export async function mount(section, { state, engine }) {
     const write = (setting) => setting && engine.write(setting, samples.prompts, signal);
     const ready = markBusy(table);
     try {
-      const isKnown = !broken && (await showKnown(sound));
+      const isKnown = !broken && (await begin(sound));
       await (isKnown ? mounted : score(sound, broken, QUICK, signal));
       signal.throwIfAborted();
       samples.show(await write(sound), await write(broken));
@@ -85,14 +85,7 @@ export async function mount(section, { state, engine }) {
     show(before, broken && await engine.score(broken, amount, signal), amount);
   }
 
-  /** What was measured of the sound merge before, if it was: whether there is something to see. */
-  async function showKnown(sound) {
-    const known = await measuredOf(sound);
-    if (!known) return false;
-    show(known.score, null, BEFORE);
-    samples.show(samples.prompts.map((prompt) => known.texts[prompt]), null);
-    return true;
-  }
+  const begin = (sound) => showKnown(sound, samples, (found, amount) => show(found, null, amount));
 
   function show(before, broken, amount) {
     const after = broken || before;
@@ -106,7 +99,7 @@ export async function mount(section, { state, engine }) {
   const rested = whenRested(REST_MS, follow);
   state.on(NAMES, change);
   whenNear(section, change);
-  if (!state.get("breaking.on")) await showKnown(settingOf(state.get, null));
+  if (!state.get("breaking.on")) await begin(settingOf(state.get, null));
   await showFindings(section, state);
 }
 
@@ -114,9 +107,7 @@ function addControls(place, state) {
   choice(place, state, "breaking.way", { label: "What goes wrong", options: WAYS });
   toggle(place, state, "breaking.on", { label: "Break this merge" });
   choice(place, state, "breaking.m", { label: "Method (all three models)", options: METHODS });
-  slider(place, state, "breaking.p", {
-    label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => p.toFixed(2),
-  });
+  slider(place, state, "breaking.p", DROP_RATE);
   slider(place, state, "breaking.seed", { label: "Seed", min: 0, max: 99, step: 1 });
 }
 

@@ -1,6 +1,6 @@
 // Drop and rescale: one real matrix, what DARE leaves of it, its two laws, and the model's answers.
 /* global darePage */
-import { choice, draggable, seedButton, slider, toggle } from "../controls.js";
+import { choice, draggable, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped } from "../engine/merge.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
@@ -19,17 +19,13 @@ export const defaults = {
   "drop.tensor": "model.layers.4.self_attn.o_proj.weight",
 };
 
-const RATE = {
-  label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
-};
 const SEEDS = 8;
 const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 20), 0.97, 0.99];
 
-/** The picture comes first, so that there is something to see; the figures when it is there. */
-export async function mount(section, { state, engine, complain }) {
+export function mount(section, { state, engine, complain }) {
   addControls(section.querySelector(".panel"), state);
-  draggable(section.querySelector("[data-drag]"), state, "drop.p", RATE);
-  const answers = addAnswers(section, state, engine);
+  draggable(section.querySelector("[data-drag]"), state, "drop.p", DROP_RATE);
+  addAnswers(section, state, engine);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
   let delta = null;
@@ -37,7 +33,7 @@ export async function mount(section, { state, engine, complain }) {
   let after = null;
   let limit = 1;
   let focus = [40, 64];
-  let figures = null;
+  const figures = addFigures();
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
@@ -46,7 +42,7 @@ export async function mount(section, { state, engine, complain }) {
     delta = loaded;
     limit = usualSize(delta);
     redraw();
-    if (figures) measureSeeds();
+    measureSeeds();
   }
 
   function redraw() {
@@ -58,7 +54,7 @@ export async function mount(section, { state, engine, complain }) {
     drawPictures();
     showNumbers(p, rescale, laws);
     showElement(...focus);
-    if (figures) drawFigures(p, laws);
+    drawFigures(p, laws);
   }
 
   function drawFigures(p, laws) {
@@ -130,17 +126,13 @@ export async function mount(section, { state, engine, complain }) {
 
   state.on(["drop.model", "drop.tensor"], () => load().catch((error) => complain(section, error)));
   state.on(["drop.p", "drop.rescale", "drop.seed"], oncePerFrame(redraw));
-  state.on(["drop.rescale", "drop.seed"], () => { if (figures) measureSeeds(); });
+  state.on(["drop.rescale", "drop.seed"], () => { if (delta) measureSeeds(); });
   darePage.onTheme(drawPictures);
-  await load();
-  answers.addFigure();
-  figures = addFigures();
-  redraw();
-  measureSeeds();
+  return load();
 }
 
 function addControls(place, state) {
-  slider(place, state, "drop.p", RATE);
+  slider(place, state, "drop.p", DROP_RATE);
   toggle(place, state, "drop.rescale", { label: "Rescale what is kept" });
   seedButton(place, state, "drop.seed");
   choice(place, state, "drop.model", { label: "Model", options: MODELS });

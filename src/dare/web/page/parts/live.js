@@ -1,12 +1,12 @@
 // Merge live: the demonstration's models merged as the sliders move, and what comes out of it.
 /* global darePage */
-import { isAbort, loadJson, markBusy, measuredOf, whenNear, writeTwice } from "../loading.js";
+import { isAbort, loadJson, markBusy, whenNear, writeTwice } from "../loading.js";
 import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { curveCard } from "./live/curve.js";
 import { addPanel } from "./live/panel.js";
 import { ownPrompt, samplesTable } from "./live/samples.js";
-import { BEFORE, FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
+import { FULL, inPercent, QUICK, scoreTable, showKnown } from "./live/scores.js";
 import * as settings from "./live/setting.js";
 
 export const defaults = { ...settings.defaults, "live.ask": "12+34=" };
@@ -48,14 +48,10 @@ export async function mount(section, { state, engine }) {
     delete at("code").dataset.stale;
   }
 
-  /** What was measured before, if it was: whether there is something to see. */
-  async function showKnown(setting) {
-    const known = await measuredOf(setting);
-    if (!known) return false;
-    showScore(setting, known.score, BEFORE);
-    samples.show(samples.prompts.map((prompt) => known.texts[prompt]));
-    showDigest(known.sha256);
-    return true;
+  async function begin(setting) {
+    const known = await showKnown(setting, samples, (...found) => showScore(setting, ...found));
+    if (known) showDigest(known.sha256);
+    return known;
   }
 
   /** What is known or rough scores first, then texts and digest, then full scores. */
@@ -63,7 +59,7 @@ export async function mount(section, { state, engine }) {
     const setting = shown();
     const ready = markBusy(at("scores"));
     try {
-      await ((await showKnown(setting)) ? mounted : score(setting, QUICK, signal));
+      await ((await begin(setting)) ? mounted : score(setting, QUICK, signal));
       signal.throwIfAborted();
       asked.ask();
       samples.show(await engine.write(setting, samples.prompts, signal));
@@ -93,5 +89,5 @@ export async function mount(section, { state, engine }) {
   describe();
   state.on(settings.NAMES, change);
   whenNear(section, change);
-  await showKnown(shown());
+  await begin(shown());
 }

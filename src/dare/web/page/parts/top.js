@@ -2,7 +2,7 @@
 /* global darePage */
 import { button, make } from "../controls.js";
 import { examplesOf, loadJson, writeTwice } from "../loading.js";
-import { NAMES } from "../tensors.js";
+import { NAMES, sumOf } from "../tensors.js";
 import { addWeight } from "./top/weight.js";
 
 export { defaults } from "./top/weight.js";
@@ -37,9 +37,13 @@ function addButtons(place, state) {
 async function writeAll(section, engine) {
   const examples = (await Promise.all(NAMES.map((name) => examplesOf(name, 1)))).flat();
   const prompts = examples.map(([prompt]) => prompt);
+  const settingOf = (names) => {
+    const models = names.split(" ").filter(Boolean);
+    return sumOf(models, models.length > 1 ? RATE : 0, SEED);
+  };
   const asked = [...section.querySelectorAll("[data-answers]")].map((place) =>
-    writeTwice(engine, settingOf(place.dataset.answers.split(" ").filter(Boolean)), prompts,
-      (texts) => place.replaceChildren(...texts.map((text, at) => answer(examples[at], text)))));
+    writeTwice(engine, settingOf(place.dataset.answers), prompts, (texts) =>
+      place.replaceChildren(...texts.map((text, at) => answer(examples[at], text)))));
   await Promise.all(asked);
 }
 
@@ -50,16 +54,4 @@ function answer([prompt, right], text) {
     make("code", {}, prompt, make("b", {}, text)),
     make("span", { className: "unseen" }, isRight ? ", right" : ", wrong"),
   );
-}
-
-function settingOf(models) {
-  const rate = models.length > 1 ? RATE : 0;
-  return {
-    base: "base",
-    method: "dare+sum",
-    scale: 1,
-    seed: SEED,
-    models: models.map((name) => ({ name })),
-    stages: { dare: { drop_rate: rate, rescale: true } },
-  };
 }

@@ -3,6 +3,7 @@ import { button, make } from "../../controls.js";
 import { addFigure, colours, layer, quantity, RATE } from "../../figures.js";
 import { examplesOf, isAbort, markBusy, writeTwice } from "../../loading.js";
 import { whenRested } from "../../pace.js";
+import { sumOf } from "../../tensors.js";
 
 const ASKED = 8;
 const RESTED_MS = 200;
@@ -14,13 +15,9 @@ export function addAnswers(section, state, engine) {
   const body = section.querySelector("tbody");
   const verdict = section.querySelector("[data-shows=verdict]");
   const itself = section.querySelector("[data-shows=itself]");
+  const figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, "
+    + "for the settings that you tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
-  let figure = null;
-
-  function drawTried() {
-    const mine = ({ model }) => model === state.get("drop.model");
-    figure?.update({ tried: [...tried.values()].filter(mine) });
-  }
 
   /** What a setting has right, among the dots from now on: `show(examples, texts, right)`. */
   async function ask(setting, signal, show = () => {}) {
@@ -31,7 +28,7 @@ export function addAnswers(section, state, engine) {
       const right = texts.filter((text, at) => text === examples[at][1]).length;
       const what = SERIES[rescale ? 0 : 1];
       tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
-      drawTried();
+      figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
       show(examples, texts, right);
     }, signal);
   }
@@ -70,26 +67,10 @@ export function addAnswers(section, state, engine) {
   const rested = whenRested(RESTED_MS, write);
   state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], rested);
   rested();
-  return {
-    /** The figure waits for its library, which is large. */
-    addFigure() {
-      figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, for "
-        + "the settings that you tried, with and without rescaling.");
-      drawTried();
-    },
-  };
 }
 
-function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) {
-  return {
-    base: "base",
-    method: "dare+sum",
-    scale: 1,
-    seed: state.get("drop.seed"),
-    models: [{ name: state.get("drop.model") }],
-    stages: { dare: { drop_rate: p, rescale } },
-  };
-}
+const settingOf = (state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) =>
+  sumOf([state.get("drop.model")], p, state.get("drop.seed"), rescale);
 
 function row([prompt, answer], text) {
   const isRight = text === answer;

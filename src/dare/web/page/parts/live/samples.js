@@ -23,9 +23,9 @@ export function samplesTable(place, tasks, each, columns = 1) {
     prompts: asked.map(({ prompt }) => prompt),
     /** The texts of each model; null for one that is not asked. */
     show(...written) {
-      written.forEach((texts, column) => rows.forEach((cells, index) => {
-        if (texts) showAnswer(cells[column], texts[index], asked[index].answer);
-        else cells[column].textContent = "–";
+      rows.forEach((cells, index) => cells.forEach((cell, column) => {
+        if (written[column]) showAnswer(cell, written[column][index], asked[index].answer);
+        else cell.textContent = "–";
       }));
       delete card.dataset.stale;
     },

@@ -1,21 +1,18 @@
 // One weight in three models: what DARE makes of their changes, and where a merge of them can end.
-import { draggable, make, seedButton, slider } from "../../controls.js";
+import { draggable, DROP_RATE, make, seedButton, slider } from "../../controls.js";
 import { keepMask } from "../../engine/mask.js";
 import { oncePerFrame } from "../../pace.js";
 import { NAMES } from "../../tensors.js";
 import { decimal, noiseInWords, percent, show, signed } from "../../words.js";
 
-const RATE = {
-  label: "Drop rate p", min: 0, max: 0.8, step: 0.01, format: (p) => decimal(p, 2),
-};
-
+const RATE = { ...DROP_RATE, max: 0.8 };
 export const defaults = { "top.p": 0.5, "top.seed": 42 };
 
 const [LEFT, RIGHT] = [-0.01, 0.035];  // the ends of the axis
 const place = (value) => `${(100 * (value - LEFT)) / (RIGHT - LEFT)}%`;
 
 /** All that can become of the weight, with how likely it is. */
-export function outcomesOf(base, changes, p) {
+function outcomesOf(base, changes, p) {
   return changes.reduce((sums, change) => sums.flatMap(({ value, chance }) => [
     { value, chance: chance * p },
     { value: value + change / (1 - p), chance: chance * (1 - p) },
