@@ -53,7 +53,7 @@ export async function mount(section, { state, engine }) {
     for (const card of section.querySelectorAll("[data-way]")) {
       card.hidden = card.dataset.way !== way;
     }
-    at("verdict").textContent = isOn ? "Broken" : "Sound";
+    at("verdict").textContent = isOn ? "Broken" : "Intact";
     at("reason").textContent = "";
     table.classList.toggle("failing", isOn);
     scores.dim();
@@ -89,7 +89,7 @@ export async function mount(section, { state, engine }) {
 
   function show(before, broken, amount) {
     const after = broken || before;
-    scores.show(after, amount, before.bitsPerByte, "the sound merge");
+    scores.show(after, amount, before.bitsPerByte, "the intact merge");
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
     at("measured").textContent = broken ? inWords(inPercent(before), inPercent(after)) :
@@ -113,7 +113,7 @@ function addControls(place, state) {
 
 /** What was measured, also where it is little. */
 function inWords(before, after) {
-  const means = `Mean of the three tasks: ${points(before.mean)} sound, `
+  const means = `Mean of the three tasks: ${points(before.mean)} intact, `
     + `${points(after.mean)} broken.`;
   if (!Number.isFinite(after.bitsPerByte)) return `${means} Every output is NaN.`;
   if (after.mean < 3) return `${means} Nothing is left of the three skills.`;

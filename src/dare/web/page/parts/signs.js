@@ -83,7 +83,7 @@ export function mount(section, { state, complain }) {
     show(section, {
       meeting: percent(now.meeting),
       conflicting: percent(now.conflicting),
-      "conflicting-remark": `with random signs: ${percent(now.chance)}`,
+      "conflicting-remark": `expected by chance: ${percent(now.chance)}`,
       empty: percent(voted.sign.filter((sign) => sign === 0).length / voted.sign.length),
     });
     figures.silenced.update({

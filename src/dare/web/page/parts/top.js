@@ -7,9 +7,6 @@ import { addWeight } from "./top/weight.js";
 
 export { defaults } from "./top/weight.js";
 
-const RATE = 0.5;
-const SEED = 42;
-
 export async function mount(section, { state, engine }) {
   addButtons(section.querySelector(".meta .buttons"), state);
   addWeight(section.querySelector("#one-weight"), state, (await loadJson("measured.json")).weight);
@@ -37,12 +34,9 @@ function addButtons(place, state) {
 async function writeAll(section, engine) {
   const examples = (await Promise.all(NAMES.map((name) => examplesOf(name, 1)))).flat();
   const prompts = examples.map(([prompt]) => prompt);
-  const settingOf = (names) => {
-    const models = names.split(" ").filter(Boolean);
-    return sumOf(models, models.length > 1 ? RATE : 0, SEED);
-  };
+  const settingOf = (names) => sumOf(names, names.length > 1 ? 0.5 : 0, 42);
   const asked = [...section.querySelectorAll("[data-answers]")].map((place) =>
-    writeTwice(engine, settingOf(place.dataset.answers), prompts, (texts) =>
+    writeTwice(engine, settingOf(place.dataset.answers.split(" ").filter(Boolean)), prompts, (texts) =>
       place.replaceChildren(...texts.map((text, at) => answer(examples[at], text)))));
   await Promise.all(asked);
 }

@@ -30,7 +30,7 @@ export function addPanel(panel, state) {
     toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] });
     bind("weights", `w${name}`, `Weight of ${name}`, -1, 2, 0.01);
   }
-  toggle(at("switches"), state, "live.w", { label: "A weight for each" });
+  toggle(at("switches"), state, "live.w", { label: "Set a weight for each model" });
   button(at("reset"), "Start again", () => state.set(defaults));
 
   function follow() {

@@ -6,7 +6,7 @@ import { bits, points } from "../../words.js";
 export const QUICK = { prompts: 25, englishBytes: 1024 };
 export const FULL = { prompts: 100, englishBytes: 4096 };
 const BEFORE = { ...FULL, remark: ", computed in advance" };
-const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
+const WORDS = { base: "the base", own: "the model trained for it", sound: "the intact merge" };
 
 /** Right answers in per cent by task, their mean, and bits per byte of English. */
 export function inPercent({ right, asked, bitsPerByte }) {
