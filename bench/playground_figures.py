@@ -1,32 +1,40 @@
-"""Measure what the playground shows without computing it: curves, and findings in broken models.
+"""Measure what the playground shows before it computes: answers, curves, findings in broken models.
 
-    python bench/playground_figures.py
+    python bench/playground_figures.py             # all; the curves take some minutes
+    python bench/playground_figures.py opening     # only the answers that the page opens with
 
-Writes measured.json and broken.json into src/dare/web/page; the first takes some minutes. Both are
-data of the package, and tests measure parts of them again.
+Writes measured.json and broken.json into src/dare/web/page. Both are data of the package, and tests
+measure parts of them again.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
 import dare
+from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import (
     BASE,
+    CONFIG,
     ENGLISH_BYTES,
     PROMPTS,
     TUNED,
     Measurement,
     Merge,
     Score,
+    measure,
     measure_all,
     write_models,
 )
+from dare.demo.tasks import TASKS
 from dare.errors import DareWarning
 from dare.web.assets import PAGE
 
@@ -101,6 +109,77 @@ def _curve(curve: Curve, scores: Mapping[Measurement, Score]) -> dict[str, Any]:
     }
 
 
+class Opening(NamedTuple):
+    """A merge that the page shows when it is opened; without models it is the base."""
+
+    models: tuple[str, ...] = ()
+    rate: float = 0.0
+    combine: str = "sum"
+    seed: int = SEEDS[0]
+    dare: Mapping[str, Any] = {"rescale": True}
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The merge as the page's engine knows it."""
+        return {
+            "base": "base",
+            "method": f"dare+{self.combine}",
+            "scale": 1,
+            "seed": self.seed,
+            "models": [{"name": name} for name in self.models],
+            "stages": {"dare": {"drop_rate": self.rate, **self.dare}},
+        }
+
+    @property
+    def weights(self) -> Path | Merge:
+        """The model, or a merge to make it."""
+        if self.rate:
+            paths = tuple(TUNED[name] for name in self.models)
+            return Merge(self.combine, self.rate, 1.0, self.seed, paths)
+        return TUNED[self.models[0]] if self.models else BASE
+
+    def measure(self) -> dict[str, Any]:
+        """Score it, and have it answer every prompt that the page opens with."""
+        found: dict[str, Any] = {"setting": self.setting}
+        weights = self.weights
+        with tempfile.TemporaryDirectory() as folder:
+            if isinstance(weights, Merge):
+                weights = weights.carry_out(Path(folder, "merged.safetensors"))
+                found["sha256"] = dare.verify(weights, verbose=False).sha256
+            score = measure(Measurement(weights, PROMPTS, ENGLISH_BYTES))
+            written = Llama(weights, CONFIG).write(ASKED)
+        found |= {"right": score.correct, "bits_per_byte": score.bits_per_byte}
+        return {**found, "texts": dict(zip(ASKED, written, strict=True))}
+
+
+MOST_ASKED = {"add": 8, "sort": 2, "say": 2}
+ASKED = [
+    *(asked.prompt for task in TASKS for asked in task.examples("test", MOST_ASKED[task.name])),
+    "And God said unto ",
+    "12+34=",
+]
+OPENING = (
+    Opening(),
+    *(Opening((name,)) for name in TUNED),
+    Opening(("add",), 0.5),
+    Opening(tuple(TUNED), 0.5),
+    Opening(tuple(TUNED), 0.7, "ties", 40, {}),
+)
+ONE_WEIGHT = ("model.layers.0.self_attn.v_proj.weight", 52)  # where the models disagree
+
+
+def measure_opening() -> dict[str, Any]:
+    """What the page shows at once: one weight in all models, and the answers of some merges."""
+    tensor, element = ONE_WEIGHT
+    found = {
+        name: float(read_weights(path)[tensor].reshape(-1)[element])
+        for name, path in {"base": BASE, **TUNED}.items()
+    }
+    weight = {"tensor": tensor, "element": element, "values": found}
+    with threadpool_limits(limits=1, user_api="blas"):  # more of them wait for each other
+        return {"weight": weight, "opening": [one.measure() for one in OPENING]}
+
+
 def find_broken() -> dict[str, Any]:
     """What an analysis finds in broken merges, and what a plan warns of."""
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
@@ -125,12 +204,16 @@ def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     return {"verdict": str(readiness.verdict), "command": command, "findings": findings}
 
 
-def main() -> None:
-    """Measure, and write both files."""
-    for name, document in (("broken", find_broken()), ("measured", measure_curves())):
+def main(what: Sequence[str]) -> None:
+    """Measure, and write what was asked for."""
+    made = {"measured": json.loads((PAGE / "measured.json").read_text("utf-8"))}
+    if not what:
+        made = {"broken": find_broken(), "measured": measure_curves()}
+    made["measured"] |= measure_opening()
+    for name, document in made.items():
         text = json.dumps(document, indent=1, ensure_ascii=False)
         (PAGE / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

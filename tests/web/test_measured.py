@@ -9,7 +9,8 @@ from statistics import fmean
 
 import pytest
 
-from dare.demo.merges import BASE, ENGLISH_BYTES, PROMPTS, Measurement, measure
+from dare.demo.llama import read_weights
+from dare.demo.merges import BASE, ENGLISH_BYTES, PROMPTS, TUNED, Measurement, measure
 from dare.web.assets import PAGE
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "playground_figures.py"))
@@ -33,6 +34,20 @@ def test_points_of_the_curves_are_measured_again(curve, rate, seed):
     right = said["points"][SCRIPT["RATES"].index(rate)]["right"][place]
     mean = fmean(score.correct.values())
     assert right == pytest.approx(mean, abs=0.7)  # one prompt that is nearly a tie
+
+
+def test_the_answers_that_the_page_opens_with_are_computed_again():
+    opened = SCRIPT["OPENING"]
+    assert [one["setting"] for one in MEASURED["opening"]] == [one.setting for one in opened]
+    merged = len(opened) - 2
+    said, found = MEASURED["opening"][merged], opened[merged].measure()
+    assert found["sha256"] == said["sha256"]
+    assert found["texts"] == said["texts"]
+    assert found["right"] == pytest.approx(said["right"], abs=1)  # a prompt that is nearly a tie
+    weight = MEASURED["weight"]
+    for name, path in {"base": BASE, **TUNED}.items():
+        values = read_weights(path)[weight["tensor"]].reshape(-1)
+        assert values[weight["element"]] == weight["values"][name]
 
 
 def test_the_findings_are_those_of_an_analysis():

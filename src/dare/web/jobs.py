@@ -295,7 +295,7 @@ def merge(request: Request, line: Line) -> None:
     result = {name: whole[name] for name in (*names, "resumed_chunks")}
     result |= {"tensors": len(report.tensors), "warnings": list(map(str, report.warnings))}
     line.send(result=result)
-    line.send(note="reading it back")
+    line.send(note="checking the output")
     assert report.output is not None
     line.send(result={**result, "sha256": verification.verify(report.output).sha256})
 

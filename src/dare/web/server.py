@@ -85,7 +85,7 @@ def listen(port: int | None) -> socket.socket:
         if port is None and error.errno == errno.EADDRINUSE:
             return socket.create_server((LOOPBACK, 0))
         reason = os.strerror(error.errno) if error.errno else str(error)
-        remedy = "give another, or --port 0 for a free one"
+        remedy = "choose another port, or --port 0 for any free one"
         raise OutputError(f"port {port} cannot be used: {reason}; {remedy}") from None
 
 

@@ -1,18 +1,19 @@
 // Figures by Vega-Lite, drawn again as the numbers behind them change.
 /* global darePage */
+import { mounted } from "./pace.js";
 
 let library = null;
 
-/** The library is large, and loaded when the first figure is drawn. */
+/** The library is large: it is loaded once, after all parts. */
 function loadLibrary() {
-  library ??= new Promise((resolve, reject) => {
+  library ??= mounted.then(() => new Promise((resolve, reject) => {
     if (window.vegaEmbed) return resolve();
     const script = document.createElement("script");
     script.src = new URL("vega.js", import.meta.url);
     script.addEventListener("load", resolve);
     script.addEventListener("error", () => reject(new Error("The drawing library did not load.")));
     document.head.append(script);
-  });
+  }));
   return library;
 }
 

@@ -1,5 +1,6 @@
 // The page's data, each loaded once, and when to begin with what takes time.
 import { readSafetensors } from "./engine/safetensors.js";
+import { mounted } from "./pace.js";
 
 const loading = new Map();
 
@@ -30,6 +31,29 @@ export const loadModel = (name) => once(`models/${name}.safetensors`,
 export async function examplesOf(task, count) {
   const { tasks } = await loadJson("prompts.json");
   return tasks.find(({ name }) => name === task).examples.slice(0, count);
+}
+
+/** What was measured of a setting when the page was made; undefined for most settings. */
+export async function measuredOf(setting) {
+  const { opening, prompts } = await loadJson("measured.json");
+  const key = JSON.stringify(setting);
+  const found = opening.find((one) => JSON.stringify(one.setting) === key);
+  if (!found) return undefined;
+  const { right, bits_per_byte: bitsPerByte, texts, sha256 } = found;
+  const asked = Object.fromEntries(Object.keys(right).map((task) => [task, prompts]));
+  return { texts, sha256, score: { right, asked, bitsPerByte } };
+}
+
+/** Show the texts that were measured before, if they were, and then those of the engine. */
+export async function writeTwice(engine, setting, prompts, show, signal) {
+  const known = await measuredOf(setting);
+  const before = prompts.map((prompt) => known?.texts[prompt]);
+  if (before.every((text) => text !== undefined)) {
+    show(before);
+    await mounted;
+  }
+  const now = await engine.write(setting, prompts, signal);
+  if (now.some((text, at) => text !== before[at])) show(now);
 }
 
 /** Call back once, when an element comes near what is on the screen. */

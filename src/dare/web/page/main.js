@@ -1,13 +1,13 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
 /* global darePage */
 import { openEngine } from "./engine/browser.js";
-import { breathe } from "./pace.js";
+import { breathe, sayMounted } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
 import * as drop from "./parts/drop.js";
+import * as top from "./parts/top.js";
 
 const others = {
-  top: () => import("./parts/top.js"),
   signs: () => import("./parts/signs.js"),
   live: () => import("./parts/live.js"),
   predict: () => import("./parts/predict.js"),
@@ -41,12 +41,22 @@ async function mountOne(name, load) {
   }
 }
 
+/** A link to other settings of this page changes them, and does not load the page again. */
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('a[href^="?"]');
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  page.state.take(link.search);
+});
+
 publishColours();
 darePage.onTheme(publishColours);
-await mountOne("drop", () => drop);  // the first picture needs this part and nothing else
+await mountOne("top", () => top);  // these two need the fewest files
+await mountOne("drop", () => drop);
 const mounted = Object.entries(others).map(async ([name, load]) => {
   await breathe();  // what is there is painted before the next part begins
   await mountOne(name, load);
 });
 await Promise.all(mounted);
+sayMounted();
 document.documentElement.dataset.ready = "true";

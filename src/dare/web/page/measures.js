@@ -1,10 +1,8 @@
 // What the page measures of a matrix: pure functions over arrays of numbers.
 
-const sumOf = (values, of = (value) => value) => values.reduce((sum, value) => sum + of(value), 0);
-
 /**
- * DARE's two laws on one matrix: what is left of δ on average (1 with rescaling), and the noise, in
- * squares of δ (p/(1−p) with rescaling).
+ * DARE's two laws on one matrix: what is left of δ on average (1 with rescaling), and the size of
+ * the noise as a multiple of that of δ (√(p/(1−p)) with rescaling).
  */
 export function lawsOf(delta, after) {
   let product = 0;
@@ -15,19 +13,16 @@ export function lawsOf(delta, after) {
     error += (after[at] - delta[at]) ** 2;
     square += delta[at] ** 2;
   }
-  return { average: product / square, noise: error / square };
+  return { average: product / square, noise: Math.sqrt(error / square) };
 }
 
 /** What the laws say at a drop rate. */
 export function lawsAt(p, rescale) {
-  return rescale ? { average: 1, noise: p / (1 - p) } : { average: 1 - p, noise: p };
+  return { average: rescale ? 1 : 1 - p, noise: Math.sqrt(rescale ? p / (1 - p) : p) };
 }
 
 /** How many elements a mask drops. */
-export const droppedBy = (keep) => keep.length - sumOf(keep);
-
-/** The Euclidean norm. */
-export const lengthOf = (values) => Math.sqrt(sumOf(values, (value) => value * value));
+export const droppedBy = (keep) => keep.length - keep.reduce((sum, kept) => sum + kept, 0);
 
 /** Which share of the elements has each size, in bins that go from one power of two to the next. */
 export function sizesOf(values, smallest, largest) {

@@ -30,5 +30,10 @@ export function whenRested(milliseconds, work) {
   };
 }
 
+let finish;
+/** Kept when all parts are in the page, and what takes time may begin. */
+export const mounted = new Promise((resolve) => { finish = resolve; });
+export const sayMounted = () => finish();
+
 /** Let the browser paint and listen, then go on. */
 export const breathe = () => new Promise((resolve) => { setTimeout(resolve); });

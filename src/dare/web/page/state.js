@@ -61,6 +61,12 @@ export function createState() {
       this.set(Object.fromEntries(mine));
     },
 
+    /** Set what the query of a link says. */
+    take(query) {
+      const known = [...new URLSearchParams(query)].filter(([name]) => name in defaults);
+      this.set(Object.fromEntries(known.map(([name, text]) => [name, read(text, defaults[name])])));
+    },
+
     /** The address that keeps everything as it is now. */
     link() {
       write();

@@ -21,6 +21,12 @@ export const TENSORS = [0, 1, 2, 3, 4].flatMap((layer) =>
   ]),
 );
 
+/** The setting that adds up the changes of models after DARE. */
+export const sumOf = (models, p, seed, rescale = true) => ({
+  base: "base", method: "dare+sum", scale: 1, seed, models: models.map((name) => ({ name })),
+  stages: { dare: { drop_rate: p, rescale } },
+});
+
 /** What a model changed in one tensor of the base. */
 export async function changeOf(model, name) {
   const [tuned, base] = await Promise.all([model, "base"].map(loadModel));

@@ -14,6 +14,15 @@ export const percent = (share, digits = 1) => `${decimal(100 * share, digits)} %
 /** A score that is in per cent already. */
 export const points = (value) => `${Math.round(value)} %`;
 
+/** How large noise is, as a multiple of the change that it is in. */
+export function noiseInWords(ratio) {
+  if (ratio < 0.005) return "none";
+  if (ratio < 0.22) return "small beside the change";
+  if (ratio < 0.9) return `${percent(ratio, 0)} of the change`;
+  if (ratio < 1.1) return "as big as the change itself";
+  return `${decimal(ratio, ratio < 9.95 ? 1 : 0)} times as big as the change`;
+}
+
 /** Bits that a byte takes. */
 export const bits = (value) => (Number.isFinite(value) ? value.toFixed(3) : "NaN");
 

@@ -56,7 +56,7 @@ export class Pool {
       worker.terminate();
       this.#free += 1;
       const reason = event.message ? `: ${event.message}` : "";
-      this.#drop(request, new Error(`A worker of the page has failed${reason}.`));
+      this.#drop(request, new Error(`A background worker failed${reason}.`));
       this.#work();
     };
     const { tensors, ...rest } = message;

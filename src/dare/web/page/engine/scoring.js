@@ -66,7 +66,7 @@ export function promptOf(text) {
   const bytes = new TextEncoder().encode(text);
   const most = CONFIG.context - WRITTEN_BYTES;
   if (!bytes.length || bytes.length > most) {
-    throw new Error(`A prompt must have 1 to ${most} bytes, and this has ${bytes.length}.`);
+    throw new Error(`A prompt must have 1 to ${most} bytes; this one has ${bytes.length}.`);
   }
   return Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
 }

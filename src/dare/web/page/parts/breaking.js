@@ -1,11 +1,11 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
 /* global darePage */
-import { choice, make, slider, toggle } from "../controls.js";
+import { choice, DROP_RATE, make, slider, toggle } from "../controls.js";
 import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
-import { whenRested } from "../pace.js";
+import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { samplesTable } from "./live/samples.js";
-import { FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
+import { FULL, inPercent, QUICK, scoreTable, showKnown } from "./live/scores.js";
 
 export const defaults = {
   "breaking.way": "seed",
@@ -53,7 +53,7 @@ export async function mount(section, { state, engine }) {
     for (const card of section.querySelectorAll("[data-way]")) {
       card.hidden = card.dataset.way !== way;
     }
-    at("verdict").textContent = isOn ? "Broken" : "Sound";
+    at("verdict").textContent = isOn ? "Broken" : "Intact";
     at("reason").textContent = "";
     table.classList.toggle("failing", isOn);
     scores.dim();
@@ -67,7 +67,9 @@ export async function mount(section, { state, engine }) {
     const write = (setting) => setting && engine.write(setting, samples.prompts, signal);
     const ready = markBusy(table);
     try {
-      await score(sound, broken, QUICK, signal);
+      const isKnown = !broken && (await begin(sound));
+      await (isKnown ? mounted : score(sound, broken, QUICK, signal));
+      signal.throwIfAborted();
       samples.show(await write(sound), await write(broken));
       await score(sound, broken, FULL, signal);
       if (broken) darePage.say(at("measured").textContent);
@@ -80,8 +82,14 @@ export async function mount(section, { state, engine }) {
 
   async function score(sound, broken, amount, signal) {
     const before = await engine.score(sound, amount, signal);
-    const after = broken ? await engine.score(broken, amount, signal) : before;
-    scores.show(after, amount, before.bitsPerByte, "the sound merge");
+    show(before, broken && await engine.score(broken, amount, signal), amount);
+  }
+
+  const begin = (sound) => showKnown(sound, samples, (found, amount) => show(found, null, amount));
+
+  function show(before, broken, amount) {
+    const after = broken || before;
+    scores.show(after, amount, before.bitsPerByte, "the intact merge");
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
     at("measured").textContent = broken ? inWords(inPercent(before), inPercent(after)) :
@@ -91,6 +99,7 @@ export async function mount(section, { state, engine }) {
   const rested = whenRested(REST_MS, follow);
   state.on(NAMES, change);
   whenNear(section, change);
+  if (!state.get("breaking.on")) await begin(settingOf(state.get, null));
   await showFindings(section, state);
 }
 
@@ -98,15 +107,13 @@ function addControls(place, state) {
   choice(place, state, "breaking.way", { label: "What goes wrong", options: WAYS });
   toggle(place, state, "breaking.on", { label: "Break this merge" });
   choice(place, state, "breaking.m", { label: "Method (all three models)", options: METHODS });
-  slider(place, state, "breaking.p", {
-    label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => p.toFixed(2),
-  });
+  slider(place, state, "breaking.p", DROP_RATE);
   slider(place, state, "breaking.seed", { label: "Seed", min: 0, max: 99, step: 1 });
 }
 
 /** What was measured, also where it is little. */
 function inWords(before, after) {
-  const means = `Mean of the three tasks: ${points(before.mean)} sound, `
+  const means = `Mean of the three tasks: ${points(before.mean)} intact, `
     + `${points(after.mean)} broken.`;
   if (!Number.isFinite(after.bitsPerByte)) return `${means} Every output is NaN.`;
   if (after.mean < 3) return `${means} Nothing is left of the three skills.`;

@@ -1,13 +1,13 @@
 // Drop and rescale: one real matrix, what DARE leaves of it, its two laws, and the model's answers.
 /* global darePage */
-import { choice, seedButton, slider, toggle } from "../controls.js";
+import { choice, draggable, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped } from "../engine/merge.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
-import { decimal, percent, show, signed, whole } from "../words.js";
+import { decimal, noiseInWords, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./drop/answers.js";
 import { addFigures, captionsOf, LARGEST, SMALLEST } from "./drop/figures.js";
 
@@ -22,9 +22,10 @@ export const defaults = {
 const SEEDS = 8;
 const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 20), 0.97, 0.99];
 
-/** The picture comes first, so that there is something to see; the figures when it is there. */
-export async function mount(section, { state, engine, complain }) {
+export function mount(section, { state, engine, complain }) {
   addControls(section.querySelector(".panel"), state);
+  draggable(section.querySelector("[data-drag]"), state, "drop.p", DROP_RATE);
+  addAnswers(section, state, engine);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
   let delta = null;
@@ -32,7 +33,7 @@ export async function mount(section, { state, engine, complain }) {
   let after = null;
   let limit = 1;
   let focus = [40, 64];
-  let figures = null;
+  const figures = addFigures();
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
@@ -41,7 +42,7 @@ export async function mount(section, { state, engine, complain }) {
     delta = loaded;
     limit = usualSize(delta);
     redraw();
-    if (figures) measureSeeds();
+    measureSeeds();
   }
 
   function redraw() {
@@ -53,7 +54,7 @@ export async function mount(section, { state, engine, complain }) {
     drawPictures();
     showNumbers(p, rescale, laws);
     showElement(...focus);
-    if (figures) drawFigures(p, laws);
+    drawFigures(p, laws);
   }
 
   function drawFigures(p, laws) {
@@ -80,13 +81,13 @@ export async function mount(section, { state, engine, complain }) {
     const factor = rescale ? 1 / (1 - p) : 1;
     show(section, {
       dropped: percent(lost / delta.length, 2),
-      "dropped-remark": `${whole(lost)} of ${whole(delta.length)}; p is ${percent(p, 0)}`,
+      "dropped-remark": `${whole(lost)} of ${whole(delta.length)} elements`,
       factor: `× ${decimal(factor, factor < 10 ? 2 : 1)}`,
-      "factor-remark": rescale ? "each kept element: 1/(1 − p)" : "no rescaling",
-      average: decimal(laws.average, 3),
-      "average-remark": `expected: ${decimal(law.average, rescale ? 0 : 2)}`,
-      noise: decimal(laws.noise, 3),
-      "noise-remark": `expected: ${rescale ? "p/(1 − p)" : "p"} = ${decimal(law.noise, 3)}`,
+      "factor-remark": rescale ? "divided by 1 − p" : "not rescaled",
+      average: percent(laws.average),
+      "average-remark": `expected: ${percent(law.average, 0)}`,
+      noise: `× ${decimal(laws.noise)}`,
+      "noise-remark": noiseInWords(law.noise),
       limit: signed(limit, 3),
       "minus-limit": signed(-limit, 3),
       ...captionsOf(rescale),
@@ -125,19 +126,13 @@ export async function mount(section, { state, engine, complain }) {
 
   state.on(["drop.model", "drop.tensor"], () => load().catch((error) => complain(section, error)));
   state.on(["drop.p", "drop.rescale", "drop.seed"], oncePerFrame(redraw));
-  state.on(["drop.rescale", "drop.seed"], () => { if (figures) measureSeeds(); });
+  state.on(["drop.rescale", "drop.seed"], () => { if (delta) measureSeeds(); });
   darePage.onTheme(drawPictures);
-  await load();
-  figures = addFigures();
-  redraw();
-  measureSeeds();
-  addAnswers(section, state, engine);
+  return load();
 }
 
 function addControls(place, state) {
-  slider(place, state, "drop.p", {
-    label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
-  });
+  slider(place, state, "drop.p", DROP_RATE);
   toggle(place, state, "drop.rescale", { label: "Rescale what is kept" });
   seedButton(place, state, "drop.seed");
   choice(place, state, "drop.model", { label: "Model", options: MODELS });

@@ -1,12 +1,12 @@
 // Merge live: the demonstration's models merged as the sliders move, and what comes out of it.
 /* global darePage */
-import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
-import { whenRested } from "../pace.js";
+import { isAbort, loadJson, markBusy, whenNear, writeTwice } from "../loading.js";
+import { mounted, whenRested } from "../pace.js";
 import { points } from "../words.js";
 import { curveCard } from "./live/curve.js";
 import { addPanel } from "./live/panel.js";
 import { ownPrompt, samplesTable } from "./live/samples.js";
-import { FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
+import { FULL, inPercent, QUICK, scoreTable, showKnown } from "./live/scores.js";
 import * as settings from "./live/setting.js";
 
 export const defaults = { ...settings.defaults, "live.ask": "12+34=" };
@@ -22,8 +22,8 @@ export async function mount(section, { state, engine }) {
   addPanel(at("panel"), state);
   const scores = scoreTable(at("scores"));
   const samples = samplesTable(at("samples").querySelector("tbody"), tasks, EACH);
-  const asked = ownPrompt(at("ask"), state, (prompt, signal) =>
-    engine.write(shown(), [prompt], signal));
+  const asked = ownPrompt(at("ask"), state, (prompt, show, signal) =>
+    writeTwice(engine, shown(), [prompt], show, signal));
   const curve = curveCard(at("curve"));
   const reason = at("scores").querySelector("[data-place=reason]");
   const { base } = measured.models;
@@ -32,25 +32,38 @@ export async function mount(section, { state, engine }) {
   ])));
   curve.showMeasured(measured);
 
-  async function score(setting, amount, signal) {
-    const found = await engine.score(setting, amount, signal);
-    const known = amount === FULL ? base.bits_per_byte : undefined;
+  function showScore(setting, found, amount) {
+    const known = amount === QUICK ? undefined : base.bits_per_byte;
     scores.show(found, amount, known, "the base");
     const { tasks: right, mean } = inPercent(found);
     curve.mark(setting, mean);
     return Object.entries(right).map(([task, value]) => `${task} ${points(value)}`).join(", ");
   }
 
-  /** Rough scores first, then texts and digest, then full scores. */
+  const score = async (setting, amount, signal) =>
+    showScore(setting, await engine.score(setting, amount, signal), amount);
+
+  function showDigest(digest) {
+    at("digest").textContent = digest;
+    delete at("code").dataset.stale;
+  }
+
+  async function begin(setting) {
+    const known = await showKnown(setting, samples, (...found) => showScore(setting, ...found));
+    if (known) showDigest(known.sha256);
+    return known;
+  }
+
+  /** What is known or rough scores first, then texts and digest, then full scores. */
   async function follow(signal) {
     const setting = shown();
     const ready = markBusy(at("scores"));
     try {
-      await score(setting, QUICK, signal);
-      samples.show(await engine.write(setting, samples.prompts, signal));
+      await ((await begin(setting)) ? mounted : score(setting, QUICK, signal));
+      signal.throwIfAborted();
       asked.ask();
-      at("digest").textContent = await engine.merge(setting, signal);
-      delete at("code").dataset.stale;
+      samples.show(await engine.write(setting, samples.prompts, signal));
+      showDigest(await engine.merge(setting, signal));
       darePage.say(`Right answers: ${await score(setting, FULL, signal)}.`);
     } catch (error) {
       if (!isAbort(error)) reason.textContent = error.message;
@@ -76,4 +89,5 @@ export async function mount(section, { state, engine }) {
   describe();
   state.on(settings.NAMES, change);
   whenNear(section, change);
+  await begin(shown());
 }

@@ -18,8 +18,8 @@ const QUESTIONS = [["on", "1. With rescaling"], ["off", "2. Without rescaling"]]
 const CLOSE = 0.015;  // to a rate, so that its point moves with the pointer
 const [GUESS, MEASURED] = ["your guess", "measured"];
 const WHY = {
-  on: "Rescaling keeps every change right on average. The noise grows as p/(1 − p): 1 at p = 0.5, "
-    + "9 at 0.9, 99 at 0.99. The layers average it out, until there is too much of it.",
+  on: "Rescaling keeps every change right on average. The noise grows: it is as big as the change "
+    + "at p = 0.5, 3 times as big at 0.9, 10 times at 0.99. The layers average it out, up to a point.",
   off: "Without rescaling, only 1 − p of each change is left on average, so the model falls back "
     + "to its base. It fails far sooner, although there is less noise.",
 };
@@ -76,9 +76,8 @@ export async function mount(section, { state }) {
     at("verdict").textContent = isShown ? inWords(offBy(guess, found)) : "Not revealed yet";
     at("why").textContent = isShown ? WHY[state.get("predict.q")] :
       isDrawn ? "Now press “Show what happens”." :
-      "The measured curve, with its spread over five seeds, comes after your guess.";
-    at("next").textContent = isShown && state.get("predict.q") === "on"
-      ? "Next: what if the rest is not rescaled? Choose question 2." : "";
+      "You see the measured curve, with its spread over five seeds, after your guess.";
+    at("next").hidden = !isShown || state.get("predict.q") !== "on";
     section.querySelector("#predict-larger").hidden = !seen().length;
   }
 
@@ -87,7 +86,7 @@ export async function mount(section, { state }) {
 }
 
 function inWords({ mean, worst }) {
-  if (worst.off < 5) return `Well guessed: you were off by ${mean.toFixed(0)} points on average`;
+  if (worst.off < 5) return `Good guess: you were off by ${mean.toFixed(0)} points on average`;
   return `You were off by ${mean.toFixed(0)} points on average, most at p = ${worst.p}: `
     + `you said ${worst.guess.toFixed(0)} %, it was ${worst.mean.toFixed(0)} %`;
 }

@@ -1,6 +1,6 @@
 // Signs and conflict: three deltas of one matrix, the vote on each element, and what TIES leaves.
 /* global darePage */
-import { choice, seedButton, slider, toggle } from "../controls.js";
+import { choice, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped, elect } from "../engine/merge.js";
 import { trimmed } from "../engine/trim.js";
@@ -8,7 +8,7 @@ import { conflictsOf, droppedBy } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, NAMES, SIDE, TENSORS } from "../tensors.js";
-import { decimal, percent, show } from "../words.js";
+import { percent, show } from "../words.js";
 import { addFigures, BEFORE, NOW } from "./signs/figures.js";
 import { drawPatch, PATCH, writeVote } from "./signs/patch.js";
 
@@ -83,7 +83,7 @@ export function mount(section, { state, complain }) {
     show(section, {
       meeting: percent(now.meeting),
       conflicting: percent(now.conflicting),
-      "conflicting-remark": `with random signs: ${percent(now.chance)}`,
+      "conflicting-remark": `expected by chance: ${percent(now.chance)}`,
       empty: percent(voted.sign.filter((sign) => sign === 0).length / voted.sign.length),
     });
     figures.silenced.update({
@@ -148,9 +148,7 @@ function putInside(state) {
 
 function addControls(place, state) {
   toggle(place, state, "signs.dare", { label: "DARE before the vote" });
-  const rate = slider(place, state, "signs.p", {
-    label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
-  });
+  const rate = slider(place, state, "signs.p", DROP_RATE);
   const follow = () => { rate.disabled = !state.get("signs.dare"); };
   state.on(["signs.dare"], follow);
   follow();

@@ -1,23 +1,16 @@
-// The top of the page: three models that learned one thing each, one that was merged from them.
+// The top of the page: one weight in three models, then what the models and a merge of them write.
 /* global darePage */
 import { button, make } from "../controls.js";
-import { keepMask } from "../engine/mask.js";
-import { dropped } from "../engine/merge.js";
-import { examplesOf } from "../loading.js";
-import { drawMatrix, usualSize } from "../pictures.js";
-import { changeOf, NAMES, SIDE } from "../tensors.js";
+import { examplesOf, loadJson, writeTwice } from "../loading.js";
+import { NAMES, sumOf } from "../tensors.js";
+import { addWeight } from "./top/weight.js";
 
-export const defaults = {};
-
-const TENSOR = "model.layers.4.self_attn.o_proj.weight";
-const RATE = 0.5;
-const SEED = 42;
+export { defaults } from "./top/weight.js";
 
 export async function mount(section, { state, engine }) {
-  addButtons(section.querySelector(".buttons"), state);
-  const asked = writeAll(section, engine);
-  await drawAll(section);
-  asked.catch((error) => {
+  addButtons(section.querySelector(".meta .buttons"), state);
+  addWeight(section.querySelector("#one-weight"), state, (await loadJson("measured.json")).weight);
+  writeAll(section, engine).catch((error) => {
     section.querySelector("[data-shows=failure]").textContent = error.message;
   });
 }
@@ -37,49 +30,22 @@ function addButtons(place, state) {
   button(place, "Reset everything", () => state.reset());
 }
 
-/** A picture for each model, and one of what is added to the base when they are merged. */
-async function drawAll(section) {
-  const deltas = await Promise.all(NAMES.map((name) => changeOf(name, TENSOR)));
-  const limit = Math.max(...deltas.map(usualSize));
-  const kept = deltas.map((delta, at) =>
-    dropped(delta, keepMask(TENSOR, delta.length, RATE, SEED + at), 1 / (1 - RATE)));
-  const merged = kept[0].map((_, at) => kept.reduce((sum, delta) => sum + delta[at], 0));
-  const draw = () => {
-    [...deltas, merged].forEach((values, at) => {
-      drawMatrix(section.querySelectorAll("canvas")[at], values, SIDE, { limit });
-    });
-  };
-  draw();
-  darePage.onTheme(draw);
-}
-
-/** Ask every model, and the merged one, one question of each kind. */
+/** Ask the base, every model and the merged one a question of each kind. */
 async function writeAll(section, engine) {
   const examples = (await Promise.all(NAMES.map((name) => examplesOf(name, 1)))).flat();
-  const places = section.querySelectorAll("[data-answers]");
-  for (const [at, models] of [NAMES, ...NAMES.map((name) => [name])].entries()) {
-    const place = places[(at + NAMES.length) % places.length];
-    const texts = await engine.write(settingOf(models), examples.map(([prompt]) => prompt));
-    place.replaceChildren(...examples.map(([prompt, answer], task) => {
-      const text = texts[task];
-      const isRight = text === answer;
-      return make("li", { className: isRight ? "right" : "wrong" },
-        make("span", { ariaHidden: "true" }, isRight ? "✓" : "✗"),
-        make("code", {}, prompt, make("b", {}, text)),
-        make("span", { className: "unseen" }, isRight ? ", right" : ", wrong"),
-      );
-    }));
-  }
+  const prompts = examples.map(([prompt]) => prompt);
+  const settingOf = (names) => sumOf(names, names.length > 1 ? 0.5 : 0, 42);
+  const asked = [...section.querySelectorAll("[data-answers]")].map((place) =>
+    writeTwice(engine, settingOf(place.dataset.answers.split(" ").filter(Boolean)), prompts, (texts) =>
+      place.replaceChildren(...texts.map((text, at) => answer(examples[at], text)))));
+  await Promise.all(asked);
 }
 
-function settingOf(models) {
-  const rate = models.length > 1 ? RATE : 0;
-  return {
-    base: "base",
-    method: "dare+sum",
-    scale: 1,
-    seed: SEED,
-    models: models.map((name) => ({ name })),
-    stages: { dare: { drop_rate: rate, rescale: true } },
-  };
+function answer([prompt, right], text) {
+  const isRight = text === right;
+  return make("li", { className: isRight ? "right" : "wrong" },
+    make("span", { ariaHidden: "true" }, isRight ? "✓" : "✗"),
+    make("code", {}, prompt, make("b", {}, text)),
+    make("span", { className: "unseen" }, isRight ? ", right" : ", wrong"),
+  );
 }

@@ -1,8 +1,9 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
 import { button, make } from "../../controls.js";
 import { addFigure, colours, layer, quantity, RATE } from "../../figures.js";
-import { examplesOf, isAbort, markBusy } from "../../loading.js";
+import { examplesOf, isAbort, markBusy, writeTwice } from "../../loading.js";
 import { whenRested } from "../../pace.js";
+import { sumOf } from "../../tensors.js";
 
 const ASKED = 8;
 const RESTED_MS = 200;
@@ -18,27 +19,30 @@ export function addAnswers(section, state, engine) {
     + "for the settings that you tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
 
-  /** What a setting has right, among the dots from now on; the texts for the table. */
-  async function ask(setting, signal) {
+  /** What a setting has right, among the dots from now on: `show(examples, texts, right)`. */
+  async function ask(setting, signal, show = () => {}) {
     const [{ name: model }] = setting.models;
     const examples = await examplesOf(model, ASKED);
-    const texts = await engine.write(setting, examples.map(([prompt]) => prompt), signal);
-    const right = texts.filter((text, at) => text === examples[at][1]).length;
     const { drop_rate: p, rescale } = setting.stages.dare;
-    const what = SERIES[rescale ? 0 : 1];
-    tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
-    figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
-    return { examples, texts, right };
+    await writeTwice(engine, setting, examples.map(([prompt]) => prompt), (texts) => {
+      const right = texts.filter((text, at) => text === examples[at][1]).length;
+      const what = SERIES[rescale ? 0 : 1];
+      tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
+      figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
+      show(examples, texts, right);
+    }, signal);
   }
 
   async function write(signal) {
     const ready = markBusy(verdict);
     try {
-      const { examples, texts, right } = await ask(settingOf(state), signal);
-      body.replaceChildren(...examples.map((example, at) => row(example, texts[at])));
-      verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
-      const whole = await ask(settingOf(state, 0), signal);
-      itself.textContent = `With nothing dropped it gets ${whole.right} right.`;
+      await ask(settingOf(state), signal, (examples, texts, right) => {
+        body.replaceChildren(...examples.map((example, at) => row(example, texts[at])));
+        verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
+      });
+      await ask(settingOf(state, 0), signal, (_examples, _texts, right) => {
+        itself.textContent = `With nothing dropped: ${right}.`;
+      });
     } catch (error) {
       if (!isAbort(error)) verdict.textContent = error.message;
     } finally {
@@ -65,23 +69,15 @@ export function addAnswers(section, state, engine) {
   rested();
 }
 
-function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) {
-  return {
-    base: "base",
-    method: "dare+sum",
-    scale: 1,
-    seed: state.get("drop.seed"),
-    models: [{ name: state.get("drop.model") }],
-    stages: { dare: { drop_rate: p, rescale } },
-  };
-}
+const settingOf = (state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) =>
+  sumOf([state.get("drop.model")], p, state.get("drop.seed"), rescale);
 
 function row([prompt, answer], text) {
   const isRight = text === answer;
   return make("tr", { className: isRight ? "right" : "wrong" },
     make("th", { scope: "row" }, make("code", {}, prompt)),
     make("td", { className: "text" }, make("code", {}, text || "(nothing)")),
-    make("td", { className: "text" }, isRight ? "✓ right" : `✗ it is ${answer}`),
+    make("td", { className: "text" }, isRight ? "✓" : `✗ not ${answer}`),
   );
 }
 

@@ -7,29 +7,29 @@ export const LARGEST = 2;  // of the sizes that are shown
 const RESCALED = {
   "after-title": "Kept and rescaled",
   "drop-average-title": "On average nothing changes",
-  "drop-average-words": "The line is the mean of δ̂ over all seeds, which is δ. Small dots are "
-    + "eight other seeds; the large dot is your seed.",
+  "drop-average-words": "The line is the mean over all seeds. Small dots are eight other seeds. "
+    + "The large dot is your seed.",
   "drop-noise-title": "But it gets noisy",
-  "drop-noise-words": "The line is the variance of δ̂, δ² · p / (1 − p). From p = 0.9 to 0.99 it "
-    + "grows elevenfold.",
+  "drop-noise-words": "At p = 0.5 the noise is as big as the change, at 0.9 three times as big, at "
+    + "0.99 ten times. The line is √(p / (1 − p)).",
 };
 const NOT_RESCALED = {
   "after-title": "Kept as it is",
   "drop-average-title": "On average, a share p is lost",
-  "drop-average-words": "The line is the mean of δ̂ over all seeds, (1 − p) · δ: the whole change "
-    + "shrinks, in every layer.",
-  "drop-noise-title": "The error is the loss",
-  "drop-noise-words": "The squared error is p · δ², from the dropped elements. It is smaller than "
-    + "with rescaling, but it always goes in one direction.",
+  "drop-average-words": "The line is the mean over all seeds, 1 − p. The whole change shrinks, in "
+    + "every layer.",
+  "drop-noise-title": "The error is what was dropped",
+  "drop-noise-words": "The line is √p. The error is smaller than with rescaling, but it always goes "
+    + "in one direction: back to the base.",
 };
 
 /** What the pictures and figures are called, with and without rescaling. */
 export const captionsOf = (rescale) => (rescale ? RESCALED : NOT_RESCALED);
 
 export function addFigures() {
-  const share = quantity("average", "share of δ that is left", [0, 2], { tickCount: 4 });
-  const error = quantity("noise", "error, in δ²", [0.01, 200],
-    { values: [0.01, 0.1, 1, 10, 100], format: "~g" }, { type: "log", clamp: true });
+  const share = quantity("average", "left of the change", [0, 2], { tickCount: 4 });
+  const error = quantity("noise", "noise / change", [0.1, 15],
+    { values: [0.1, 0.3, 1, 3, 10], format: "~g" }, { type: "log", clamp: true });
   return {
     sizes: addFigure("drop-sizes", sizesSpec(), "Histogram of the sizes of the changes, before "
       + "and after. After, the shape is the same, lower by 1 − p and further right by 1/(1 − p)."),

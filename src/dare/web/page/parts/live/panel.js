@@ -1,5 +1,5 @@
 // The controls of "Merge live": the method, the models, and the numbers of the merge.
-import { button, choice, make, slider, toggle } from "../../controls.js";
+import { button, choice, DROP_RATE, make, slider, toggle } from "../../controls.js";
 import { NAMES as MODELS } from "../../tensors.js";
 import { percent } from "../../words.js";
 import { defaults, METHODS, NAMES } from "./setting.js";
@@ -21,7 +21,7 @@ export function addPanel(panel, state) {
   choice(at("method"), state, "live.m", {
     label: "Method", options: METHODS.map((method) => [method, method]),
   });
-  bind("dare", "p", "Drop rate p", 0, 0.99, 0.01);
+  slider(at("dare"), state, "live.p", DROP_RATE);
   toggle(at("dare"), state, "live.rescale", { label: "Rescale what is kept" });
   bind("trim", "keep", "Keep the largest", 0.05, 1, 0.05, (share) => percent(share, 0));
   bind("numbers", "scale", "Scale λ", 0, 3, 0.05);
@@ -30,7 +30,7 @@ export function addPanel(panel, state) {
     toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] });
     bind("weights", `w${name}`, `Weight of ${name}`, -1, 2, 0.01);
   }
-  toggle(at("switches"), state, "live.w", { label: "A weight for each" });
+  toggle(at("switches"), state, "live.w", { label: "Set a weight for each model" });
   button(at("reset"), "Start again", () => state.set(defaults));
 
   function follow() {

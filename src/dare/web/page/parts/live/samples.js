@@ -23,9 +23,9 @@ export function samplesTable(place, tasks, each, columns = 1) {
     prompts: asked.map(({ prompt }) => prompt),
     /** The texts of each model; null for one that is not asked. */
     show(...written) {
-      written.forEach((texts, column) => rows.forEach((cells, index) => {
-        if (texts) showAnswer(cells[column], texts[index], asked[index].answer);
-        else cells[column].textContent = "–";
+      rows.forEach((cells, index) => cells.forEach((cell, column) => {
+        if (written[column]) showAnswer(cell, written[column][index], asked[index].answer);
+        else cell.textContent = "–";
       }));
       delete card.dataset.stale;
     },
@@ -48,7 +48,7 @@ function showAnswer(cell, text, answer) {
 /** Bytes that have no picture as dots. */
 const printable = (text) => text.replace(/[\u0000-\u001f\u007f-\u00a0\u00ad]/g, "·");
 
-/** The field for the reader's own prompt; `write(prompt, signal)` gives texts. */
+/** The field for the reader's own prompt; `write(prompt, show, signal)` shows texts. */
 export function ownPrompt(place, state, write) {
   const field = place.querySelector("input");
   const answer = place.querySelector("[data-place=answer]");
@@ -61,7 +61,7 @@ export function ownPrompt(place, state, write) {
     const prompt = state.get("live.ask");
     if (!prompt) return answer.replaceChildren();
     try {
-      showAnswer(answer, (await write(prompt, signal))[0], null);
+      await write(prompt, ([text]) => showAnswer(answer, text, null), signal);
     } catch (error) {
       if (!isAbort(error)) answer.replaceChildren(error.message);
     }

@@ -1,10 +1,12 @@
 // A table of scores: a bar for each task with marks to compare it with, and English below.
 import { make } from "../../controls.js";
+import { measuredOf } from "../../loading.js";
 import { bits, points } from "../../words.js";
 
 export const QUICK = { prompts: 25, englishBytes: 1024 };
 export const FULL = { prompts: 100, englishBytes: 4096 };
-const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
+const BEFORE = { ...FULL, remark: ", computed in advance" };
+const WORDS = { base: "the base", own: "the model trained for it", sound: "the intact merge" };
 
 /** Right answers in per cent by task, their mean, and bits per byte of English. */
 export function inPercent({ right, asked, bitsPerByte }) {
@@ -13,6 +15,15 @@ export function inPercent({ right, asked, bitsPerByte }) {
   const values = Object.values(tasks);
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
   return { tasks, mean, bitsPerByte };
+}
+
+/** Show texts and score of a setting if they were computed in advance; then they are returned. */
+export async function showKnown(setting, samples, showScore) {
+  const known = await measuredOf(setting);
+  if (!known) return null;
+  showScore(known.score, BEFORE);
+  samples.show(samples.prompts.map((prompt) => known.texts[prompt]), null);
+  return known;
 }
 
 /**
@@ -43,7 +54,7 @@ export function scoreTable(place) {
       }
       english.querySelector(".value").textContent = bits(score.bitsPerByte);
       english.querySelector(".beside").textContent = compare(score.bitsPerByte, otherBits, whose);
-      status.textContent = `${amount.prompts} prompts each`;
+      status.textContent = `${amount.prompts} prompts each${amount.remark ?? ""}`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
     },

@@ -4,8 +4,8 @@ import { bytes, duration, listed, number, share, shortName, times, told } from "
 import { make } from "../../controls.js";
 
 const STATES = {
-  waiting: "waiting for the job before it",
-  running: "runs",
+  waiting: "waiting for the previous job",
+  running: "running",
   done: "done",
   failed: "failed",
   stopped: "stopped",

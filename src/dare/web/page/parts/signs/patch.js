@@ -58,7 +58,7 @@ export function writeVote(place, names, deltas, { terms, sign, merged }, at, whe
     const value = values[model];
     const fate = fateOf(deltas[model][at], value, sign[at]);
     return make("tr", { className: fate === "silenced" ? "silenced" : "" },
-      make("th", { scope: "row" }, make("i", { className: "swatch", dataset: { model } }), name),
+      make("th", { scope: "row" }, make("i", { className: "swatch", dataset: { model: name } }), name),
       make("td", {}, signed(value, 5)),
       make("td", {}, fate),
     );
