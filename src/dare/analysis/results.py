@@ -135,6 +135,8 @@ class Statistics:
     """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
     histogram: Histogram
     inliers: Inliers
+    base_product: float | None = None
+    """Σδ·base; None in files of earlier versions."""
 
     def __post_init__(self) -> None:
         counted = self.zeros + self.not_finite

@@ -25,7 +25,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
-from dare.checks.sample import is_far_from_base
+from dare.checks.sample import is_far_from_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
@@ -48,8 +48,8 @@ GRAVITY = list(reversed(Severity))
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
-    "unrelated": lambda m: m.ratio >= LIMIT.unrelated_ratio,
-    "not_homologous": lambda m: m.is_foreign and m.ratio < LIMIT.unrelated_ratio,
+    "unrelated": lambda m: m.is_unrelated,
+    "not_homologous": lambda m: m.is_foreign and not m.is_unrelated,
     "large_change": lambda m: (
         m.is_changed
         and not m.is_foreign
@@ -62,7 +62,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "missing_tensors": lambda m: m.missing and not m.is_adapter,
     "lora": lambda m: m.is_lora,
     **dict.fromkeys(("outliers", "same_model", "multiple", "other_base", "contained"), bool),
-    **dict.fromkeys(("alike", "opposed", "outweighed"), bool),
+    **dict.fromkeys(("alike", "opposed", "oversized", "outweighed"), bool),
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
     **dict.fromkeys(("vocabulary", "mismatched", "extra_tensors", "tied"), bool),
     "other_configuration": bool,
@@ -213,12 +213,25 @@ def _outliers(model: ModelAnalysis) -> Iterator[Values]:
 
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
-    """Fine-tunes whose change is small beside that of another."""
+    """Fine-tunes whose change is far larger than most others', or small beside the others'."""
     sizes = {model.name: model.total.inliers.norm for model in models}
     norms = {name: norm for name, norm in sizes.items() if norm}
-    largest = max(norms, key=lambda name: norms[name], default="")
-    ratios = {name: norms[largest] / norm for name, norm in norms.items()}
+    # Of two models the smaller one is named; of more the one that differs from most.
+    middle = sorted(norms.values())[(len(norms) - 1) // 2] if len(norms) > 2 else math.inf
+    large = {name: norm / middle for name, norm in norms.items()}
+    large = {name: ratio for name, ratio in large.items() if ratio >= LIMIT.outweighed}
+    usual = {name: norm for name, norm in norms.items() if name not in large}
+    largest = max(usual, key=lambda name: usual[name], default="")
+    ratios = {name: usual[largest] / norm for name, norm in usual.items()}
     small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
+    if large:
+        yield {
+            "about": "oversized",
+            "concerns": tuple(large),
+            "ratios": {f"ratio.{name}": ratio for name, ratio in large.items()},
+            "span": Span(list(large.values())),
+            "weights": some_of([f"{1 / ratio:.2g} to {name}" for name, ratio in large.items()], 3),
+        }
     if small:
         yield {
             "about": "outweighed",
@@ -288,7 +301,9 @@ class Body:
     mean_magnitude: float
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
-    is_foreign: bool  # True if it is too far from the base for a fine-tune of it
+    base_share: float  # how much of the base is in the model: 1 in a fine-tune, 0 in a stranger
+    is_foreign: bool  # True if it is too far from the base for DARE
+    is_unrelated: bool  # True if next to nothing of the base is in it
 
 
 def body_of(model: ModelAnalysis) -> Body:
@@ -306,7 +321,11 @@ def body_of(model: ModelAnalysis) -> Body:
     mean = sum(sums) / sum(finite) if any(finite) else 0.0
     ratio = norm / base_norm if base_norm else 0.0
     outliers = sum(part.inliers.outliers for part in parts)
-    return Body(mean, ratio, outliers, is_far_from_base(mean, ratio))
+    # Files of earlier versions do not have the product: there the ratio alone decides.
+    products = (-(p.base_norm**2) if p.base_product is None else p.base_product for p in parts)
+    held = 1 + sum(products) / base_norm**2 if base_norm else 1.0
+    unrelated = is_unrelated(ratio, held)
+    return Body(mean, ratio, outliers, held, is_far_from_base(mean, ratio), unrelated)
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:

@@ -12,7 +12,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from dare.analysis.measure.tallies import CHANGED, LEAST, LEAST_OF_NONE, NOT_FINITE, PEAK, ROW, TILE
+from dare.analysis.measure.tallies import (
+    BASE_PRODUCT,
+    CHANGED,
+    LEAST,
+    LEAST_OF_NONE,
+    NOT_FINITE,
+    PEAK,
+    ROW,
+    TILE,
+)
 from dare.checks.sample import BIN_SHIFT, BINS
 from dare.kernels.cpu import (
     INFINITY,
@@ -269,6 +278,10 @@ def measure(
             pack_signs(codes, signs[model])
             counts[model, CHANGED] += count_changed(signs[model])
         base_squares += squares_of_base(base[:used])
+        for model in range(models):
+            delta = deltas[model * ROW : model * ROW + used]
+            product = f64(dot(delta, scales[model], base[:used])) / f64(scales[model])
+            sums[model, BASE_PRODUCT] += product
         if models > 1:
             compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts)
             shared, conflicted = count_conflicts(signs)
