@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -211,10 +212,8 @@ def test_how_far_a_model_is(ratio, rules):
 def test_an_older_file_without_the_product_goes_by_the_ratio():
     base = make_base(size=0.002)
     seen = analysis(base, {"m": tune(base, 1.4)})
-    text = seen.to_json()
-    assert '"base_product"' in text
-    document = json.loads(text, object_hook=lambda o: o.pop("base_product", 0) and o or o)
-    assert found(Analysis.from_json(json.dumps(document))) == {"unrelated"}
+    older = re.sub(r', "base_product": [^,}]+', "", seen.to_json())
+    assert found(Analysis.from_json(older)) == {"unrelated"}
 
 
 def test_a_model_trained_apart_is_unrelated():

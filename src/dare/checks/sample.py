@@ -615,8 +615,7 @@ def _far_from_base(
     if is_unrelated(ratio, 1 + sum(products) / base_norm**2):
         yield notice("far_from_base", name, ratio=ratio)
     elif is_dropped and is_far_from_base(mean, ratio):
-        known = {"mean_magnitude": mean, "ratio": ratio, "left_out": ""}
-        yield notice("not_homologous", name, **known)
+        yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
 
 def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:

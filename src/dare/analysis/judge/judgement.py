@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from dare.documents.document import Code, Document, Section, Table, Tone
@@ -13,6 +15,7 @@ from dare.documents.words import named, times, value_text
 from dare.errors import printable
 from dare.recipe.entries import in_our_form, write_toml
 
+INPUTS = ("base", "models")  # what a command takes without flags
 LEFT_OUT = "left out"
 """The value that advice gives to a model that it does not merge."""
 
@@ -129,6 +132,14 @@ class Advice(Shown):
         """The models that it does not merge."""
         unfit = [s.model for s in self.suggestions if s.value == LEFT_OUT]
         return tuple(name for name in unfit if name is not None)
+
+    @property
+    def command(self) -> str:
+        """The command that merges by this recipe, without a file for it."""
+        inputs = [self.recipe["base"], *self.recipe["models"]]
+        settings = {key: value for key, value in self.recipe.items() if key not in INPUTS}
+        flags = [(f"--{key.replace('_', '-')}", str(value)) for key, value in settings.items()]
+        return shlex.join(["dare", *inputs, *chain(*flags)])
 
     @property
     def reasons(self) -> Table:

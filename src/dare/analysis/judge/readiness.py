@@ -50,6 +50,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "not_finite": lambda m: m.not_finite,
     "unrelated": lambda m: m.is_unrelated,
     "not_homologous": lambda m: m.is_foreign and not m.is_unrelated,
+    "oversized": bool,
     "large_change": lambda m: (
         m.is_changed
         and not m.is_foreign
@@ -62,7 +63,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "missing_tensors": lambda m: m.missing and not m.is_adapter,
     "lora": lambda m: m.is_lora,
     **dict.fromkeys(("outliers", "same_model", "multiple", "other_base", "contained"), bool),
-    **dict.fromkeys(("alike", "opposed", "oversized", "outweighed"), bool),
+    **dict.fromkeys(("alike", "opposed", "outweighed"), bool),
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
     **dict.fromkeys(("vocabulary", "mismatched", "extra_tensors", "tied"), bool),
     "other_configuration": bool,

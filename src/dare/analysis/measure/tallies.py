@@ -48,7 +48,6 @@ WORDS = TILE // 32  # words of a tile's signs, two bits for each element
 WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
 COUNTERS = BINS + 16  # length of such a row, for the same reason as ROW's
 SUMS = 6  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|, Σδ·base
-BASE_PRODUCT = 5  # the place of the last
 # Elements that are not zero, those that are not finite, and the bits of the extremes; the least is
 # that of a magnitude that is not zero, less 1.
 CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
