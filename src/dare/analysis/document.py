@@ -182,10 +182,6 @@ def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, s
         pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
         remark = f"cosine, {pair.first} and {pair.second}"
         yield "Closest pair", cosine_text(pair.total.cosine), remark
-    if analysis.pairs:
-        whose = f"all {len(analysis.models)} models; " if out else ""
-        chance = f"{whose}about {share(chance_cancelled(analysis))} is normal"
-        yield "Cancels out in a sum", share(analysis.together.cancelled), chance
 
 
 def _recipe(advice: Advice) -> Code | None:

@@ -443,7 +443,8 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     errors, height = [row["error"] for row in curves], 320
     ends = {row["model"]: math.log(row["error"]) for row in curves}
     low, high = math.log(min(errors)), math.log(max(errors))
-    places = apart(ends, low, high, LABEL_HEIGHT / height * (high - low))
+    gap = min(LABEL_HEIGHT / height, 1 / len(ends)) * (high - low)
+    places = apart(ends, low, high, gap)
     at = [{"model": name, "at": finite(math.exp(place))} for name, place in places.items()]
     x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=5, grid=True)
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -456,9 +457,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
         y=alt.Y("at:Q"),
         text="model:N",
         color=by_name(alt.Color, everyone, legend=None),
-        opacity=alt.when(f"({CHOSEN}) && inrange(datum.at, domain('y'))")
-        .then(alt.value(1))
-        .otherwise(alt.value(FAINT)),
+        opacity=bright_if(f"({CHOSEN}) && inrange(datum.at, domain('y'))"),
     )
     return _figure(
         "predicted-error",

@@ -43,9 +43,9 @@ class Readiness(Shown):
     verdict: Verdict
     by_model: dict[str, Verdict]
     findings: tuple[Notice, ...]
-    """The gravest first."""
+    """The most severe first."""
     method: str = ""
-    """The method that the verdict is for; what matters only for others is a note."""
+    """The method that the verdict is for; findings that matter only for others are notes."""
 
     def of(self, model: str) -> tuple[Notice, ...]:
         """Return the findings that concern a model, those about all of them included."""
@@ -106,7 +106,7 @@ class Suggestion:
     """Whose setting it is; None: of the whole recipe."""
     reason: str
     source: str
-    """The origin of the rule."""
+    """Where the rule comes from."""
     evidence: Evidence
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class Advice(Shown):
 
     @property
     def reasons(self) -> Table:
-        """Each setting with the reason, its source and how well it is founded."""
+        """Each setting with its reason, source and evidence."""
         rows = tuple((str(s), f"{s.reason}. {s.source}", s.evidence) for s in self.suggestions)
         return Table(("setting", "reason", "evidence"), rows)
 
@@ -164,6 +164,6 @@ class Advice(Shown):
     def __repr__(self) -> str:
         """The settings in a line."""
         if not self.recipe:
-            return "<Advice: not to merge these models>"
+            return "<Advice: do not merge these models>"
         settings = (f"{s.setting} = {s.value}" for s in self.suggestions if s.model is None)
         return printable(f"<Advice: {', '.join(settings)}>")

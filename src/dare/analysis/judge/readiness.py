@@ -219,30 +219,23 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
     norms = {name: norm for name, norm in sizes.items() if norm}
     # Of two models the smaller one is named; of more the one that differs from most.
     middle = sorted(norms.values())[(len(norms) - 1) // 2] if len(norms) > 2 else math.inf
-    large = {name: norm / middle for name, norm in norms.items()}
-    large = {name: ratio for name, ratio in large.items() if ratio >= LIMIT.outweighed}
+    large = {n: norm / middle for n, norm in norms.items() if norm >= LIMIT.outweighed * middle}
     usual = {name: norm for name, norm in norms.items() if name not in large}
     largest = max(usual, key=lambda name: usual[name], default="")
-    ratios = {name: usual[largest] / norm for name, norm in usual.items()}
-    small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
-    if large:
-        yield {
-            "about": "oversized",
-            "concerns": tuple(large),
-            "ratios": {f"ratio.{name}": ratio for name, ratio in large.items()},
-            "span": Span(list(large.values())),
-            "weights": some_of([f"{1 / ratio:.2g} to {name}" for name, ratio in large.items()], 3),
-        }
-    if small:
-        yield {
-            "about": "outweighed",
-            "concerns": tuple(small),
-            "ratios": {f"ratio.{name}": ratio for name, ratio in small.items()},
-            "their_change": "Its change is" if len(small) == 1 else "Their changes are",
-            "span": Span(list(small.values())),
-            "largest": largest,
-            "weights": some_of([f"{ratio:.2g} to {name}" for name, ratio in small.items()], 3),
-        }
+    small = {name: usual[largest] / norm for name, norm in usual.items()}
+    small = {name: ratio for name, ratio in small.items() if ratio >= LIMIT.outweighed}
+    for about, ratios, power in (("oversized", large, -1), ("outweighed", small, 1)):
+        if ratios:
+            weights = [f"{ratio**power:.2g} to {name}" for name, ratio in ratios.items()]
+            yield {
+                "about": about,
+                "concerns": tuple(ratios),
+                "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
+                "their_change": "Its change is" if len(ratios) == 1 else "Their changes are",
+                "span": Span(list(ratios.values())),
+                "largest": largest,
+                "weights": some_of(weights, 3),
+            }
 
 
 def _together(analysis: AnalysisData) -> Iterator[Values]:
