@@ -446,7 +446,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     gap = min(LABEL_HEIGHT / height, 1 / len(ends)) * (high - low)
     places = apart(ends, low, high, gap)
     at = [{"model": name, "at": finite(math.exp(place))} for name, place in places.items()]
-    x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=5, grid=True)
+    x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
     y = y.scale(type="log", domain=[min(errors), max(errors)], nice=False)
     y = y.axis(logarithmic("y", percent=True))
