@@ -440,11 +440,10 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     curves = [row for model in models for row in prediction_rows(model, RATES) if row["error"]]
     if not curves:
         return None
+    logarithms = {row["model"]: math.log(row["error"]) for row in curves}  # at the last rate
     errors, height = [row["error"] for row in curves], 320
-    ends = {row["model"]: math.log(row["error"]) for row in curves}
-    low, high = math.log(min(errors)), math.log(max(errors))
-    gap = min(LABEL_HEIGHT / height, 1 / len(ends)) * (high - low)
-    places = apart(ends, low, high, gap)
+    gap = min(LABEL_HEIGHT / height, 1 / len(logarithms)) * math.log(max(errors) / min(errors))
+    places = apart(logarithms, math.log(max(errors)), gap)
     at = [{"model": name, "at": finite(math.exp(place))} for name, place in places.items()]
     x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -452,16 +451,12 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     y = y.axis(logarithmic("y", percent=True))
     chart = _lines("predicted-error", everyone, x, y, marked="round(datum.rate * 100) % 10 === 0")
     label = alt.Chart(rows_named("ends")).mark_text(align="left", dx=8, limit=110, aria=False)
-    label = label.encode(
-        x=alt.value(alt.expr("width")),
-        y=alt.Y("at:Q"),
-        text="model:N",
-        color=by_name(alt.Color, everyone, legend=None),
-        opacity=bright_if(f"({CHOSEN}) && inrange(datum.at, domain('y'))"),
-    )
+    place = {"x": alt.value(alt.expr("width")), "y": "at:Q", "text": "model:N"}
+    seen = bright_if(f"({CHOSEN}) && inrange(datum.at, domain('y'))")
+    label = label.encode(**place, color=by_name(alt.Color, everyone, legend=None), opacity=seen)
     return _figure(
         "predicted-error",
-        _finish(alt.layer(*chart.layer, label), _dashed(curves, everyone), height, ends=at),
+        _finish(chart + label, _dashed(curves, everyone), height, ends=at),
         [row for model in models for row in prediction_rows(model, TABLE_RATES)],
         names=listed(tuple(names)),
         out=f" Left out: {listed(out)}." if out else "",
@@ -584,9 +579,8 @@ def _lines(name: str, names: Sequence[str], x: Any, y: Any, marked: str = "") ->
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
     marks = chart.mark_point(filled=True, size=55, aria=False, clip=True)
     shape = by_name(alt.Shape, names, SHAPES, legend=legend)
-    marks = marks.transform_filter(marked or "true")
     marks = marks.encode(shape=shape, tooltip=_tooltip(name)).add_params(zoom())
-    return alt.layer(curves, marks)
+    return alt.layer(curves, marks.transform_filter(marked or "true"))
 
 
 def _dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
@@ -613,15 +607,15 @@ def _layer_axis() -> Any:
     return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
 
 
-def apart(values: Mapping[str, float], low: float, high: float, gap: float) -> dict[str, float]:
-    """Return values within bounds, in the same order, no two nearer to each other than the gap.
+def apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
+    """Return values up to a bound, in the same order, no two nearer to each other than the gap.
 
-    >>> apart({"a": 1.0, "b": 1.0, "c": 9.0}, 0.0, 10.0, 2.0)
+    >>> apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
     {'a': 1.0, 'b': 3.0, 'c': 9.0}
     """
-    places, free = {}, low
+    places, free = {}, -math.inf
     for above, name in enumerate(sorted(values, key=lambda name: values[name]), 1 - len(values)):
-        places[name] = max(free, min(values[name], high + gap * above))
+        places[name] = max(free, min(values[name], most + gap * above))
         free = places[name] + gap
     return places
 

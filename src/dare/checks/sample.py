@@ -531,7 +531,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             rate = max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
             may_hurt = rate > LIMIT.low_rank_rate
             rank = _low_rank(plan.models[model], sample) if finds_rank or may_hurt else None
-            notices += _far_from_base(name, sample, is_dropped=rate > 0)
+            notices += _far_from_base(name, sample, rate)
             if rank is not None and may_hurt:
                 notices.append(notice("low_rank", name, rank=rank, rate=rate))
             ranks.append(rank)
@@ -601,9 +601,7 @@ def _sum_of_squares(values: NDArray[np.floating]) -> float:
     return float(np.square(values, dtype=np.float64).sum())
 
 
-def _far_from_base(
-    name: str, sample: Sequence[SampledMatrix], *, is_dropped: bool
-) -> Iterator[Notice]:
+def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> Iterator[Notice]:
     size = sum(each.delta.size for each in sample)
     base_norm = math.sqrt(sum(_sum_of_squares(each.base) for each in sample))
     if not base_norm:  # there is nothing that the model could belong to
@@ -614,7 +612,7 @@ def _far_from_base(
     products = (float((each.base * each.delta).sum(dtype=np.float64)) for each in sample)
     if is_unrelated(ratio, 1 + sum(products) / base_norm**2):
         yield notice("far_from_base", name, ratio=ratio)
-    elif is_dropped and is_far_from_base(mean, ratio):
+    elif rate and is_far_from_base(mean, ratio):
         yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
 

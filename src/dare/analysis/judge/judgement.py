@@ -15,7 +15,6 @@ from dare.documents.words import named, times, value_text
 from dare.errors import printable
 from dare.recipe.entries import in_our_form, write_toml
 
-INPUTS = ("base", "models")  # what a command takes without flags
 LEFT_OUT = "left out"
 """The value that advice gives to a model that it does not merge."""
 
@@ -137,8 +136,10 @@ class Advice(Shown):
     def command(self) -> str:
         """The command that merges by this recipe, without a file for it."""
         inputs = [self.recipe["base"], *self.recipe["models"]]
-        settings = {key: value for key, value in self.recipe.items() if key not in INPUTS}
-        flags = [(f"--{key.replace('_', '-')}", str(value)) for key, value in settings.items()]
+        given = {**self.recipe, "base": None, "models": None}
+        flags = [
+            (f"--{key.replace('_', '-')}", str(v)) for key, v in given.items() if v is not None
+        ]
         return shlex.join(["dare", *inputs, *chain(*flags)])
 
     @property

@@ -318,8 +318,8 @@ def body_of(model: ModelAnalysis) -> Body:
     # Files of earlier versions do not have the product: there the ratio alone decides.
     products = (-(p.base_norm**2) if p.base_product is None else p.base_product for p in parts)
     held = 1 + sum(products) / base_norm**2 if base_norm else 1.0
-    unrelated = is_unrelated(ratio, held)
-    return Body(mean, ratio, outliers, held, is_far_from_base(mean, ratio), unrelated)
+    far = is_far_from_base(mean, ratio), is_unrelated(ratio, held)
+    return Body(mean, ratio, outliers, held, *far)
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:
