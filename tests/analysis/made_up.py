@@ -76,6 +76,7 @@ def statistics(
         excess_kurtosis=fourth / deviation**4 - 3 if deviation else 0.0,
         histogram=Histogram(lowest, tuple(np.bincount(octaves - lowest).tolist())),
         inliers=inliers([(np.asarray(delta, np.float64), base)] if parts is None else parts),
+        base_product=float(np.nansum(every * np.asarray(base, np.float64).ravel())),
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -119,6 +120,28 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
     assert "Left out: code." in found["predicted-error"].caption
     colour = found["predicted-error"].spec["layer"][0]["encoding"]["color"]
     assert colour["scale"]["domain"] == ["math", "code", "chat"]  # the colours of all figures
+
+
+def test_names_at_the_ends_of_lines_do_not_touch(drawn):
+    spec = drawn["predicted-error"].spec
+    places = sorted(math.log(row["at"]) for row in spec["datasets"]["ends"])
+    low, high = map(math.log, spec["layer"][0]["encoding"]["y"]["scale"]["domain"])
+    gaps = [(b - a) / (high - low) * spec["height"] for a, b in itertools.pairwise(places)]
+    assert min(gaps) >= figures.LABEL_HEIGHT - 0.1
+    assert places[-1] <= high + 1e-4
+
+
+def test_models_that_are_alike_stand_beside_each_other(subject):
+    pairs = [
+        replace(pair, total=replace(pair.total, cosine=0.9 * ({pair.first, pair.second} == alike)))
+        for alike in [{"math", "chat"}]
+        for pair in subject.analysis.pairs
+    ]
+    assert figures.cluster(replace(subject.analysis, pairs=tuple(pairs))) == [
+        "math",
+        "chat",
+        "code",
+    ]
 
 
 def test_noise_looks_like_noise(subject):

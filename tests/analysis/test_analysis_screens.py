@@ -135,7 +135,7 @@ def test_what_is_notable_of_ten_models_is_said(ten):
         "sort": "same model twice, with copy-of-sort",
     }.items():
         assert rows(text, name)[0].rstrip().endswith(said)
-    overlap = " ".join(text[text.index("Overlap") : text.index("Added up")].split())
+    overlap = " ".join(text[text.index("Overlap") : text.index("In a sum")].split())
     assert "sort and copy-of-sort are copies (cosine +1.000)" in overlap
     assert "math and anti-math are opposed (cosine -0.9" in overlap
     advised = text[text.index("Advice") :].splitlines()[0]

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -198,13 +199,21 @@ def test_too_far_for_dare_is_not_too_far_to_merge():
         (0.69, {"large_change"}),
         (0.72, {"not_homologous"}),
         (0.99, {"not_homologous"}),
-        (1.01, {"unrelated"}),
+        (1.4, {"not_homologous"}),
+        (3.0, {"not_homologous"}),
     ],
 )
 def test_how_far_a_model_is(ratio, rules):
     # Weights of 0.002 keep |δ| below every limit on the mean, so that the ratio alone decides.
     base = make_base(size=0.002)
     assert found(analysis(base, {"m": tune(base, ratio)})) == rules
+
+
+def test_an_older_file_without_the_product_goes_by_the_ratio():
+    base = make_base(size=0.002)
+    seen = analysis(base, {"m": tune(base, 1.4)})
+    older = re.sub(r', "base_product": [^,}]+', "", seen.to_json())
+    assert found(Analysis.from_json(older)) == {"unrelated"}
 
 
 def test_a_model_trained_apart_is_unrelated():
@@ -435,6 +444,16 @@ def test_one_model_outweighs_another():
     seen = finding(analysis(ROOT, {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}), "outweighed")
     assert seen.subjects == ("b",)
     assert seen.figures["ratio.b"] == pytest.approx(4, rel=0.01)
+
+
+def test_of_many_models_the_outlier_is_named():
+    many = {f"m{seed}": tune(ROOT, 0.01, seed) for seed in range(1, 12)}
+    seen = analysis(ROOT, many | {"large": tune(ROOT, 0.2, 12)})
+    assert finding(seen, "oversized").subjects == ("large",)
+    assert finding(seen, "oversized").figures["ratio.large"] == pytest.approx(20, rel=0.02)
+    assert "outweighed" not in found(seen)
+    seen = analysis(ROOT, many | {"small": tune(ROOT, 0.0005, 12)})
+    assert finding(seen, "outweighed").subjects == ("small",)
 
 
 # ---------------------------------------------------------------- all of them

@@ -28,6 +28,7 @@ def tally(values, base_squares=0.0):
         values.size - finite.size,
         *(float((finite**power).sum()) for power in (1, 2, 3, 4)),
         float(changed.sum()),
+        0.0,
         float(changed.min(initial=math.inf)),
         float(changed.max(initial=0)),
         base_squares,

@@ -56,6 +56,15 @@ def test_another_model_altogether_is_not_homologous(tmp_path):
     assert "141%" in notice.text
 
 
+def test_a_large_change_is_only_against_dropping(tmp_path):
+    base = model()
+    far = changed(base, full(0.03))  # one and a half times as large as the weights
+    assert [each.code for each in notices(tmp_path, base, far)] == ["not_homologous"]
+    assert notices(tmp_path, base, far, method="sum") == []
+    (unrelated,) = notices(tmp_path, base, model(seed=9), method="sum")
+    assert unrelated.code == "far_from_base"
+
+
 @pytest.mark.parametrize(("size", "found"), [(0.036, False), (0.039, True)])
 def test_a_mean_change_of_003_is_too_far_from_any_base(tmp_path, size, found):
     base = model(size=1.0)  # the mean of |x| is 0.798 of x's standard deviation

@@ -44,11 +44,12 @@ from dare.recipe.entries import write_toml
 
 MOST_NAMES = 3  # names and groups of models that a sentence lists; more are counted
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
+TOO_FAR = ("not_homologous", "large_change")  # findings about models that DARE does not suit
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
 ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 FIGURE_SECTIONS = (
     Section("drop-rate", "Drop rate", figures=("predicted-error",)),
-    Section("together", "Side by side", figures=("cosines", "conflicts", "cancelled")),
+    Section("together", "How similar they are", figures=("cosines", "conflicts", "cancelled")),
     Section("changes", "What changed", figures=("changes", "change-", "magnitudes", "spectra")),
 )
 
@@ -80,7 +81,7 @@ def make_document(
 ) -> Document:
     """Return everything that there is to show; `outcome` is what a finished merge did."""
     base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
-    nothing = "Nothing was found that speaks against merging these models."
+    nothing = f"No problems were found{f' for {readiness.method}' if readiness.method else ''}."
     is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
     caveats = tuple(f"{doubt}." for doubt in advice.doubts)
     why: list[Part] = [advice.reasons, *([Listing("Caveats", caveats)] if caveats else [])]
@@ -101,8 +102,7 @@ def make_document(
             _inputs_section(analysis),
         ),
         notices=readiness.findings,
-        footer=f"{show_size(analysis.bytes_read)} read in {number(analysis.seconds)} s. "
-        "δ is a model's weights less the base's.",
+        footer=f"{show_size(analysis.bytes_read)} read in {number(analysis.seconds)} s.",
         models=analysis.names,
         draw=partial(draw_figures, analysis, advice, outcome),
     )
@@ -115,10 +115,14 @@ def _facts(
     analysis: AnalysisData, readiness: Readiness, advice: Advice
 ) -> Iterator[tuple[str, str]]:
     yield "Advice", _advised(advice)
+    far = [name for f in readiness.findings if f.code in TOO_FAR for name in f.subjects]
+    if undroppable := tuple(name for name in far if name not in advice.left_out):
+        change = "its change is" if len(undroppable) == 1 else "their changes are"
+        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for it"
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
         lost, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
-        yield "Added up", f"{lost} of all change cancels; by chance about {chance}"
+        yield "In a sum", f"{lost} of all change cancels out; about {chance} is normal"
 
 
 def _advised(advice: Advice) -> str:
@@ -178,10 +182,6 @@ def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, s
         pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
         remark = f"cosine, {pair.first} and {pair.second}"
         yield "Closest pair", cosine_text(pair.total.cosine), remark
-    if analysis.pairs:
-        whose = f"all {len(analysis.models)} models; " if out else ""
-        chance = f"{whose}by chance about {share(chance_cancelled(analysis))}"
-        yield "Cancel if added up", share(analysis.together.cancelled), chance
 
 
 def _recipe(advice: Advice) -> Code | None:
@@ -189,7 +189,7 @@ def _recipe(advice: Advice) -> Code | None:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
     hint = f"{without}Save it as recipe.toml, and run: dare recipe.toml"
-    return Code("The recipe", "recipe", write_toml(advice.recipe), hint)
+    return Code("The recipe", "recipe", write_toml(advice.recipe), hint, advice.command)
 
 
 # ---------------------------------------------------------------- sections
@@ -216,7 +216,8 @@ def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice
             "verdict": lambda model: str(readiness.by_model.get(model.name, NOTHING)),
             "remarks": lambda model: _remark(model.name, readiness, advice),
         },
-        hint=f"Change is ‖δ‖ / ‖base‖{scale}.",
+        hint="Change is ‖δ‖ / ‖base‖: how large the difference δ between the model's weights and "
+        f"the base's is, relative to the base{scale}.",
         tones={str(verdict): tone for verdict, tone in VERDICT_TONES.items()},
         optional=("origin", "remarks", "bars"),
         bars=bar_lengths(changes),
@@ -255,7 +256,7 @@ def _inputs_section(analysis: AnalysisData) -> Section:
         "How inputs were adjusted": tuple(map(str, analysis.notes)),
         "Left out": tuple(map(str, analysis.left_out)),
         "Stored once, used twice": analysis.tied,
-        **{f"Not in {m.name}, its delta counted as zero": m.missing for m in analysis.models},
+        **{f"Not in {m.name}, counted as unchanged": m.missing for m in analysis.models},
     }
     folded = [
         Folded(f"{title} ({len(items)})", (Listing(title, items),))

@@ -41,6 +41,7 @@ from dare.documents.charts import (
     read_texts,
     repeated,
     room_for,
+    rows_named,
     tooltip_of,
     zoom,
 )
@@ -63,6 +64,7 @@ ROOM_FOR_TEXT = 5
 NOISE = 0.05  # shares that differ by less look alike, and their figures are folded
 # Ends of a scale of changes are so many times apart at least, so that noise looks like noise.
 LEAST_RANGE = 2.0
+LABEL_HEIGHT = 14  # pixels between names at the ends of lines
 WIDE_RANGE = 5  # largest over smallest change from which colours follow the logarithm
 RATES = tuple(percent / 100 for percent in range(1, 100))
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -342,7 +344,7 @@ def _matrix(
 
     Where there are many, only the cells have a text that are so far from chance as to be notable.
     """
-    names, field = analysis.names, name.removesuffix("s")
+    names, field = cluster(analysis), name.removesuffix("s")
     rows: list[Row] = [
         {
             "model": first,
@@ -382,6 +384,17 @@ def _matrix(
         first=largest.first,
         second=largest.second,
     )
+
+
+def cluster(analysis: AnalysisData) -> list[str]:
+    """Return the models' names; those that are alike or opposed stand beside each other."""
+    group = {name: [name] for name in analysis.names}
+    for pair in sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine)):
+        first, second = group[pair.first], group[pair.second]
+        if first is not second and abs(pair.total.cosine) >= LIMIT.apart_cosine:
+            first += second
+            group |= dict.fromkeys(second, first)
+    return list(dict.fromkeys(name for each in group.values() for name in each))
 
 
 def cancelled(analysis: AnalysisData) -> Figure | None:
@@ -427,13 +440,23 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     curves = [row for model in models for row in prediction_rows(model, RATES) if row["error"]]
     if not curves:
         return None
+    logarithms = {row["model"]: math.log(row["error"]) for row in curves}  # at the last rate
+    errors, height = [row["error"] for row in curves], 320
+    gap = min(LABEL_HEIGHT / height, 1 / len(logarithms)) * math.log(max(errors) / min(errors))
+    places = apart(logarithms, math.log(max(errors)), gap)
+    at = [{"model": name, "at": finite(math.exp(place))} for name, place in places.items()]
     x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
-    y = y.scale(type="log", nice=False).axis(logarithmic("y", percent=True))
-    chart = _lines("predicted-error", everyone, x, y, shown=names)
+    y = y.scale(type="log", domain=[min(errors), max(errors)], nice=False)
+    y = y.axis(logarithmic("y", percent=True))
+    chart = _lines("predicted-error", everyone, x, y, marked="round(datum.rate * 100) % 10 === 0")
+    label = alt.Chart(rows_named("ends")).mark_text(align="left", dx=8, limit=110, aria=False)
+    place = {"x": alt.value(alt.expr("width")), "y": "at:Q", "text": "model:N"}
+    seen = bright_if(f"({CHOSEN}) && inrange(datum.at, domain('y'))")
+    label = label.encode(**place, color=by_name(alt.Color, everyone, legend=None), opacity=seen)
     return _figure(
         "predicted-error",
-        _finish(chart, _dashed(curves, everyone), height=320),
+        _finish(chart + label, _dashed(curves, everyone), height, ends=at),
         [row for model in models for row in prediction_rows(model, TABLE_RATES)],
         names=listed(tuple(names)),
         out=f" Left out: {listed(out)}." if out else "",
@@ -542,12 +565,12 @@ def _kinds(analysis: AnalysisData) -> list[str]:
     return [str(kind) for kind in Kind if any(kind in model.by_kind for model in analysis.models)]
 
 
-def _lines(name: str, names: Sequence[str], x: Any, y: Any, shown: Sequence[str] = ()) -> Any:
+def _lines(name: str, names: Sequence[str], x: Any, y: Any, marked: str = "") -> Any:
     """Return a line for each model, told apart by colour, dashes and shapes, that can be zoomed.
 
-    If only some have a line, `shown` names them; each has the looks that it has among all.
+    Lines with a condition for the points that are `marked` have their names elsewhere: no legend.
     """
-    legend = _legend(shown or names)
+    legend = None if marked else _legend(names)
     colour = by_name(alt.Color, names, legend=legend)
     chart = alt.Chart().encode(x=x, y=y, color=colour, opacity=bright_if(CHOSEN))
     # Dashes by number: by name they would get into the legend, as dashed outlines.
@@ -557,7 +580,7 @@ def _lines(name: str, names: Sequence[str], x: Any, y: Any, shown: Sequence[str]
     marks = chart.mark_point(filled=True, size=55, aria=False, clip=True)
     shape = by_name(alt.Shape, names, SHAPES, legend=legend)
     marks = marks.encode(shape=shape, tooltip=_tooltip(name)).add_params(zoom())
-    return alt.layer(curves, marks)
+    return alt.layer(curves, marks.transform_filter(marked or "true"))
 
 
 def _dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
@@ -584,7 +607,20 @@ def _layer_axis() -> Any:
     return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
 
 
-def _finish(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
+def apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
+    """Return values up to a bound, in the same order, no two nearer to each other than the gap.
+
+    >>> apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
+    {'a': 1.0, 'b': 3.0, 'c': 9.0}
+    """
+    places, free = {}, -math.inf
+    for above, name in enumerate(sorted(values, key=lambda name: values[name]), 1 - len(values)):
+        places[name] = max(free, min(values[name], most + gap * above))
+        free = places[name] + gap
+    return places
+
+
+def _finish(chart: Any, rows: Sequence[Row], height: int = 280, **others: Sequence[Row]) -> Spec:
     """Return the chart as Vega-Lite, with the parameters `model` and `left_out`."""
     chosen, left_out = alt.param(name="model", value=""), alt.param(name=LEFT_OUT, value=[])
-    return finish_chart(chart.add_params(chosen, left_out), rows, height)
+    return finish_chart(chart.add_params(chosen, left_out), rows, height, **others)

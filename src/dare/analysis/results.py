@@ -34,11 +34,11 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 
 SCHEMA = "dare-analysis/4"
-"""The schema of the JSON document; a change that old readers cannot take changes the number."""
+"""The schema of the JSON document; the number changes when older versions could not read it."""
 MAX_BYTES = 1 << 30
-"""The most bytes of such a document; one tensor of one model takes some 2,000."""
+"""The largest document that is read, in bytes; one tensor of one model takes about 2,000."""
 OUTSIDE = -1
-"""The layer of a tensor that stands in none."""
+"""The layer number of tensors outside all layers."""
 
 # What `dare analyze` could not have written is refused when a file is read, so that no rule, table
 # or figure has to expect it. The square of any figure, and its product with a count, are finite.
@@ -67,7 +67,7 @@ class Origin(StrEnum):
     LORA = "lora"
     FULL = "full"
     UNKNOWN = "unknown"
-    """No matrix was looked at, or none was large enough to tell."""
+    """No matrix was measured, or none was large enough to tell."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Inliers:
     mean_magnitude: Size
     largest: Size
     negligible: Share
-    """Share of elements whose magnitude is under 1 % of the largest that is no outlier."""
+    """Share of elements whose magnitude is under 1 % of the largest one that is not an outlier."""
     concentration: Size
     """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
 
@@ -118,16 +118,16 @@ class Statistics:
     elements: Count
     zeros: Count
     not_finite: Count
-    """NaN and infinite elements, which no other figure takes in."""
+    """NaN and infinite elements; all other figures leave them out."""
     mean: Signed
     std: Size
     mean_magnitude: Size
     smallest: Size
-    """The least magnitude that is not zero; 0 if there is none."""
+    """The smallest magnitude above zero; 0 if there is none."""
     largest: Size
     quantiles: Quantiles
     negligible: Share
-    """Share of elements whose magnitude is under 1 % of the largest, zeros among them."""
+    """Share of elements whose magnitude is under 1 % of the largest, zeros included."""
     norm: Size
     base_norm: Annotated[float, Field(ge=0)]
     """Infinite if the base is."""
@@ -135,6 +135,8 @@ class Statistics:
     """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
     histogram: Histogram
     inliers: Inliers
+    base_product: float | None = None
+    """Σδ·base; None in files of earlier versions."""
 
     def __post_init__(self) -> None:
         counted = self.zeros + self.not_finite
@@ -162,9 +164,9 @@ class Spectrum:
     """The rows and columns measured: all of the tensor's, or fewer, evenly spread over it."""
     columns: Count
     values: Annotated[tuple[Size, ...], Field(min_length=1)]
-    """Up to 64 of them, falling: all, or evenly spread over the ranks 1 to min(rows, columns)."""
+    """Up to 64 of them, the largest first: all, or evenly spread over all ranks."""
     ranks: tuple[Count, ...]
-    """Which those are, from 1."""
+    """Their ranks, counted from 1."""
     effective_rank: Size
     """exp of the entropy of σ/Σσ."""
     stable_rank: Size
@@ -177,11 +179,11 @@ class Spectrum:
     """The largest singular value that noise as strong as the weaker half of the directions would
     have (Marchenko-Pastur)."""
     outliers: Count
-    """Singular values above that edge: directions that are no noise."""
+    """Singular values above that edge: directions that are not noise."""
     outlier_share: Share
     """Their share of Σσ²."""
     low_rank: Count | None
-    """The rank, if the delta is one of low rank, as a LoRA's is; else None."""
+    """The rank, if it is low, like a LoRA's; else None."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.ranks):
@@ -195,7 +197,7 @@ class TensorAnalysis:
     name: str
     kind: Kind
     layer: Layer
-    """-1 for a tensor that stands in no layer."""
+    """-1 for a tensor outside all layers."""
     shape: tuple[Count, ...]
     dtype: str
     """The type of the model's copy."""
@@ -229,15 +231,15 @@ class ModelAnalysis:
     missing: tuple[str, ...]
     """Weights of the base that the model lacks.
 
-    Its delta counts as zero there between models, and of an adapter in its own figures too; those
-    of other models leave them out.
+    In comparisons of models its delta counts as zero there. An adapter's own figures count them as
+    unchanged; those of other models leave them out.
     """
     dtypes: dict[str, Count]
     """Elements by the storage type of the model's copy."""
     is_adapter: bool
     """True if the model is given as an adapter, its delta computed from it."""
     was_dropped: bool = False
-    """True if it is a delta file from which changes were dropped by chance; they are rescaled."""
+    """True if it is a delta file from which changes were dropped at random and rescaled."""
 
     def __repr__(self) -> str:
         """The model in a line."""
@@ -254,11 +256,11 @@ class Overlap:
     cosine: Signed
     """0 if one of them is zero."""
     agreeing: Share
-    """Share, of the elements that both change, of those changed in the same direction."""
+    """Share of the elements that both change that is changed in the same direction."""
     both: Count
     """Elements that both change."""
     top_conflict: Share
-    """Share of opposite directions among the elements that are in the top 1 % of both."""
+    """Share of the elements in the top 1 % of both that is changed in opposite directions."""
     top_overlap: Share
     """Share of one model's top 1 % (by magnitude, in each tensor that both change) that is in the
     other's too. All magnitudes within 0.4 % of the last one are in the top with it; tensors of
@@ -266,7 +268,7 @@ class Overlap:
 
     @property
     def conflict(self) -> float:
-        """Share of the elements that both change that are changed in opposite directions."""
+        """Share of the elements that both change that is changed in opposite directions."""
         return 1 - self.agreeing if self.both else 0.0
 
 
@@ -292,12 +294,12 @@ class PairAnalysis:
 
 @dataclass(frozen=True)
 class Interference:
-    """The loss to opposite changes in a merge of all models with equal weights."""
+    """How much of the models' changes cancels out in a merge with equal weights."""
 
     cancelled: Share
     """1 - Σ|Σᵢ δᵢ| / Σᵢ Σ|δᵢ|: 0 if no changes oppose each other."""
     conflicted: Share
-    """Share, of the elements that two models or more change, where not all signs agree."""
+    """Share of the elements that two or more models change where not all signs agree."""
     by_layer: dict[Layer, Share]
     """The first figure for each layer."""
 
@@ -315,7 +317,7 @@ class AnalysisData:
     pairs: tuple[PairAnalysis, ...]
     together: Interference
     notes: tuple[Notice, ...]
-    """Notices about what was done so that the inputs fit together."""
+    """Notices about what was adjusted so that the inputs fit together."""
     vocabularies: dict[str, str]
     """Differences from the base's vocabulary, of models whose rows were matched by token."""
     left_out: tuple[LeftOut, ...]
@@ -331,7 +333,7 @@ class AnalysisData:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All layers, those outside first."""
+        """All layers; -1, for tensors outside all layers, comes first."""
         return tuple(sorted({layer for model in self.models for layer in model.by_layer}))
 
     def model(self, name: str) -> ModelAnalysis:

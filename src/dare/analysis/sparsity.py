@@ -62,7 +62,7 @@ NAME = "delta"
 
 @dataclass(frozen=True)
 class Configuration:
-    """Settings: what to look at, and what to allow.
+    """Settings: which tensors to analyze, and what to allow.
 
     >>> Configuration.aggressive().droppable_percentile
     0.99
@@ -71,14 +71,14 @@ class Configuration:
     sparsity_threshold: float = 0.01
     """An element counts as nearly zero under this share of the largest magnitude."""
     droppable_percentile: float = 0.95
-    """No higher drop rate is recommended."""
+    """The highest drop rate that is recommended."""
     analysis_layers: tuple[str, ...] | None = None
-    """Patterns for the tensors to look at, * and ? as in a shell; None: all."""
+    """Patterns for the names of tensors to analyze, with * and ? as in a shell; None: all."""
     compute_per_layer_metrics: bool = True
     output_error: float = LIMIT.output_error
-    """Error that dropping may bring to the layers' outputs, relative to them."""
+    """The largest acceptable error of the layers' outputs due to dropping, relative to them."""
     base_deviation: float = 0.02
-    """Standard deviation taken for the base's weights if no base is given; that of new weights in
+    """Standard deviation assumed for the base's weights if no base is given: that of new weights in
     most language models."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Configuration:
         return cls(sparsity_threshold=0.001, droppable_percentile=0.99)
 
     def selects(self, layer: str) -> bool:
-        """Say whether a tensor is looked at."""
+        """Tell whether a tensor is analyzed."""
         patterns = self.analysis_layers
         return patterns is None or any(fnmatchcase(layer, pattern) for pattern in patterns)
 
@@ -114,7 +114,7 @@ class LayerSparsityMetrics:
     essential_fraction: float
     has_significant_updates: bool
     relative_norm: float
-    """‖δ‖ / ‖base‖, or beside weights of the assumed size."""
+    """‖δ‖ / ‖base‖; without a base, relative to weights of the assumed size."""
     recommended_drop_rate: float
     """For this tensor alone."""
 
@@ -141,9 +141,9 @@ class SparsityAnalysis:
     total_parameters: int
     non_zero_parameters: int
     not_finite: int
-    """Elements that are NaN or infinite, which no other figure takes in."""
+    """NaN and infinite elements; all other figures leave them out."""
     outliers: int
-    """Elements far above the others, which only the totals and the magnitudes take in."""
+    """Elements far above the others; only the totals and the magnitudes include them."""
     effective_sparsity: float
     essential_fraction: float
     per_layer_sparsity: dict[str, LayerSparsityMetrics]
@@ -154,11 +154,11 @@ class SparsityAnalysis:
     """The bound on the error of the layers' outputs at that rate, with probability 0.95;
     infinite if the base of all that is changed is zero."""
     has_base: bool
-    """True if a base was given; otherwise one of the assumed size was compared with."""
+    """True if a base was given; otherwise weights of the assumed size were used."""
     left_out: tuple[str, ...]
-    """Tensors that could not be looked at, each with the reason."""
+    """Tensors that could not be analyzed, each with the reason."""
     readiness: Readiness
-    """The words of `assess`."""
+    """The verdict of `assess`."""
     computed_at: datetime
     seconds: float
 
@@ -181,7 +181,7 @@ class SparsityAnalysis:
 
 
 class DARESparsityAnalyzer:
-    """Looks at one delta, tuned - base."""
+    """Analyzes one delta, tuned - base."""
 
     def __init__(self, configuration: Configuration | None = None) -> None:
         self.configuration = configuration or Configuration()
@@ -207,7 +207,7 @@ class DARESparsityAnalyzer:
         study.left_out = [each for each in study.left_out if selects(each.tensor)]
         if not study.subjects:
             reasons = map(str, study.left_out[:1])
-            raise InputError(": ".join(["there are no weights to look at", *reasons]))
+            raise InputError(": ".join(["there are no weights to analyze", *reasons]))
         measure(study)
         file = str(second) if isinstance(second, str | PathLike) else NAME
         analysis = study.conclude(started, NAME, [file])
@@ -293,10 +293,10 @@ class DARESparsityAnalyzer:
 
 
 def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
-    """Say whether a delta is fit for DARE, why, and what to do next; `str` and `to_json` tell it.
+    """Say whether a delta is fit for DARE, why, and what to do next; print it, or use `to_json`.
 
-    The verdict and the findings are those of `dare.assess`, which looks at several models. A delta
-    that is ready has a note with the drop rate that it bears.
+    The verdict and the findings are those of `dare.assess`, which judges several models. A delta
+    without defects has a note with the drop rate that it tolerates.
     """
     readiness = analysis.readiness
     if readiness.verdict is not Verdict.NO_DEFECT:
@@ -312,7 +312,7 @@ def _size(analysis: SparsityAnalysis) -> str:
     whole = "the base" if analysis.has_base else "weights of the assumed size"
     size = f"{analysis.relative_norm:.2%} of {whole}"
     if math.isinf(analysis.relative_norm):
-        size = "to a base that is zero"
+        size = "relative to a base of zeros"
     left_out = f", {times(analysis.outliers, 'outlier')} left out" if analysis.outliers else ""
     return f"{size}{left_out}, and {analysis.essential_fraction:.1%} of the elements carry it"
 
@@ -320,7 +320,7 @@ def _size(analysis: SparsityAnalysis) -> str:
 def _promise(analysis: SparsityAnalysis, layers: str) -> str:
     """Return what holds at the recommended drop rate, for sentences."""
     if math.isinf(analysis.output_error):
-        return "enough of the elements that carry the change of an output survive"
+        return "enough of each output's change survives"
     return f"the outputs of {layers} stay within {analysis.output_error:.1%}"
 
 

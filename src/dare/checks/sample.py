@@ -531,7 +531,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             rate = max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
             may_hurt = rate > LIMIT.low_rank_rate
             rank = _low_rank(plan.models[model], sample) if finds_rank or may_hurt else None
-            notices += _far_from_base(name, sample)
+            notices += _far_from_base(name, sample, rate)
             if rank is not None and may_hurt:
                 notices.append(notice("low_rank", name, rank=rank, rate=rate))
             ranks.append(rank)
@@ -546,8 +546,17 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
 
 
 def is_far_from_base(mean: float, ratio: float) -> bool:
-    """Tell a model that is no fine-tune of the base by its mean |δ| and ‖δ‖/‖base‖."""
+    """Tell a model that is too far from the base for DARE by its mean |δ| and ‖δ‖/‖base‖."""
     return bool(mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio)
+
+
+def is_unrelated(ratio: float, base_share: float) -> bool:
+    """Tell a model that was trained apart from the base by ‖δ‖/‖base‖ and 1 + δ·base/‖base‖².
+
+    A change that is independent of the base leaves all of the base in a model, however large it
+    is: the share is about 1. Independent weights have about 0 of it.
+    """
+    return ratio >= LIMIT.unrelated_ratio and base_share < LIMIT.unrelated_share
 
 
 def _read_samples(plan: Plan) -> Iterator[tuple[str, list[SampledMatrix]]]:
@@ -592,7 +601,7 @@ def _sum_of_squares(values: NDArray[np.floating]) -> float:
     return float(np.square(values, dtype=np.float64).sum())
 
 
-def _far_from_base(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notice]:
+def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> Iterator[Notice]:
     size = sum(each.delta.size for each in sample)
     base_norm = math.sqrt(sum(_sum_of_squares(each.base) for each in sample))
     if not base_norm:  # there is nothing that the model could belong to
@@ -600,8 +609,11 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notic
     deltas = [each.inliers for each in sample]
     mean = sum(float(np.abs(delta).sum(dtype=np.float64)) for delta in deltas) / size
     ratio = math.sqrt(sum(map(_sum_of_squares, deltas))) / base_norm
-    if is_far_from_base(mean, ratio):
-        yield notice("far_from_base", name, mean=mean, ratio=ratio)
+    products = (float((each.base * each.delta).sum(dtype=np.float64)) for each in sample)
+    if is_unrelated(ratio, 1 + sum(products) / base_norm**2):
+        yield notice("far_from_base", name, ratio=ratio)
+    elif rate and is_far_from_base(mean, ratio):
+        yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
 
 def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:

@@ -95,6 +95,7 @@ class Code:
     name: str
     text: str
     hint: str = ""
+    command: str = ""  # a command that does the same, without a file
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from dare.documents.document import Code, Document, Section, Table, Tone
@@ -40,9 +42,9 @@ class Readiness(Shown):
     verdict: Verdict
     by_model: dict[str, Verdict]
     findings: tuple[Notice, ...]
-    """The gravest first."""
+    """The most severe first."""
     method: str = ""
-    """The method that the verdict is for; what matters only for others is a note."""
+    """The method that the verdict is for; findings that matter only for others are notes."""
 
     def of(self, model: str) -> tuple[Notice, ...]:
         """Return the findings that concern a model, those about all of them included."""
@@ -103,7 +105,7 @@ class Suggestion:
     """Whose setting it is; None: of the whole recipe."""
     reason: str
     source: str
-    """The origin of the rule."""
+    """Where the rule comes from."""
     evidence: Evidence
 
     def __str__(self) -> str:
@@ -131,8 +133,18 @@ class Advice(Shown):
         return tuple(name for name in unfit if name is not None)
 
     @property
+    def command(self) -> str:
+        """The command that merges by this recipe, without a file for it."""
+        inputs = [self.recipe["base"], *self.recipe["models"]]
+        given = {**self.recipe, "base": None, "models": None}
+        flags = [
+            (f"--{key.replace('_', '-')}", str(v)) for key, v in given.items() if v is not None
+        ]
+        return shlex.join(["dare", *inputs, *chain(*flags)])
+
+    @property
     def reasons(self) -> Table:
-        """Each setting with the reason, its source and how well it is founded."""
+        """Each setting with its reason, source and evidence."""
         rows = tuple((str(s), f"{s.reason}. {s.source}", s.evidence) for s in self.suggestions)
         return Table(("setting", "reason", "evidence"), rows)
 
@@ -153,6 +165,6 @@ class Advice(Shown):
     def __repr__(self) -> str:
         """The settings in a line."""
         if not self.recipe:
-            return "<Advice: not to merge these models>"
+            return "<Advice: do not merge these models>"
         settings = (f"{s.setting} = {s.value}" for s in self.suggestions if s.model is None)
         return printable(f"<Advice: {', '.join(settings)}>")

@@ -25,7 +25,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
-from dare.checks.sample import is_far_from_base
+from dare.checks.sample import is_far_from_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
@@ -48,8 +48,9 @@ GRAVITY = list(reversed(Severity))
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
-    "unrelated": lambda m: m.ratio >= LIMIT.unrelated_ratio,
-    "not_homologous": lambda m: m.is_foreign and m.ratio < LIMIT.unrelated_ratio,
+    "unrelated": lambda m: m.is_unrelated,
+    "not_homologous": lambda m: m.is_foreign and not m.is_unrelated,
+    "oversized": bool,
     "large_change": lambda m: (
         m.is_changed
         and not m.is_foreign
@@ -213,22 +214,28 @@ def _outliers(model: ModelAnalysis) -> Iterator[Values]:
 
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
-    """Fine-tunes whose change is small beside that of another."""
+    """Fine-tunes whose change is far larger than most others', or small beside the others'."""
     sizes = {model.name: model.total.inliers.norm for model in models}
     norms = {name: norm for name, norm in sizes.items() if norm}
-    largest = max(norms, key=lambda name: norms[name], default="")
-    ratios = {name: norms[largest] / norm for name, norm in norms.items()}
-    small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
-    if small:
-        yield {
-            "about": "outweighed",
-            "concerns": tuple(small),
-            "ratios": {f"ratio.{name}": ratio for name, ratio in small.items()},
-            "their_change": "Its change is" if len(small) == 1 else "Their changes are",
-            "span": Span(list(small.values())),
-            "largest": largest,
-            "weights": some_of([f"{ratio:.2g} to {name}" for name, ratio in small.items()], 3),
-        }
+    # Of two models the smaller one is named; of more the one that differs from most.
+    middle = sorted(norms.values())[(len(norms) - 1) // 2] if len(norms) > 2 else math.inf
+    large = {n: norm / middle for n, norm in norms.items() if norm >= LIMIT.outweighed * middle}
+    usual = {name: norm for name, norm in norms.items() if name not in large}
+    largest = max(usual, key=lambda name: usual[name], default="")
+    small = {name: usual[largest] / norm for name, norm in usual.items()}
+    small = {name: ratio for name, ratio in small.items() if ratio >= LIMIT.outweighed}
+    for about, ratios, power in (("oversized", large, -1), ("outweighed", small, 1)):
+        if ratios:
+            weights = [f"{ratio**power:.2g} to {name}" for name, ratio in ratios.items()]
+            yield {
+                "about": about,
+                "concerns": tuple(ratios),
+                "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
+                "their_change": "Its change is" if len(ratios) == 1 else "Their changes are",
+                "span": Span(list(ratios.values())),
+                "largest": largest,
+                "weights": some_of(weights, 3),
+            }
 
 
 def _together(analysis: AnalysisData) -> Iterator[Values]:
@@ -288,7 +295,9 @@ class Body:
     mean_magnitude: float
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
-    is_foreign: bool  # True if it is too far from the base for a fine-tune of it
+    base_share: float  # how much of the base is in the model: 1 in a fine-tune, 0 in a stranger
+    is_foreign: bool  # True if it is too far from the base for DARE
+    is_unrelated: bool  # True if next to nothing of the base is in it
 
 
 def body_of(model: ModelAnalysis) -> Body:
@@ -306,7 +315,11 @@ def body_of(model: ModelAnalysis) -> Body:
     mean = sum(sums) / sum(finite) if any(finite) else 0.0
     ratio = norm / base_norm if base_norm else 0.0
     outliers = sum(part.inliers.outliers for part in parts)
-    return Body(mean, ratio, outliers, is_far_from_base(mean, ratio))
+    # Files of earlier versions do not have the product: there the ratio alone decides.
+    products = (-(p.base_norm**2) if p.base_product is None else p.base_product for p in parts)
+    held = 1 + sum(products) / base_norm**2 if base_norm else 1.0
+    far = is_far_from_base(mean, ratio), is_unrelated(ratio, held)
+    return Body(mean, ratio, outliers, held, *far)
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:

@@ -111,7 +111,7 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
         "multiples": some_of([f"{name} is {r:.3g} times {first}" for name, r in others.items()], 3),
         "direction": "opposite directions" if is_opposite else "one direction",
-        "effect": "they cancel each other" if is_opposite else "it counts repeatedly",
+        "effect": "they cancel each other" if is_opposite else "it counts more than once",
     }
 
 

@@ -214,7 +214,7 @@ def _study(base: Source, models: Mapping[str, Source], request: Request, spectra
     if spectra not in get_args(Spectra):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
-        raise RecipeError("no models: name at least one to be compared with the base")
+        raise RecipeError("no models: name at least one to compare with the base")
     study = Study(base, models, *find_subjects(base, models))
     measure(study, spectra, request)
     return study

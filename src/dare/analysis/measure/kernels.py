@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import CHANGED, LEAST, LEAST_OF_NONE, NOT_FINITE, PEAK, ROW, TILE
 from dare.checks.sample import BIN_SHIFT, BINS
 from dare.kernels.cpu import (
@@ -37,6 +38,7 @@ i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 summing = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 RUN = 64  # elements that are sampled together
+LAST_SUM = tallies.SUMS - 1  # Σδ·base
 # The bit of each pair that says that an element is above zero; the other says below.
 ABOVE = u64(0x5555555555555555)
 
@@ -269,6 +271,10 @@ def measure(
             pack_signs(codes, signs[model])
             counts[model, CHANGED] += count_changed(signs[model])
         base_squares += squares_of_base(base[:used])
+        for model in range(models):
+            delta = deltas[model * ROW : model * ROW + used]
+            product = dot(delta, scales[model], base[:used])
+            sums[model, LAST_SUM] += f64(product) / f64(scales[model])
         if models > 1:
             compare_pairs(deltas, scales, signs, used, pair_sums, pair_counts)
             shared, conflicted = count_conflicts(signs)

@@ -47,7 +47,7 @@ ROW = TILE + 16
 WORDS = TILE // 32  # words of a tile's signs, two bits for each element
 WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
 COUNTERS = BINS + 16  # length of such a row, for the same reason as ROW's
-SUMS = 5  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|
+SUMS = 6  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|, Σδ·base
 # Elements that are not zero, those that are not finite, and the bits of the extremes; the least is
 # that of a magnitude that is not zero, less 1.
 CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
@@ -108,6 +108,7 @@ class Sums(Additive):
     cubes: float = 0.0
     fourths: float = 0.0
     magnitude: float = 0.0  # Σ|δ|
+    base_product: float = 0.0  # Σδ·base
     smallest: float = math.inf  # the smallest magnitude above zero
     largest: float = 0.0
     base_squares: float = 0.0
@@ -150,6 +151,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         negligible=share_below(NEGLIGIBLE * sums.largest, sums, magnitudes),
         norm=math.sqrt(sums.squares),
         base_norm=math.sqrt(sums.base_squares),
+        base_product=sums.base_product,
         excess_kurtosis=kurtosis,
         histogram=Histogram(*_octaves(magnitudes)),
         inliers=Inliers(
