@@ -17,6 +17,7 @@ import gc
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.errors import DareError, ExistsError, printable
+from dare.errors import DareError, ExistsError, install_command, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -39,7 +40,11 @@ USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the mai
 
 ESCAPE = "dare-escape"
 
-HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
+_TEXT = files("dare.cli").joinpath("help.toml").read_text("utf-8")
+_INSTALL = re.compile(r"INSTALL (\w+)")  # rich must not take the brackets for markup
+HELP: dict[str, Any] = tomllib.loads(
+    _INSTALL.sub(lambda found: install_command(found[1]).replace("[", r"\\["), _TEXT)
+)
 # Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
 

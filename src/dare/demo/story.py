@@ -35,7 +35,7 @@ from dare.demo.merges import (
 from dare.demo.tasks import TASKS, Example, add, say, sort
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
 from dare.documents.terminal import print_document
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 from dare.kernels.linalg import one_blas_thread
 from dare.output.targets import check_free
 
@@ -301,7 +301,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
         f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged.safetensors"
     )
     kept = [("merged models", result.output)] if result.output else []
-    picture = result.picture or "for one, install matplotlib: pip install 'dare-merge[demo]'"
+    picture = result.picture or f"needs matplotlib: {install_command('demo')}"
     return Document(
         title="One model now does three tasks",
         kind="demonstration",
