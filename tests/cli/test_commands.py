@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from dare import merge, plan
 from dare.cli import COMMANDS, build_app
+from dare.documents import shown
 from dare.documents.notices import catalogue
 from dare.documents.words import exact_text
 from dare.output.targets import MARK, MARK_NAME
@@ -25,7 +26,7 @@ from dare.output.verification import verify
 from dare.stages import ALIASES, STAGES
 from helpers import flip_bit, save, sha256
 
-COMPILING = "compiling kernels (once; a few seconds)\n"
+COMPILING = f"{shown.COMPILING}\n"
 
 CODES = list(catalogue())
 OF_MERGES = set(CODES[: CODES.index("leftovers") + 1])

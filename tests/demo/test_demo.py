@@ -59,6 +59,7 @@ def test_what_is_written_is_what_is_true(ran):
     assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
     methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "alone,")
     assert all(name in text for name in ("base", *TUNED, *methods))
+    assert text.count("dare+sum p=0.5 ") >= 3  # its answers, first scores, all scores
     assert "\x1b" not in text
     assert max(map(len, text.split("  repeat")[0].splitlines())) <= 80
 

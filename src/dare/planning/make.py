@@ -427,7 +427,8 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
 
 def rate_notes(recipe: Recipe) -> Iterator[Notice]:
     """Say which drop rate was taken if none was given."""
-    given = (*recipe.stages.values(), *(e.settings for e in (*recipe.models, *recipe.tensors)))
+    given = [*recipe.stages.values(), *(entry.settings for entry in recipe.models)]
+    given += [rule.settings for rule in recipe.tensors]
     taken = [own["drop_rate"] for _, own in recipe.all_stages if "drop_rate" in own]
     if taken and not any("drop_rate" in settings for settings in given):
         yield notice("default_drop_rate", rate=", ".join(map(str, dict.fromkeys(taken))))
