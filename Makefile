@@ -9,6 +9,7 @@ STORES := .venv-stores
 # Without npm, az:// is not tested.
 AZURITE := azurite@3.37.0
 BENCH := .venv-bench
+RELEASE := .venv-release
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +25,7 @@ DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs playground test-attack test-browser \
 	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
-	check-workflows wasm clean experiment
+	check-workflows wasm clean experiment release
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -43,6 +44,7 @@ help:
 	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make wasm        compile what the playground computes in the browser (changes no byte)"
+	@echo "make release     build wheel and sdist, try them in an empty environment, say how to publish"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
 	@echo "make experiment  merges of many small models again, and the page of all results (an hour;"
@@ -144,6 +146,23 @@ wasm: $(VENV)/tools-ready
 	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM) $(ENGINE)/llama.c
 	chmod 644 $(WASM)
 
+# The wheel is built from the sdist, so both are tried. Nothing is published.
+release: $(VENV)/dev-ready
+	rm -rf dist $(RELEASE)
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python $(PIP) dist/*.whl
+	cd $(RELEASE) && bin/dare --version && bin/dare demo --models models && \
+		bin/dare models/base models/add models/say --method sum --output merged && bin/dare verify merged
+	@version=$$($(RELEASE)/bin/python -c "import dare; print(dare.__version__)"); \
+	grep -n "in your clone" src/dare/errors.py && echo "^ Not ready: install_command" \
+		"still names the clone. Make it name dare-merge[EXTRA], and run make release again." || true; \
+	echo "To publish $$version, type:"; \
+	echo "  git tag v$$version && git push origin v$$version    the forge tests, builds and publishes it"; \
+	echo "or, with a token of the package index:"; \
+	echo "  $(BIN)/twine upload dist/*"
+
 pre-commit: $(VENV)/tools-ready
 	$(BIN)/pre-commit install
 	$(BIN)/pre-commit run --all-files
@@ -152,7 +171,7 @@ check-workflows: $(VENV)/tools-ready
 	$(BIN)/zizmor --offline .github
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
+	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) $(RELEASE) dist .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
 
 experiment: $(VENV)/experiment-ready
 	$(BIN)/python experiments/again.py $(QUICK)

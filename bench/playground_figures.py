@@ -81,7 +81,9 @@ def measure_curves() -> dict[str, Any]:
     """Score the models, and merges of them at every drop rate."""
     models = [Measurement(path, PROMPTS, ENGLISH_BYTES) for path in (BASE, *TUNED.values())]
     jobs = [*models, *(job for curve in CURVES for rate in RATES for job in curve.jobs(rate))]
-    scores = dict(zip(jobs, measure_all(jobs, lambda: print(".", end="", flush=True)), strict=True))
+    scores = dict(
+        zip(jobs, measure_all(jobs, lambda _: print(".", end="", flush=True)), strict=True)
+    )
     return {
         "prompts": PROMPTS,
         "english_bytes": ENGLISH_BYTES,

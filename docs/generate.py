@@ -171,18 +171,16 @@ def methods() -> str:
 
 
 def flags() -> str:
-    """The flag of every parameter."""
-    owners: dict[str, list[Stage]] = {}
+    """The flag of every parameter, in a row for each meaning that it has."""
+    owners: dict[str, dict[str, list[str]]] = {}
     for stage in STAGES.values():
-        for name in stage.parameters:
-            owners.setdefault(name, []).append(stage)
+        for name, parameter in stage.parameters.items():
+            meanings = owners.setdefault(name, {})
+            meanings.setdefault(parameter.description, []).append(f"`{stage.name}`")
     rows = [
-        (
-            f"`--{name.replace('_', '-')} VALUE`",
-            ", ".join(f"`{stage.name}`" for stage in stages),
-            stages[0].parameters[name].description,
-        )
-        for name, stages in owners.items()
+        (f"`--{name.replace('_', '-')} VALUE`", ", ".join(stages), meaning)
+        for name, meanings in owners.items()
+        for meaning, stages in meanings.items()
     ]
     return _table(("flag", "stages", "meaning"), rows)
 

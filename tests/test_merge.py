@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare import MismatchError, ModelEntry, Request, TensorRule, keep_mask
+from dare.documents.shown import COMPILING
 from dare.tensors.dtypes import WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
@@ -450,6 +451,6 @@ def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
         )
 
     first, second = run(), run()
-    assert b"compiling kernels" in first.stderr
+    assert first.stderr.decode().count(COMPILING) == 1
     assert second.stderr == b""
-    assert float(first.stdout) < 60  # about 5 s on an idle machine
+    assert float(first.stdout) < 3  # the 5 s that compiling takes do not count

@@ -7,7 +7,6 @@ or keywords by the names that a recipe and the command line have.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -20,6 +19,7 @@ from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
 from dare.inputs.opening import convert_yaml, is_on_hub, take_extras
+from dare.kernels.native import working_seconds
 from dare.output.receipt import (
     Report,
     find_manifest,
@@ -257,7 +257,7 @@ def merge_arrays(
     >>> merge_arrays(base, [tuned], drop_rate=0.5, seed=0, verbose=False)[0]["w"]
     array([0., 0., 0., 8.], dtype=float32)
     """
-    started = time.perf_counter()
+    started = working_seconds()
     if isinstance(models, Mapping) or is_module(models):
         raise RecipeError("models must be a list of dicts, also if there is one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
@@ -275,7 +275,7 @@ def merge_arrays(
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
-    seconds = time.perf_counter() - started
+    seconds = working_seconds() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
     warn(planned, [notice for notice in report.warnings if notice not in shown])

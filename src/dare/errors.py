@@ -122,6 +122,15 @@ def warn_caller(text: str) -> None:
     warnings.warn(text, DareWarning, stacklevel=level)
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: the one place to change on the day of release.
+
+    >>> install_command("search")
+    "pip install '.[search]' (in your clone of the repository)"
+    """
+    return f"pip install '.[{extra}]' (in your clone of the repository)"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the nearest known word, or an empty string.
 

@@ -16,7 +16,7 @@ from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.documents import page as pages_of
 from dare.documents.notices import catalogue
 from dare.documents.words import number, share
-from dare.errors import InputError, OutputError
+from dare.errors import InputError, OutputError, install_command
 from dare.output.targets import write_file
 from pages import Outline
 
@@ -185,7 +185,7 @@ def test_an_analysis_without_models_is_refused(subject):
 
 def test_what_is_missing_is_named(subject, monkeypatch):
     monkeypatch.setattr(pages_of, "NEEDED", ("altair", "no_such_package"))
-    with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
+    with pytest.raises(OutputError, match=re.escape(install_command("report"))):
         pages_of.render_page(subject.document())
 
 

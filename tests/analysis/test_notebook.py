@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 import dare
-from dare.errors import OutputError, RecipeError
+from dare.errors import OutputError, RecipeError, install_command
 from dare.studies.candidates import Candidates
 from helpers import save
 
@@ -138,5 +139,5 @@ def test_a_figure_is_a_chart(results):
 def test_without_the_packages_for_it_there_is_no_page(results, monkeypatch):
     monkeypatch.setattr("dare.documents.page.find_spec", lambda _name: None)
     for make in (results["Analysis"].to_html, results["Analysis"].plot):
-        with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
+        with pytest.raises(OutputError, match=re.escape(install_command("report"))):
             make()

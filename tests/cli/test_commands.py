@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from dare import merge, plan
 from dare.cli import COMMANDS, build_app
+from dare.documents import shown
 from dare.documents.notices import catalogue
 from dare.documents.words import exact_text
 from dare.output.targets import MARK, MARK_NAME
@@ -25,7 +26,7 @@ from dare.output.verification import verify
 from dare.stages import ALIASES, STAGES
 from helpers import flip_bit, save, sha256
 
-COMPILING = "compiling kernels (once; a few seconds)\n"
+COMPILING = f"{shown.COMPILING}\n"
 
 CODES = list(catalogue())
 OF_MERGES = set(CODES[: CODES.index("leftovers") + 1])
@@ -160,8 +161,8 @@ def test_merge_as_json_is_the_report_and_nothing_else_on_stdout(folder):
 
 
 def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
-    outcome = dare_succeeds("plan", *TWO, *TO, "--json")
-    (folder / "recipe.toml").write_text(RECIPE.replace("0.8", "0.9"))
+    outcome = dare_succeeds("plan", *TWO, *TO, "--drop-rate", "0.8", "--json")
+    (folder / "recipe.toml").write_text(RECIPE)
     seconds = outcome.json["seconds"]
     assert outcome.json == {**plan("recipe.toml").to_dict(), "seconds": seconds}
     assert 0 < seconds["low"] < seconds["high"] <= 4 * seconds["low"]
@@ -349,6 +350,14 @@ def test_help_is_there_at_once(capsys):
 # ---------------------------------------------------------------- warnings
 
 
+def test_a_merge_says_once_which_drop_rate_it_takes_and_not_if_one_is_given(folder):
+    said = catalogue()["default_drop_rate"].title
+    assert dare_succeeds(*TWO, *TO).out.count(said) == 1
+    assert json.loads(dare_succeeds(*TWO, *TO, "--overwrite", "--json").out)["notes"]
+    for flags in (["--quiet"], ["--drop-rate", "0.5"]):
+        assert said not in dare_succeeds(*TWO, *TO, "--overwrite", *flags).out
+
+
 def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     base = base_arrays()
     math = load_file(folder / "math.safetensors")
@@ -374,7 +383,9 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     labels = ("Note  ", "Warning  ", "Severe  ")
     kinds = [line.partition("  ")[2] for line in closing if line.startswith(labels)]
     others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES | OF_EXTRAS
-    assert sorted(kinds) == sorted(catalogue()[code].title for code in OF_MERGES - others)
+    assert sorted(kinds) == sorted(
+        catalogue()[code].title for code in OF_MERGES - others - {"default_drop_rate"}
+    )
     assert {"Note  leftovers", "Severe  not a number"} <= set(closing)
     rates = closing.index("Warning  high drop rate")
     told = " ".join(closing[rates:])

@@ -222,7 +222,7 @@ def test_the_recipe_can_be_named_in_every_way(place, word, recipe_file):
 
 def test_help_explains_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
-    text = " ".join(dare_succeeds("merge", "--help").out.replace("│", " ").split())
+    text = " ".join(dare_succeeds("merge", "--help-all").out.replace("│", " ").split())
     for field, flag in FIELDS.items():
         for name in flag.names or (f"--{field.replace('_', '-')}",):
             assert name in text
@@ -230,6 +230,7 @@ def test_help_explains_every_flag(monkeypatch):
     for stage in STAGES.values():
         for name in stage.parameters:
             assert f"--{name.replace('_', '-')} VALUE..." in text
+            assert stage.parameters[name].description in text  # its own, not another stage's
 
 
 A_NEW_STAGE = """
@@ -244,7 +245,7 @@ def shrink(block, *, by: Annotated[float, Field(gt=0, description="What to divid
     block.factor /= by
 
 from dare.cli import main
-assert main(["merge", "--help"]) == 0
+assert main(["merge", "--help-all"]) == 0
 assert main(["methods"]) == 0
 shrunk = ["--method", "shrink+linear", "--by", "4", "-o", "shrunk.safetensors"]
 scaled = ["--method", "linear", "--scale", "0.25", "-o", "scaled.safetensors"]

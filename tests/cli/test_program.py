@@ -22,11 +22,12 @@ from calling import Outcome, dare, dare_succeeds, recipe_of
 from safetensors.numpy import load_file
 
 from dare import verify
+from dare.documents import shown
 from helpers import save, sha256
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program"
 VENV = Path(sys.executable).parents[1]
-COMPILING = "compiling kernels (once; a few seconds)\n"
+COMPILING = f"{shown.COMPILING}\n"
 
 MERGE_CONFIG = """\
 [dare]

@@ -15,8 +15,9 @@ import pexpect
 import pytest
 from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
+from rich.text import Text
 
-from dare.cli import COMMANDS
+from dare.cli import COMMANDS, HELP, MAIN_FLAGS
 from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from helpers import save, sha256
@@ -112,6 +113,25 @@ def test_help_fits(command, columns, page):
     assert {cell_len(line) for line in boxes} == {columns}  # all borders stand in one column
     examples = text.partition("Examples")[2]
     assert re.search(r"\n  dare base\S* math\S* code\S* -o merged", examples)
+
+
+@pytest.mark.parametrize("command", MAIN_FLAGS)
+def test_main_flags_are_on_one_screen_and_the_others_behind_help_all(command, page):
+    words = command.split()
+    short, whole = (page(80, *words, flag) for flag in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 50
+    flags = [set(re.findall(r"│ (?:\* )? *(--[a-z-]+)", text)) for text in (short, whole)]
+    assert flags[0] <= flags[1]
+    if MAIN_FLAGS[command]:
+        assert f"dare {command} --help-all" in short
+        assert len(flags[0]) < len(flags[1]) - 20
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *HELP["subcommands"]])
+def test_help_breaks_no_line_of_its_text(command, page):
+    shown = page(80, *command.split(), "--help").splitlines()
+    text = Text.from_markup({**COMMANDS, **HELP["subcommands"]}[command]).plain
+    assert [line for line in text.strip().splitlines() if line not in shown] == []
 
 
 def test_help_is_a_screen_and_a_half(page):

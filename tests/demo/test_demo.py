@@ -14,7 +14,7 @@ from dare.demo.llama import Llama
 from dare.demo.merges import TUNED, Curve, Figure, Measurement, Merge, Row, Score, Writing, measure
 from dare.demo.story import run_demo
 from dare.documents.terminal import SafeConsole, print_document
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 
 SMALL = replace(story.QUICK, prompts=12, english_bytes=512, drop_rates=(0.5,), table_rates=(0.5,))
 
@@ -59,6 +59,7 @@ def test_what_is_written_is_what_is_true(ran):
     assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
     methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "alone,")
     assert all(name in text for name in ("base", *TUNED, *methods))
+    assert text.count("dare+sum p=0.5 ") >= 3  # its answers, first scores, all scores
     assert "\x1b" not in text
     assert max(map(len, text.split("  repeat")[0].splitlines())) <= 80
 
@@ -81,7 +82,7 @@ def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
     monkeypatch.setattr(story, "find_spec", lambda _: None)
     assert story._keep(tmp_path, replace(SMALL, table_rates=()), ran[0].curves) is None
     told = dict(story.outcome(replace(ran[0], picture=None), "").facts)
-    assert "dare-merge[demo]" in told["picture"]
+    assert install_command("demo") in told["picture"]
 
 
 def test_picture(ran, tmp_path):

@@ -53,7 +53,7 @@ def test_a_recipe_takes_it():
 def test_the_command_line_has_it(capsys):
     assert main(["methods", "clip"]) == 0
     assert "Bound the magnitude of every element." in capsys.readouterr().out
-    assert main(["merge", "--help"]) == 0
+    assert main(["merge", "--help-all"]) == 0
     assert "--limit" in capsys.readouterr().out
 
 

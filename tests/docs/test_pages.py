@@ -183,7 +183,8 @@ def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         for command in commands:
-            main([*command, "--help"])
+            for flag in ("--help", "--help-all"):
+                main([*command, flag])
     known = flags(printed.getvalue())
     assert "--on-integer-mismatch" in known
     written = flags(page("cli.md")) | flags(generate.flags())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import sys
 import time
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, install_command
 from dare.inputs.gguf import FAMILIES, GgufSource
 from dare.inputs.opening import FORMS
 from dare.inputs.sources import Opening
@@ -351,7 +352,7 @@ def test_what_looks_like_gguf(tmp_path):
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", {"a": np.ones(8)})
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(InputError, match=r"pip install 'dare-merge\[gguf\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("gguf"))):
         GgufSource(path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dare
-from dare.errors import DareError, InputError
+from dare.errors import DareError, InputError, install_command
 from dare.inputs.hub import Resolved, resolve
 from dare.inputs.opening import open_model
 from dare.stores.locations import looks_like_name, to_path
@@ -146,7 +146,7 @@ def test_without_the_client_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = failure("org/name")
     assert message.startswith("org/name: no such file or directory")
-    assert message.endswith("pip install 'dare-merge[hf]'")
+    assert message.endswith(install_command("hf"))
 
 
 # ---------------------------------------------------------------- fetching

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, install_command
 from dare.inputs.opening import FORMS
 from dare.inputs.sources import Opening, check_unchanged
 from dare.inputs.torch_bin import TorchSource
@@ -246,7 +246,7 @@ def test_a_source_knows_its_file_and_notices_changes(tmp_path):
 def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
     path = save(tmp_path / "m.pt", {"w": W})
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(InputError, match=r"pip install 'dare-merge\[torch\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("torch"))):
         TorchSource(path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -140,6 +141,17 @@ def test_it_requires_what_the_project_says_and_not_torch(metadata: Message) -> N
 
 def test_twine_finds_nothing_wrong(distributions: Distributions) -> None:
     assert not check(list(map(str, distributions)), strict=True)
+
+
+def test_install_hints_name_extras_and_no_package_that_anyone_could_register() -> None:
+    suffixes = {".py", ".toml", ".md", ".ipynb", ".jinja", ".js", ".html"}
+    trees = ("src/dare", "docs", "examples")
+    files = [ROOT / "README.md", *(p for tree in trees for p in (ROOT / tree).rglob("*"))]
+    texts = {p: p.read_text("utf-8") for p in files if p.suffix in suffixes and p.is_file()}
+    assert not [path for path, text in texts.items() if "dare-merge[" in text]
+    hint = re.compile(r"install_command\('(\w+)'\)|INSTALL (\w+)|pip install '\.\[(\w+)\]'")
+    named = {name for text in texts.values() for found in hint.findall(text) for name in found}
+    assert named - {""} == set(PROJECT["optional-dependencies"])
 
 
 # ---------------------------------------------------------------- installed

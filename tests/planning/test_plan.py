@@ -452,6 +452,25 @@ def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
     assert "q = 0.0199 beside this rate" in warning.remedy
 
 
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ({}, True),
+        ({"method": "della+ties"}, True),
+        ({"method": "ties"}, False),
+        ({"stages": {"dare": {"drop_rate": 0.9}}}, False),
+        ({"models": [ModelEntry(file="math", settings={"drop_rate": 0.9})]}, False),
+        ({"tensors": [TensorRule(match="w", settings={"drop_rate": 0.9})]}, False),
+    ],
+)
+def test_a_drop_rate_that_nobody_gave_is_noted_in_a_line(settings, noted):
+    notes = plan_of(BASE, BASE, **settings).notes
+    assert [note.code for note in notes] == ["default_drop_rate"] * noted
+    for note in notes:
+        assert "drop_rate = 0.9" in note.text
+        assert len(f"    {note.text}.") <= 80  # one line of a terminal
+
+
 # ---------------------------------------------------------------- the plan told
 
 

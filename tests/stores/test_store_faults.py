@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dare.errors import InputError
+from dare.errors import InputError, install_command
 from dare.stores import reading
 from dare.stores.ahead import StoreFile
 from dare.stores.locations import to_path
@@ -154,7 +154,7 @@ def test_nobody_listens(web, path):
 
 def test_without_obstore_it_says_what_to_install(web, path, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    assert "pip install 'dare-merge[stores]'" in refusal(path)
+    assert install_command("stores") in refusal(path)
 
 
 # ---------------------------------------------------------------- S3 in words

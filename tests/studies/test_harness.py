@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import dare
 from dare.demo.tasks import TASKS
-from dare.errors import EvaluationError, RecipeError
+from dare.errors import EvaluationError, RecipeError, install_command
 from dare.recipe.document import with_settings
 from dare.studies.evaluators import open_scorer
 from dare.studies.evaluators.harness import _by_task, split_tasks
@@ -182,5 +183,5 @@ def test_tasks_that_cannot_be_scored_are_refused(tasks, recipe):
 
 def test_without_the_harness_it_is_named(monkeypatch, recipe):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"pip install 'dare-merge\[eval\]'"):
+    with pytest.raises(RecipeError, match=re.escape(install_command("eval"))):
         open_scorer("lm_eval:any", recipe)

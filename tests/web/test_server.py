@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 
 from dare.cli import main
 from dare.demo.merges import MODELS
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 from dare.web import server as starting
 from dare.web.assets import page_assets
 from dare.web.guard import MOST_BODY_BYTES, Guard, Key
@@ -415,7 +415,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else True)
     status, out, err = call()
     assert (status, out) == (1, "")
-    assert "pip install 'dare-merge[web]'" in err
+    assert install_command("web") in err
 
 
 @pytest.mark.parametrize("arguments", ["--port 70000", "nowhere"])

@@ -65,7 +65,7 @@ class Analysis(AnalysisData, Shown):
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return the report page, which needs nothing else; write it to a path, if one is given.
 
-        To make it, the packages of `dare-merge[report]` are needed.
+        It needs the packages of the extra `report`.
         """
         from dare.documents.page import render_page
         from dare.output.targets import write_file

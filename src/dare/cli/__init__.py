@@ -17,31 +17,46 @@ import gc
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.errors import DareError, ExistsError, printable
+from dare.errors import DareError, ExistsError, install_command, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
+    from cyclopts.help import DefaultFormatter, HelpPanel
+    from rich.console import Console
 
 # Variables by which a user sets the number of OpenBLAS's threads; the first counts most.
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the main thread
 
 ESCAPE = "dare-escape"
+HELP_ALL = "--help-all"
 
-HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
+_TEXT = files("dare.cli").joinpath("help.toml").read_text("utf-8")
+_INSTALL = re.compile(r"INSTALL (\w+)")  # rich must not take the brackets for markup
+HELP: dict[str, Any] = tomllib.loads(
+    _INSTALL.sub(lambda found: install_command(found[1]).replace("[", r"\\["), _TEXT)
+)
 # Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
+
+# The flags that `--help` lists, by command; `--help-all` lists the others too.
+MAIN_FLAGS: dict[str, list[str]] = {
+    command: [f"--{name}" for name in names]
+    for commands, names in HELP["main_flags"].items()
+    for command in commands.split(", ")
+}
 
 WITH_COMMANDS = ("lora", "search")  # commands that have subcommands
 
@@ -116,8 +131,9 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         with _uncollected_start(owns_process=owns_process):
             _load_stages(given)
             words = with_command(given)
-            command, bound, _ = build_app(words[0]).parse_args(
-                words, exit_on_error=False, print_error=False
+            plain = ["--help" if word == HELP_ALL else word for word in words]
+            command, bound, _ = build_app(words).parse_args(
+                plain, exit_on_error=False, print_error=False
             )
         outcome = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
@@ -159,9 +175,14 @@ def _load_stages(arguments: Sequence[str]) -> None:
             load_stages(file)
 
 
-def build_app(asked: str = "") -> App:
+def build_app(words: Sequence[str] = ("",)) -> App:
     """Return the commands with their help; what completes them only if no other is asked for."""
     from cyclopts import App, Group
+
+    name = " ".join(words[:2])
+    name = name if name in MAIN_FLAGS else words[0]
+    flags = MAIN_FLAGS.get(name, [])
+    is_short = flags and HELP_ALL not in words and not {"--help", "-h"}.isdisjoint(words)
 
     app = App(
         name="dare",
@@ -171,6 +192,7 @@ def build_app(asked: str = "") -> App:
         help_epilogue=HELP["examples"],
         help_flags=["--help", "-h"],
         help_format="rich",
+        help_formatter=_short_help(name, flags) if is_short else None,
         suppress_keyboard_interrupt=False,
     )
     for place, (title, names) in enumerate(HELP["groups"].items()):
@@ -180,12 +202,33 @@ def build_app(asked: str = "") -> App:
             how = {} if name in WITH_COMMANDS else {"help_epilogue": ""}
             texts = {"name": name, "help": COMMANDS[name], **how}
             app.command(f"dare.cli.{home}:{name}", group=group, sort_key=order, **texts)
-    if asked not in COMMANDS:  # it takes a while to import
+    if words[0] not in COMMANDS:  # it takes a while to import
         app.register_install_completion_command(help="Set up completion in the shell you are in.")
         app["--install-completion"].show = False
     for flag in ("--help", "--version"):
         app[flag].show = False
     return app
+
+
+def _short_help(command: str, flags: Collection[str]) -> DefaultFormatter:
+    """Return a formatter that leaves out all flags but some, and says how to see the others."""
+    from cyclopts.help import DefaultFormatter
+
+    class ShortHelp(DefaultFormatter):
+        def render_description(self, console: Console, options: Any, description: Any) -> None:
+            super().render_description(console, options, description)
+            console.print(HELP["more"].format(command=command), highlight=False)
+
+        def __call__(self, console: Console, options: Any, panel: HelpPanel) -> None:
+            entries = [
+                entry
+                for entry in panel.entries
+                if not entry.names
+                or any(name in flags or not name.startswith("--") for name in entry.names)
+            ]
+            super().__call__(console, options, panel.copy(entries=entries))
+
+    return ShortHelp()
 
 
 def with_command(arguments: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
 Inputs = Annotated[
-    Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe or output to repeat.")
+    Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe, or an output.")
 ]
 WORTH_WAITING_FOR = 5.0  # seconds from which a merge says beforehand how long it takes
 RECIPES = (".toml", *api.YAML_SUFFIXES)

@@ -64,7 +64,7 @@ _shown = partial(switch, group=OUTPUT)
 _EVERYTHING = "Show plan, progress and report in any case."
 Verbose = Annotated[bool, _shown("--verbose", "-v", help=_EVERYTHING)]
 Quiet = Annotated[bool, _shown("--quiet", "-q", help="Show errors only.")]
-Json = Annotated[bool, _shown(help="One JSON document on stdout; everything else goes to stderr.")]
+Json = Annotated[bool, _shown(help="JSON on stdout, everything else on stderr.")]
 Debug = Annotated[bool, _shown(help="With an error, show where it came from.")]
 Switch = Annotated[bool, switch()]
 RunSwitch = Annotated[bool, switch(group=RUN)]
@@ -152,9 +152,14 @@ def _recipe_flags() -> list[inspect.Parameter]:
 
 
 def stage_flags() -> list[inspect.Parameter]:
-    """A flag for each parameter that a stage has."""
-    kind = list[str], STAGE_PARAMETERS, (), "VALUE..."
-    return [Flag(*kind, _stage_help(name)).parameter(name) for name in parameter_names()]
+    """A flag for each parameter that a stage has; the drop rate stands with the method."""
+    groups = {
+        name: METHOD if name == "drop_rate" else STAGE_PARAMETERS for name in parameter_names()
+    }
+    return [
+        Flag(list[str], group, (), "VALUE...", _stage_help(name)).parameter(name)
+        for name, group in groups.items()
+    ]
 
 
 def runs(
@@ -204,10 +209,16 @@ def _declare(
 
 
 def _stage_help(name: str) -> str:
-    owners = {s.name: s.parameters[name] for s in STAGES.values() if name in s.parameters}
-    first = next(iter(owners.values()))
-    defaults = ", ".join(f"{stage} {exact_text(p.default)}" for stage, p in owners.items())
-    return rf"{first.description} {first.range} \[default: {defaults}]"  # else it is markup
+    """Return what a parameter means, for each stage that has its own meaning of it."""
+    meanings: dict[str, list[str]] = {}
+    for stage in (stage for stage in STAGES.values() if name in stage.parameters):
+        found = stage.parameters[name]
+        default = f"{stage.name} {exact_text(found.default)}"
+        meanings.setdefault(f"{found.description} {found.range}", []).append(default)
+    texts = [rf"{text} \[default: {', '.join(its)}]" for text, its in meanings.items()]  # no markup
+    stages = [", ".join(default.split()[0] for default in its) for its in meanings.values()]
+    several = [f"{names}: {text}" for names, text in zip(stages, texts, strict=True)]
+    return texts[0] if len(texts) == 1 else "\n".join(several)
 
 
 def recipe_from_flags(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from dare.cli import COMMANDS
+from dare.cli import COMMANDS, HELP
 from dare.cli.flags import (
     METHOD,
     PER_MODEL,
@@ -47,7 +47,7 @@ def _merge(
     return plan if dry_run else run_plan(plan, output, overwrite=overwrite)
 
 
-@lora.command
+@lora.command(help=HELP["subcommands"]["lora merge"])
 @runs(_merge, [PER_MODEL[MODEL_SEED].parameter(MODEL_SEED), *stage_flags()])
 def merge(
     adapters: list[Path],
@@ -69,15 +69,14 @@ def merge(
     overwrite: Overwrite = False,
     **flags: Any,
 ) -> dict[str, Any]:
-    """Merge LoRA adapters into one, without the base.
-
-    linear and sum are exact, and the ranks add up. Other methods need --rank or --energy, or
-    --space core, which needs neither.
+    """Merge LoRA adapters.
 
     :param adapters: LoRA adapters of one base, from PEFT.
     :param weights: Weights, one for each adapter.
     :param method: As in a merge: sum, dare+linear, ties, …
     :param space: Merge whole matrices, or small ones in the space that the adapters span.
+    :param seed: Adapter i uses seed + i.
+    :param scale: Factor λ on the merged change.
     :param max_memory: Memory for buffers and factors.
     :param dry_run: Show the plan, but do not merge.
     """

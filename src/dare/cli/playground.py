@@ -16,7 +16,7 @@ from dare.cli import DONE, INTERRUPTED, UsageError
 from dare.cli.flags import RUN, Debug, Json, RunPath, RunSwitch, print_json
 from dare.documents.page import NEEDED
 from dare.documents.terminal import make_console, print_steps
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 
 MOST_PORT = 65535
 
@@ -41,7 +41,7 @@ def playground(
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
     if not all(find_spec(name) for name in (*NEEDED, "starlette", "uvicorn")):
-        needs = "starlette, uvicorn and the packages of a report: pip install 'dare-merge[web]'"
+        needs = f"packages that are not installed: {install_command('web')}"
         raise OutputError(f"the playground needs {needs}")
     if build is not None:
         return _build(build, overwrite=overwrite, json=json)

@@ -245,20 +245,22 @@ def measure(measurement: Measurement) -> Score:
     return Score(correct, model.bits_per_byte(english) if english else float("nan"))
 
 
-def measure_all(measurements: Sequence[Measurement], advance: Callable[[], None]) -> list[Score]:
+def measure_all(
+    measurements: Sequence[Measurement], advance: Callable[[list[Score]], None]
+) -> list[Score]:
     """Measure in processes of their own, whose matrix products use one thread each.
 
     Threads that share a product wait for each other, which takes many times longer where other
     programs keep the cores busy.
     """
-    scores = []
+    scores: list[Score] = []
     wanted = 1 + len(measurements) // MEASUREMENTS_PER_PROCESS
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, wanted)
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin) as pool:
         try:
             for score in pool.map(measure, measurements):
                 scores.append(score)
-                advance()
+                advance(scores)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

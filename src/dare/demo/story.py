@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from dare.demo.merges import (
     Measurement,
     Merge,
     Row,
+    Score,
     Writing,
     measure_all,
     scale_for,
@@ -34,9 +35,11 @@ from dare.demo.merges import (
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
+from dare.documents.shown import COMPILING
 from dare.documents.terminal import print_document
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 from dare.kernels.linalg import one_blas_thread
+from dare.kernels.native import announcing
 from dare.output.targets import check_free
 
 FIRST_SEED = 42
@@ -44,6 +47,8 @@ FIRST_SEED = 42
 # Methods without DARE; the last is TIES as published, which trims to the largest fifth.
 PLAIN = ("linear", "sum", "ties", "trim+ties")
 DROPPED = ("sum", "ties")
+MODEL_NAMES = ("base", *TUNED)
+FIRST = (("merge", "sum", 0.0), ("merge", "sum", 0.5))  # merges that are scored and shown first
 FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
 
 # Held-out prompts whose answers are easily checked by eye.
@@ -89,9 +94,13 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
-    writings = _writings(console)  # first: its merge compiles what all merges use
-    print_document(console, opening(parameters, changes, writings))
-    rows = _measure(console, _experiments(extent))
+    models = {name: partial(Llama, MODELS / name, CONFIG) for name in MODEL_NAMES}
+    tuned = _writings(console, models)
+    print_document(console, opening(parameters, changes, tuned))
+    merged = _writings(console, {FAVOURITE.label: FAVOURITE.load})  # compiles what all merges use
+    print_document(console, merging(merged))
+    writings = (*tuned, *merged)
+    rows = _measure(console, _experiments(extent), extent)
     rates = (0.0, *extent.drop_rates)
     curves = [_alone_curve(rows, rates)]
     for combine in DROPPED:
@@ -127,7 +136,7 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
     """All that is measured, in the order in which it is shown: a row, and a job for each seed."""
     everything = partial(Measurement, prompts=extent.prompts, english_bytes=extent.english_bytes)
     planned: dict[Key, tuple[Row, list[Measurement]]] = {}
-    for name in ("base", *TUNED):
+    for name in MODEL_NAMES:
         planned["model", name, 0.0] = Row(name, ()), [everything(MODELS / name)]
     dropping = [(combine, rate) for combine in DROPPED for rate in extent.drop_rates]
     for combine, rate in [*((combine, 0.0) for combine in PLAIN), *dropping]:
@@ -144,16 +153,36 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
 
 
 def _measure(
-    console: Console, experiments: Mapping[Key, tuple[Row, list[Measurement]]]
+    console: Console, experiments: Mapping[Key, tuple[Row, list[Measurement]]], extent: Extent
 ) -> dict[Key, Row]:
-    jobs = [job for _, repeated in experiments.values() for job in repeated]
+    """Score everything, and show the first rows while the others are still being scored."""
+    first = [key for key in experiments if key[0] == "model" or key in FIRST]
+    order = [*first, *(key for key in experiments if key not in first)]
+    jobs = [job for key in order for job in experiments[key][1]]
+    early = sum(len(experiments[key][1]) for key in first)
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     is_hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
         task = bar.add_task("scoring", total=len(jobs))
-        scores = dict(zip(jobs, measure_all(jobs, lambda: bar.advance(task)), strict=True))
+
+        def advance(done: Sequence[Score]) -> None:
+            bar.advance(task)
+            if len(done) == early:
+                rows = list(_rows({key: experiments[key] for key in first}, jobs, done).values())
+                print_document(console, first_scores(rows, extent, len(jobs) - early))
+
+        scores = measure_all(jobs, advance)
+    return _rows(experiments, jobs, scores)
+
+
+def _rows(
+    experiments: Mapping[Key, tuple[Row, list[Measurement]]],
+    jobs: Sequence[Measurement],
+    scores: Sequence[Score],
+) -> dict[Key, Row]:
+    found = dict(zip(jobs, scores, strict=False))
     return {
-        key: replace(row, scores=tuple(scores[job] for job in repeated))
+        key: replace(row, scores=tuple(found[job] for job in repeated))
         for key, (row, repeated) in experiments.items()
     }
 
@@ -172,13 +201,12 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
     return Curve("each alone, on its task", tuple(points))
 
 
-def _writings(console: Console) -> tuple[Writing, ...]:
-    """Let the models, and a merge of all three, go on after the same prompts."""
+def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Writing, ...]:
+    """Let models go on after the same prompts."""
     prompts = [example.prompt for example in SHOWN]
-    with console.status("merging"), one_blas_thread():
-        models = {name: Llama(MODELS / name, CONFIG) for name in ("base", *TUNED)}
-        models[FAVOURITE.label] = FAVOURITE.load()
-        return tuple(Writing(name, tuple(llama.write(prompts))) for name, llama in models.items())
+    compiling = announcing(lambda: console.print(COMPILING))
+    with console.status("merging"), one_blas_thread(), compiling:
+        return tuple(Writing(name, tuple(load().write(prompts))) for name, load in models.items())
 
 
 def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> float:
@@ -240,16 +268,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
     ]
-    answers = [
-        tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
-        for writing in writings
-    ]
-    table = Table(
-        ("", *(example.prompt for example in SHOWN)),
-        tuple((writing.name, *cells) for writing, cells in zip(writings, answers, strict=True)),
-        title="What they write after three held-out prompts (✓ is right)",
-        tones={cell: Tone.GOOD for cells in answers for cell in cells if cell.endswith("✓")},
-    )
+    table = _answers(writings, "What they write after three held-out prompts (✓ is right)")
     return Document(
         title="Three models become one",
         kind="demonstration",
@@ -259,13 +278,48 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
     )
 
 
+def merging(writings: Sequence[Writing]) -> Document:
+    """Return what the merge writes."""
+    return Document(
+        title="The three merged into one",
+        kind="demonstration",
+        lead=f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped",
+        sections=(Section("merged", "Answers", (_answers(writings),), is_brief=True),),
+    )
+
+
+def _answers(writings: Sequence[Writing], title: str = "") -> Table:
+    answers = [
+        tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
+        for writing in writings
+    ]
+    return Table(
+        ("", *(example.prompt for example in SHOWN)),
+        tuple((writing.name, *cells) for writing, cells in zip(writings, answers, strict=True)),
+        title=title,
+        tones={cell: Tone.GOOD for cells in answers for cell in cells if cell.endswith("✓")},
+    )
+
+
 def _shown(text: str, example: Example) -> str:
     printed = "".join(letter if letter.isprintable() else "·" for letter in text)
     return f"{printed} ✓" if text == example.answer else printed
 
 
-def outcome(result: DemoResult, conclusion: str) -> Document:
-    """Return what models and merges can do, and how dropping changes it."""
+def first_scores(rows: Sequence[Row], extent: Extent, left: int) -> Document:
+    """Return what is known after a few seconds."""
+    counts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
+    table = score_table(rows, counts, extent.seeds)
+    return Document(
+        title="First scores",
+        kind="demonstration",
+        lead=f"{left} more merges are being scored, to compare methods and drop rates",
+        sections=(Section("scores", "Scores", (table,), is_brief=True),),
+    )
+
+
+def score_table(rows: Sequence[Row], prompts: Mapping[str, int], seeds: Sequence[int]) -> Table:
+    """Return what models and merges can do."""
     columns: Columns = {
         "": lambda row: row.name,
         "scale >": lambda row: "" if row.scale is None else f"{row.scale:g}",
@@ -273,20 +327,25 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
         "mean >": lambda row: _percentage(row.mean),
         "English >": lambda row: f"{row.bits_per_byte.mean:.3f}",
     }
-    counts = ", ".join(f"{count} {task}" for task, count in result.prompts.items())
-    seeds = f"± is over {len(result.seeds)} seeds. " if len(result.seeds) > 1 else ""
-    scores = tabulate(
-        result.rows,
+    counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
+    spread = f"± is over {len(seeds)} seeds. " if len(seeds) > 1 else ""
+    return tabulate(
+        rows,
         columns,
         title="Right answers to held-out prompts, in %; English in bits per byte",
-        hint=f"{seeds}Prompts: {counts}. Scales were chosen on other prompts.",
+        hint=f"{spread}Prompts: {counts}. Scales were chosen on other prompts.",
         tones={
             _percentage(row.correct(task.name)): Tone.GOOD
-            for row in result.rows
+            for row in rows
             for task in TASKS
             if row.correct(task.name).mean >= GOOD
         },
     )
+
+
+def outcome(result: DemoResult, conclusion: str) -> Document:
+    """Return what models and merges can do, and how dropping changes it."""
+    scores = score_table(result.rows, result.prompts, result.seeds)
     points = list(zip(*(curve.points for curve in result.curves), strict=True))
     rates = Table(
         ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
@@ -301,7 +360,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
         f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged.safetensors"
     )
     kept = [("merged models", result.output)] if result.output else []
-    picture = result.picture or "for one, install matplotlib: pip install 'dare-merge[demo]'"
+    picture = result.picture or f"needs matplotlib: {install_command('demo')}"
     return Document(
         title="One model now does three tasks",
         kind="demonstration",

@@ -20,7 +20,7 @@ from typing import Any
 from dare.documents.charts import THEMES, vega_config
 from dare.documents.document import Document, Figure, Part, Section, Spec
 from dare.documents.words import listed, number, value_text
-from dare.errors import OutputError
+from dare.errors import OutputError, install_command
 
 PACKAGE = "dare.documents"
 # The policy of every page: load nothing that is not allowed by name.
@@ -34,7 +34,7 @@ def check_installed() -> None:
     """Refuse to make a page without the packages that it takes."""
     if not all(find_spec(name) for name in NEEDED):
         missing = "a report needs packages that are not installed"
-        raise OutputError(f"{missing}: pip install 'dare-merge[report]'")
+        raise OutputError(f"{missing}: {install_command('report')}")
 
 
 def render_page(document: Document, library: str | None = None) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import notice
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, install_command
 from dare.inputs.sources import InputFiles, Opening, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream
@@ -448,7 +448,7 @@ def import_gguf(path: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise InputError(f"{path}: GGUF needs: pip install 'dare-merge[gguf]'") from None
+        raise InputError(f"{path}: GGUF needs a package: {install_command('gguf')}") from None
     return gguf
 
 

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from dare.errors import InputError, printable
+from dare.errors import InputError, install_command, printable
 from dare.inputs import lora
 from dare.inputs.directory import (
     CONFIGURATION,
@@ -59,7 +59,6 @@ from dare.stores.reading import can_read
 from dare.tensors.names import some_of
 
 SINGLE_NAMES = [f"{stem}.safetensors" for stem in STEMS]
-INSTALL = "pip install 'dare-merge[hf]'"
 
 # Patterns of files that are fetched beside the weights, in their folder; code is never run.
 SMALL_FILES = [*LICENCES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS, *FETCHED]
@@ -111,8 +110,8 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     try:
         from huggingface_hub import constants
     except ImportError:
-        text = f"{name}: no such file or directory; to fetch it from the hub, {INSTALL}"
-        raise InputError(text) from None
+        remedy = f"to fetch it from the hub, {install_command('hf')}"
+        raise InputError(f"{name}: no such file or directory; {remedy}") from None
     try:
         with _guarded():
             if (fetches and not is_address) or not (is_address or can_read()):

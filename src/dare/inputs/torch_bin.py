@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import notice
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, install_command
 from dare.inputs.quantised import read_quantised
 from dare.inputs.sources import (
     InputFiles,
@@ -217,7 +217,7 @@ def _load(file: Path) -> object:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
-        raise InputError(f"{file}: needs torch: pip install 'dare-merge[torch]'") from None
+        raise InputError(f"{file}: needs torch: {install_command('torch')}") from None
     try:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)

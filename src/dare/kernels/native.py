@@ -25,6 +25,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
 
 _loading = threading.Lock()
 _announcers: list[Callable[[], None]] = []
+_compiling: list[float] = []  # seconds for each kernel that was compiled in this process
 _engines: list[Any] = []
 
 
@@ -114,13 +116,16 @@ class Kernel:
             return self.variants[key]
 
     def _compile(self, types: Sequence[str]) -> Code:
-        for announce in _announcers:
-            announce()
+        began = time.perf_counter()
+        if not _has_compiled():
+            for announce in _announcers:
+                announce()
         code = compile_kernel(self.module, self.name, types)
         described = {"source": _digest_of(self.sources), "returns": code.returns}
         rest = json.dumps(described).encode() + b"\n" + code.machine_code
         with suppress(OSError):
             write_private(kernel_folder() / self._file_name(types), _digest(rest) + rest)
+        _compiling.append(time.perf_counter() - began)
         return code
 
     def _find(self, types: Sequence[str]) -> Code | None:
@@ -168,7 +173,7 @@ def describe(argument: Any) -> str:
 
 @contextmanager
 def announcing(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` once if anything has to be compiled inside the `with` block."""
+    """Call `announce` once if this machine compiles for the first time inside the `with` block."""
     waiting = [announce]
 
     def once() -> None:
@@ -180,6 +185,19 @@ def announcing(announce: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _announcers.remove(once)
+
+
+def working_seconds() -> float:
+    """Return the time of a clock that leaves out what it took to compile kernels."""
+    return time.perf_counter() - sum(_compiling)
+
+
+def _has_compiled() -> bool:
+    """Tell whether kernels are kept that are newer than this module."""
+    newest = Path(__file__).stat().st_mtime
+    with suppress(OSError):
+        return any(file.stat().st_mtime > newest for file in kernel_folder().glob("*.kernel"))
+    return False
 
 
 # ---------------------------------------------------------------- compiling and linking

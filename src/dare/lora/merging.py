@@ -46,7 +46,7 @@ from dare.lora.writing import (
 )
 from dare.output.receipt import inputs_of_output, portable_path, short_name
 from dare.output.sink import ArraySink
-from dare.planning.make import make_plan
+from dare.planning.make import make_plan, rate_notes
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid, parameter_names
 from dare.recipe.options import RunOptions
@@ -339,6 +339,7 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
         return
     yield from plan.engine_plan.warnings
     recipe = plan.recipe
+    yield from rate_notes(recipe)
     tables = [settings for _, settings in recipe.all_stages]
     tables += [entry.settings for entry in recipe.models]
     tables += [rule.settings for rule in recipe.tensors]

@@ -140,6 +140,8 @@ class Report(Shown):
     seconds: float
     digests: Digests
     recoded: Recoded | None = field(default=None, kw_only=True)
+    notes: tuple[Notice, ...] = field(default=(), kw_only=True)
+    """What the plan noted: a default that was taken, names that were matched, and the like."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -240,6 +242,7 @@ def make_report(
         resumed_chunks=resumed_chunks,
         seconds=seconds,
         digests=digests,
+        notes=plan.notes,
     )
 
 
@@ -452,7 +455,7 @@ def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, d
 def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest that lies beside the weights, but for the digests of files."""
     figures = report.to_dict()
-    del figures["digests"], figures["output"]
+    del figures["digests"], figures["output"], figures["notes"]
     figures["warnings"] = [
         asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
         for notice in report.warnings

@@ -218,7 +218,7 @@ def make_plan(
         tuple(extra.tensor for extra in extras),
         tuple(warnings),
         layout,
-        (*notes, *_format_notes(recipe, base)),
+        tuple(dict.fromkeys((*notes, *rate_notes(recipe), *_format_notes(recipe, base)))),
         options=options,
     )
     plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
@@ -423,6 +423,15 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
             yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=q)
     if drops and False in _values(recipe, "rescale"):
         yield notice("no_rescale")
+
+
+def rate_notes(recipe: Recipe) -> Iterator[Notice]:
+    """Say which drop rate was taken if none was given."""
+    given = [*recipe.stages.values(), *(entry.settings for entry in recipe.models)]
+    given += [rule.settings for rule in recipe.tensors]
+    taken = [own["drop_rate"] for _, own in recipe.all_stages if "drop_rate" in own]
+    if taken and not any("drop_rate" in settings for settings in given):
+        yield notice("default_drop_rate", rate=", ".join(map(str, dict.fromkeys(taken))))
 
 
 def _format_notes(recipe: Recipe, base: Source) -> Iterator[Notice]:

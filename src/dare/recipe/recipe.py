@@ -116,7 +116,7 @@ class Recipe(Strict, init=False):
     ('dare+linear', 42)
     """
 
-    base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
+    base: AnyPath = Field(description="The model that the others were fine-tuned from.")
     models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
     output: Annotated[AnyPath | None, SAME_WEIGHTS] = Field(
         None, description="Where the merged model goes: a directory, NAME.safetensors or NAME.gguf."
@@ -185,7 +185,7 @@ class Recipe(Strict, init=False):
     )
 
     delta_threshold: Annotated[float, SAME_WEIGHTS] = Field(
-        0.002, ge=0, description="Elements whose |δ| exceeds this are counted, and warned of."
+        0.002, ge=0, description="Count elements whose |δ| exceeds this, and warn."
     )
     shard_size: Annotated[Size | None, SAME_WEIGHTS] = Field(
         None, description="Largest output file, such as 5GB; the output is then a directory."

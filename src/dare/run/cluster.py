@@ -32,7 +32,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from dare import __version__
-from dare.errors import ClusterError, DareError, InputError, OutputError, RecipeError
+from dare.errors import (
+    ClusterError,
+    DareError,
+    InputError,
+    OutputError,
+    RecipeError,
+    install_command,
+)
 from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.receipt import metadata_of
@@ -129,7 +136,7 @@ def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
     try:
         import ray
     except ImportError:
-        what = 'Ray is not installed; install it with pip install "dare-merge[ray]"'
+        what = f"Ray is not installed: {install_command('ray')}"
         raise ClusterError(f'cluster = "{address}": {what}') from None
     if ray.is_initialized():
         yield Cluster(ray, address)

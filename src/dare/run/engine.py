@@ -11,7 +11,6 @@ name. What differs is the `Work`: its identity, its sink, what is done to chunks
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from dare.documents.shown import COMPILING, Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
+from dare.kernels.native import working_seconds
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Alone, Identity, Output, Publisher
 from dare.output.sink import ArraySink, FileSink, Metadata, Sink
@@ -80,7 +80,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """The time since the start."""
-        return time.perf_counter() - self._started
+        return working_seconds() - self._started
 
     def advance(self, nbytes: int) -> None:
         """Show that bytes were dealt with that are not read from the inputs."""
@@ -211,7 +211,7 @@ def perform(
     work: Work[R], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
 ) -> R:
     """Make an output whose place was checked."""
-    started = time.perf_counter()
+    started = working_seconds()
     work.prepare()
     with (
         open_output(work, overwrite=overwrite, resume=resume, part=part) as output,

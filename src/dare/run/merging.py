@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from dare.checks.inputs import check_chunks
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.errors import InputError, OutputError, RecipeError, VerificationError
+from dare.kernels.native import working_seconds
 from dare.output.journal import BusyError, JournalContent, Record
 from dare.output.output import Publisher
 from dare.output.receipt import (
@@ -67,7 +67,7 @@ class Merge(Work[Report]):
 
     def prepare(self) -> None:
         """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
-        self._begun = time.perf_counter()
+        self._begun = working_seconds()
         self.sample = take_sample(self.plan)
         receipt = self._receipt_of(make_report(self.plan, ()))
         seal(receipt.manifest or {}, {})
@@ -121,7 +121,7 @@ class Merge(Work[Report]):
         shown = {*self.plan.warnings, *self.sample.notices, *run.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
         if self.plan.options.cluster is None and not (run.announced or run.output.resumed):
-            keep_rate(self.plan, time.perf_counter() - self._begun)
+            keep_rate(self.plan, working_seconds() - self._begun)
         return replace(report, warnings=(*report.warnings, *late))
 
 
@@ -245,7 +245,7 @@ def run_slice(
     before: Callable[[], None] = lambda: None,
 ) -> SliceReport:
     """Make one slice; publish the output if it was the last."""
-    started, part = time.perf_counter(), Slice.parse(text)
+    started, part = working_seconds(), Slice.parse(text)
     check_sliceable(plan)
     work = MergeSlice(Merge(plan), part, wait)
     finished = begin(work, overwrite=overwrite, resume=True)
@@ -260,7 +260,7 @@ def run_slice(
         # Another slice may have come as far at the same moment, and publishes it.
         with suppress(GoneError, BusyError):
             report = perform(last, overwrite=overwrite, part=finisher)
-    return replace(done, seconds=time.perf_counter() - started, report=report)
+    return replace(done, seconds=working_seconds() - started, report=report)
 
 
 def run_finish(plan: Plan, *, overwrite: bool) -> Report:

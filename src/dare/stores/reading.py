@@ -25,13 +25,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, install_command
 from dare.stores.addresses import TABLES, Address, access_to
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
-
-INSTALL_COMMAND = "pip install 'dare-merge[stores]'"
 
 CONNECT_SECONDS = 10.0
 PATIENCE_SECONDS = 30.0  # time that a server may send nothing before it is asked again
@@ -223,7 +221,8 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
     try:
         from obstore import store
     except ImportError:
-        raise InputError(f"{path}: reading from a store needs obstore: {INSTALL_COMMAND}") from None
+        needs = f"reading from a store needs obstore: {install_command('stores')}"
+        raise InputError(f"{path}: {needs}") from None
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dare.errors import InputError
+from dare.errors import InputError, install_command
 from dare.run.processes import Presence
 from dare.studies.results import Scored, Settings, State, Trial
 from dare.studies.space import Space
@@ -389,7 +389,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise InputError("a search needs Optuna: pip install 'dare-merge[search]'") from None
+        raise InputError(f"a search needs Optuna: {install_command('search')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,13 +42,13 @@ from dare.analysis.results import (
     TensorAnalysis,
 )
 from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
-from dare.documents.shown import Display, show_progress
+from dare.documents.shown import COMPILING, Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, read_config
 from dare.kernels.linalg import one_blas_thread
-from dare.kernels.native import announcing
+from dare.kernels.native import announcing, working_seconds
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
@@ -64,7 +63,6 @@ AnyPath = str | PathLike[str]
 Result = tuple[MeasureStep, Any]  # a step and what it found
 Spectra = Literal["auto", "all", "none"]
 
-COMPILING = "compiling kernels (once; ten seconds or so)"
 # Share of the changed matrices that must be of low rank for a model to count as a LoRA.
 NEARLY_ALL = 0.9
 
@@ -87,7 +85,7 @@ def analyze(
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
     The nodes of a Ray `cluster` do it if one is named.
     """
-    started = time.perf_counter()
+    started = working_seconds()
     settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
     means = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
     request, inputs = open_to_compare(base, models, **settings, **means)
@@ -127,7 +125,7 @@ def analyze_arrays(
     >>> analysis.model("math").total.norm, analysis.model("math").total.zeros
     (5.0, 2)
     """
-    started = time.perf_counter()
+    started = working_seconds()
     if not isinstance(models, Mapping):
         models = {f"model {number}": model for number, model in enumerate(models)}
     request = Request.of(
@@ -204,7 +202,7 @@ class Study:
             ),
             left_out=tuple(self.left_out),
             bytes_read=self.bytes_read,
-            seconds=time.perf_counter() - started,
+            seconds=working_seconds() - started,
             **{"notes": (), "vocabularies": {}, "tied": (), **known},
         )
 

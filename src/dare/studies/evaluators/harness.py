@@ -15,13 +15,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dare.errors import EvaluationError, RecipeError, did_you_mean
+from dare.errors import EvaluationError, RecipeError, did_you_mean, install_command
 from dare.studies.evaluators.kinds import Evaluator, Function
 
 PREFIX = "lm_eval:"
 WRITTEN = f"{PREFIX}task@folder"
 IS_APART = True
-INSTALL = "pip install 'dare-merge[eval]'"
 # By preference: a task's score is the first that it has, otherwise its own first.
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
 BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
@@ -58,7 +57,7 @@ def check(text: str) -> None:
     if folder is not None and not folder.is_dir():
         raise RecipeError(f"{text}: there is no folder {str(folder)!r} with YAML files of tasks")
     if importlib.util.find_spec("lm_eval") is None:
-        raise RecipeError(f"{text}: needs lm-evaluation-harness: {INSTALL}")
+        raise RecipeError(f"{text}: needs lm-evaluation-harness: {install_command('eval')}")
 
 
 class Harness:
