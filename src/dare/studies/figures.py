@@ -361,19 +361,20 @@ def parallel(data: StudyData) -> Figure | None:
     done = [t for t in data.trials if t.is_done and is_number(t.objective)][:MOST_LINES]
     if len(done) < 2 or not names:
         return None
-    rows, ticks = list[Row](), list[Row]()
-    for name in (*names, "objective"):
+    rows, ticks, axes = list[Row](), list[Row](), [*names, "objective"]
+    for place, name in enumerate(axes):
         values = [{**t.settings, "objective": t.objective}.get(name) for t in done]
         places = _axis_places(values)
         few = sorted(places.items(), key=lambda pair: pair[1])
         few = few if len(few) < 7 or isinstance(few[-1][0], str) else [few[0], few[-1]]
-        ticks += [{"axis": name, "at": at, "text": value_text(value)} for value, at in few]
+        ticks += [{"place": place, "at": at, "text": value_text(value)} for value, at in few]
         for trial, value in zip(done, map(_axis_value, values), strict=True):
-            row = {"axis": name, "at": places[value], "value": value, "trial": trial.number}
+            row = {"place": place, "at": places[value], "value": value, "trial": trial.number}
             row |= {"objective": finite(trial.objective or 0.0)}
             rows.append(row | {"settings": settings_text(trial.settings)})
-    x = alt.X("axis:N", title=None, sort=None).scale(padding=0.35)
-    x = x.axis(orient="top", labelAngle=0, domain=False, ticks=False, grid=True)
+    x = alt.X("place:Q", title=None).scale(domain=[-0.35, len(axes) - 0.45], nice=False)
+    known = {"values": list(range(len(axes))), "labelExpr": "axes[datum.value]"}
+    x = x.axis(orient="top", domain=False, ticks=False, grid=True, **known)
     y = alt.Y("at:Q", title=None).axis(None).scale(domain=[-0.2, 1.06], nice=False)
     bright = bright_if("kept === null || indexof(kept, datum.trial) >= 0")
     tooltip = tooltip_of("trial:Q", ("objective:Q", "", SHORT), "settings:N")
@@ -383,10 +384,11 @@ def parallel(data: StudyData) -> Figure | None:
     lines = lines.add_params(alt.selection_interval(name="brush", encodings=["x", "y"]))
     texts = alt.Chart(rows_named("ticks")).encode(x=x, y=y, text="text:N")
     chart = alt.layer(lines, haloed_text(texts, fontSize=11, align="left", dx=5))
+    params = (alt.param(name=name, value=v) for name, v in (("kept", None), ("axes", axes)))
     return _figure(
         "parallel",
-        finish_chart(chart.add_params(alt.param(name="kept", value=None)), rows, 320, ticks=ticks),
-        [row for row in rows if row["axis"] == "objective"][:MOST_NUMBERS],
+        finish_chart(chart.add_params(*params), rows, 320, ticks=ticks),
+        [row for row in rows if row["place"] == 0][:MOST_NUMBERS],
         trials=times(len(done), "trial"),
         settings=listed(names),
     )

@@ -70,20 +70,18 @@ if (document.getElementById("sortable")) (() => {
 
   // ---- brushing: a part of an axis becomes conditions of the filter
 
-  let brushed = "";  // the axis that was brushed last
-
-  function brush(view, { axis: [name] = [], at: [low, high] = [] }) {
-    brushed = name ?? brushed;
-    const word = oneWord(brushed);
-    const others = filter.value.split(/\s+/).filter((each) => !/^[<>=]/.test(each.replace(word, "")));
-    if (name !== undefined) {
-      const within = view.data("rows").filter((row) => row.axis === name && row.at >= low && row.at <= high);
-      const values = [...new Set(within.map((row) => row.value))];
-      if (!values.every((value) => typeof value === "number")) {
-        others.push(`${word}=${values.map(oneWord).join("|")}`);
-      } else if (values.length) {
-        others.push(`${word}>=${Math.min(...values)}`, `${word}<=${Math.max(...values)}`);
-      }
+  function brush(view, { place: [left, right] = [], at: [low, high] = [] }) {
+    const place = Math.round((left + right) / 2);
+    const name = view.signal("axes")[place];
+    if (name === undefined) return;
+    const word = oneWord(name);
+    const within = view.data("rows").filter((row) => row.place === place && row.at >= low && row.at <= high);
+    const values = [...new Set(within.map((row) => row.value))];
+    const others = filter.value.split(/\s+/).filter((each) => each.match(/^(.+?)[<>=]/)?.[1].toLowerCase() !== word);
+    if (!values.every((value) => typeof value === "number")) {
+      others.push(`${word}=${values.map(oneWord).join("|")}`);
+    } else if (values.length) {
+      others.push(`${word}>=${Math.min(...values)}`, `${word}<=${Math.max(...values)}`);
     }
     filter.value = others.filter(Boolean).join(" ");
     applyFilter();
@@ -92,6 +90,10 @@ if (document.getElementById("sortable")) (() => {
   document.addEventListener("drawn", ({ detail: { name, view } }) => {
     if (name !== "parallel") return;
     view.addSignalListener("brush", (_, area) => brush(view, area));
+    view.addEventListener("dblclick", () => {
+      filter.value = "";
+      applyFilter();
+    });
     applyFilter();
   });
 
