@@ -101,7 +101,7 @@ def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
     ]
     found = conclude(study(rates(40, 70, 68), baselines))
     assert [(d.other, d.verdict) for d in found.against] == [
-        ("drop_rate=0.3", "no difference shown"),
+        ("trial 2", "no difference shown"),
         ("base", "better"),
         ("math alone", "worse"),
         ("average", "no difference shown"),

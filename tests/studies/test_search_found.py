@@ -89,7 +89,7 @@ def test_no_digit_of_a_score_is_cut():
 
 def test_lists_over_the_layers_are_short_in_the_lines_of_a_search():
     trial = Trial(0, {"drop_rate": [0.3541289003166236, 0.5]}, 42, State.DONE, objective=0.25)
-    assert trial_line(trial) == "drop_rate=[0.3541, 0.5] seed=42: 0.25, 0.0 s"
+    assert trial_line(trial) == "trial 0, drop_rate=[0.3541, 0.5] seed=42: 0.25, 0.0 s"
 
 
 def save_models(folder: Path) -> Recipe:

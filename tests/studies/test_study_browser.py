@@ -53,7 +53,7 @@ def test_every_figure_is_drawn_and_described(tab):
             return [chart.getAttribute("aria-label"), chart.querySelectorAll(marks).length];
         })""",
     )
-    assert len(charts) == 5
+    assert len(charts) == 6
     for label, marks in charts:
         assert label.endswith(".")
         assert marks >= 3
@@ -129,6 +129,55 @@ def test_hovering_shows_a_trial(tab):
     tab.wait_for_selector("#vg-tooltip-element.visible")
     assert tab.inner_text("#vg-tooltip-element").split()[0] == "trial"
     tab.mouse.move(0, 0)
+
+
+def test_the_keyboard_goes_from_mark_to_mark_and_says_what_it_is(tab):
+    tab.focus("#chart-curve-1")
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_selector("#vg-tooltip-element.visible")
+    first = tab.inner_text("#status")
+    tab.keyboard.press("ArrowRight")
+    assert tab.inner_text("#status") not in ("", first)
+    assert tab.locator("#chart-curve-1 .pointed").count() == 1
+    tab.keyboard.press("ArrowLeft")
+    assert tab.inner_text("#status") == first
+
+
+def drag_over(tab, axis, low, high):
+    """Brush an axis of the lines from a height to another, both from 0 to 1."""
+    tab.locator("#chart-parallel").scroll_into_view_if_needed()
+    x, top, bottom = tab.evaluate(
+        """axis => {
+            const view = darePage.view("parallel"), box = view.container().querySelector("svg");
+            const { left, top } = box.getBoundingClientRect(), [dx, dy] = view.origin();
+            const y = view.scale("y");
+            const x = view.scale("x")(view.signal("axes").indexOf(axis));
+            return [left + dx + x, top + dy + y(1), top + dy + y(0)];
+        }""",
+        axis,
+    )
+    tab.mouse.move(x - 12, bottom + (top - bottom) * low)
+    tab.mouse.down()
+    tab.mouse.move(x + 12, bottom + (top - bottom) * high, steps=4)
+    tab.mouse.up()
+
+
+def test_brushing_an_axis_filters_the_table_and_a_second_one_narrows_it(tab):
+    drag_over(tab, "scale", -0.05, 0.5)
+    tab.wait_for_function("document.getElementById('filter').value.includes('scale<=')")
+    done = [t for t in sample.make_search().trials if t.is_done]
+    some = [t.number for t in done if t.settings["scale"] <= 0.5 + 0.5 * 1.4375]
+    assert 0 < len(some) < len(done)
+    assert set(map(str, some)) <= set(names(tab))  # and perhaps some that were stopped
+    drag_over(tab, "method", 0.9, 1.1)
+    tab.wait_for_function("document.getElementById('filter').value.includes('method=sum')")
+    both = [t for t in done if t.number in some and t.settings["method"] == "sum"]
+    assert {str(t.number) for t in both} <= set(names(tab)) < set(map(str, range(24)))
+    count = """count => count === document.querySelectorAll(
+        "#chart-parallel .mark-line path[opacity='0.12']").length"""
+    tab.wait_for_function(count, arg=len(done) - len(both))
+    tab.fill("#filter", "")
+    tab.wait_for_function(count, arg=0)
 
 
 @pytest.mark.parametrize("width", [360, 400, 768, 1600])

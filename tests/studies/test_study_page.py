@@ -13,10 +13,12 @@ import vl_convert
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dare.documents.document import Tone
 from dare.documents.notices import notice
 from dare.documents.page import _version, render_page
 from dare.errors import RecipeError
 from dare.studies import figures
+from dare.studies.conclusions import conclude
 from dare.studies.document import SearchResult, study_document
 from dare.studies.results import Estimate, State, Trial
 from pages import Outline
@@ -71,7 +73,8 @@ def outline(text):
 def test_sections_are_there_in_their_order(outline):
     sections = [a["id"] for tag, a in outline.elements if tag == "section" and "id" in a]
     assert sections == [
-        *("against", "settings", "scores", "trials", "failed", "recipe", "notices", "study")
+        *("against", "settings", "scores", "together", "trials"),
+        *("failed", "recipe", "notices", "study"),
     ]
     assert len(outline.ids()) == len(set(outline.ids()))
 
@@ -209,7 +212,7 @@ def test_one_trial_makes_a_page():
     assert list(drawn_figures(data)) == ["ranking", "importance", "pareto"]
     found = sample.make_conclusion(data)
     better = replace(found, against=(replace(found.against[0], verdict="better"),))
-    assert "The best stands out" in assemble(data, better)
+    assert study_document(data, better).tone is Tone.GOOD
 
 
 def test_two_thousand_trials_fit_in_a_page():
@@ -246,8 +249,8 @@ def test_what_is_not_finite_is_never_drawn():
 
 def test_a_search_and_a_sweep_have_their_figures(all_drawn):
     others = ["importance", "pareto"]
-    assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others]
-    assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others]
+    assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others, "parallel"]
+    assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others, "parallel"]
 
 
 def test_every_figure_can_be_drawn(drawn):
@@ -299,7 +302,10 @@ def test_a_sweep_has_a_line_through_its_means_with_bands(all_drawn):
     assert all(row["low"] < row["objective"] < row["high"] for row in means)
     assert len(figure.spec["datasets"]["rows"]) == 20
     assert figure.width == 1.0
-    assert "Too far away to be drawn: base 0.05." in figure.caption
+    levels = {row["label"]: row for row in figure.spec["datasets"]["levels"]}
+    assert len(levels) == 5
+    assert levels["↓ base 0.05"]["is_beyond"]
+    assert not levels["sum 0.7"]["is_beyond"]
 
 
 def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
@@ -329,11 +335,81 @@ def test_labels_of_levels_keep_apart_and_no_baseline_is_lost(values, one, other)
         replace(conclusion.baselines[0], baseline=f"b{n}", objective=Estimate(value))
         for n, value in enumerate(values)
     ]
-    near, far = figures.level_rows(replace(conclusion, baselines=tuple(ranked)), low, high)
-    assert len(near) + len(re.findall(r" b\d", far)) == len(values)
-    places = [row["at"] for row in near]
+    rows = figures.level_rows(replace(conclusion, baselines=tuple(ranked)), low, high)
+    assert {row["baseline"] for row in rows} == {f"b{n}" for n in range(len(values))}
+    places = [row["at"] for row in rows]
     assert places == sorted(places)
-    assert all(row["at"] >= row["level"] for row in near)
+    assert all(row["at"] >= row["level"] for row in rows)
+    assert all((row["level"] == row["objective"]) is not row["is_beyond"] for row in rows)
+
+
+def test_every_baseline_is_in_the_ranking_however_far_away(all_drawn):
+    rows = {row["name"]: row for row in all_drawn["search"]["ranking"].spec["datasets"]["rows"]}
+    assert set(rows) > {"base", "add alone", "sort alone", "average", "sum", "trial 8"}
+    assert rows["base"]["at"] == rows["base"]["objective"] == 0.05
+    data = sample.make_search()
+    conclusion = sample.make_conclusion(data)
+    worst = replace(conclusion.baselines[0], objective=Estimate(-1e6))
+    found = figures.ranking(replace(conclusion, baselines=(worst,)))
+    row = next(row for row in found.spec["datasets"]["rows"] if row["name"] == "← base")
+    assert row["objective"] == -1e6 < row["at"] == row["low"] == row["high"] < 0
+
+
+def test_a_band_shows_the_interval_of_the_best_or_the_noise():
+    conclusion = sample.make_conclusion(sample.make_search())
+    ((row,), _) = figures.noise_band(conclusion)
+    assert (row["low"], row["high"]) == (0.66, 0.73)
+    bare = replace(conclusion, best=replace(conclusion.best, objective=Estimate(0.5)), noise=0.25)
+    ((row,), _) = figures.noise_band(bare)
+    assert (row["low"], row["high"]) == (0.25, 0.75)
+    assert figures.noise_band(replace(bare, noise=0.0)) == ([], "")
+    assert figures.noise_band(replace(bare, best=None)) == ([], "")
+
+
+def test_lines_go_through_every_setting_and_the_objective(all_drawn):
+    spec = all_drawn["search"]["parallel"].spec
+    rows = [row for row in spec["datasets"]["rows"] if row["trial"] == 0]
+    (axes,) = (param["value"] for param in spec["params"] if param["name"] == "axes")
+    assert axes == ["method", "scale", "drop_rate", "objective"]
+    assert [(row["place"], row["value"]) for row in rows] == [
+        *((0, "dare+sum"), (1, 0.5), (2, 0.1), (3, 0.45))
+    ]
+    assert [row["at"] for row in rows[:3]] == [0.0, 0.0, 0.0]
+    without = [row for row in spec["datasets"]["rows"] if row["value"] == "–"]
+    assert {row["place"] for row in without} == {2}  # `sum` has no drop rate
+    assert {row["at"] for row in without} == {figures.NO_VALUE}
+    assert all(-0.2 < row["at"] <= 1 for row in spec["datasets"]["rows"])
+
+
+def test_wide_ranges_and_single_values_have_places_on_an_axis():
+    assert figures._axis_places([1.0, 10.0, 1000.0, None]) == pytest.approx(
+        {1.0: 0.0, 10.0: 1 / 3, 1000.0: 1.0, "–": figures.NO_VALUE}
+    )
+    assert figures._axis_places([2.0, 2.0]) == {2.0: 0.0}
+    assert figures._axis_places([True, False, "x"]) == {"false": 0.0, "true": 0.5, "x": 1.0}
+
+
+def test_without_items_the_page_has_the_remedy_and_no_verdicts():
+    data = sample.make_search(items=False, guards=())
+    found = conclude(data, resamples=50)
+    text = assemble(data, found)
+    (code,) = re.findall(r'<code id="items-code">(.*?)</code>', text, re.DOTALL)
+    made = {"QUESTIONS": [("1+1", "2"), ("2+2", "4")], "answer": lambda _path, _question: "2"}
+    exec(unescape(code), made)
+    assert made["score"]("merged") == {"items": {"math/0": 1.0, "math/1": 0.0}}
+    assert "badge plain" not in text
+    assert "not known" not in text
+    assert "no_items" in {notice.code for notice in found.notices}  # still in JSON
+    assert "items-code" not in assemble(sample.make_search())
+
+
+def test_settings_that_all_trials_share_are_said_once():
+    trials = [sample.make_trial(n, {"method": "dare", "scale": n / 10}, 0.5) for n in range(1, 4)]
+    data = sample.make_search(0, trials=tuple(trials))
+    assert figures.split_settings(data) == (("scale",), {"method": "dare"})
+    head, *_ = Outline(assemble(data)).labelled["Baselines and trials"]
+    assert "method" not in head
+    assert "All trials have method=dare." in assemble(data)
 
 
 @pytest.fixture

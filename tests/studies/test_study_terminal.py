@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -37,11 +38,14 @@ def test_no_line_is_longer_than_the_terminal(make, width):
 
 def test_what_decides_comes_first():
     lines = shown(sample.make_search()).splitlines()
-    assert lines[0].endswith("18 of 24 trials done, 3 stopped early, 3 failed")
-    facts = [line.split("  ")[1] for line in lines[1:5]]
-    assert facts == ["Best", "Within noise of it", "Simplest within noise", "Holdout"]
-    assert any(line.startswith("  Noise  ") for line in lines)
-    assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in lines[1]
+    first = next(place for place, line in enumerate(lines) if line.startswith("  "))
+    title = " ".join(lines[:first])
+    assert "Trial 8 " in title
+    assert title.endswith("18 of 24 trials done, 3 stopped early, 3 failed.")
+    assert lines[first].startswith("  Best ")
+    assert "trial 8, method=sum scale=1: 0.7 (0.66 … 0.73)" in lines[first]
+    labels = [line[2:].split("  ")[0] for line in lines if re.match(r"  \S", line)]
+    assert labels[:5] == ["Best", "May be as good", "Simplest of these", "Holdout", "Noise"]
 
 
 def test_each_baseline_has_a_difference_an_interval_and_a_verdict():
@@ -60,16 +64,24 @@ def test_the_table_holds_the_scores_and_says_what_is_left_out():
     data = sample.make_search()
     wide = shown(data, width=160, rows=3)
     assert "The best 3 of 18 settings\n" in wide
-    heads = [line.split() for line in wide.splitlines() if line.startswith(" setting ")]
-    scores = ["setting", "objective", "95%", "interval", *sample.SCORES]
-    assert heads[1:] == [scores, [*scores, "trial"]]
+    heads = [line.split() for line in wide.splitlines() if "objective " in line and "95%" in line]
+    scores = ["objective", "95%", "interval", *sample.SCORES]
+    settings = ["method", "scale", "drop_rate"]
+    assert heads == [scores, ["trial", *settings, *scores]]
     assert "The best 3 of 18 settings (1 more column)\n" in shown(data, width=80, rows=3)
 
 
-def test_names_are_cut_and_guards_are_told():
-    text = shown(sample.make_search(), width=80, rows=30)
-    assert "…  " in text
-    assert text.count("broken") == 3
+def test_settings_are_columns_at_eighty_columns_and_guards_are_told():
+    lines = shown(sample.make_search(), width=80, rows=30).splitlines()
+    rows = [line.split() for line in lines]
+    assert ["8", "sum", "1", "–", "0.7", "0.66", "…", "0.73"] in [row[:8] for row in rows]
+    assert sum("broken" in row for row in rows) == 3
+    many = {f"weight.model-{n}": n / 10 for n in range(9)}
+    trials = [sample.make_trial(n, {**many, "scale": n, "drop_rate": n / 9}, 0.5) for n in (1, 2)]
+    text = shown(sample.make_search(0, trials=tuple(trials)), width=80)
+    assert " ".join(f"{name}={value:g}" for name, value in many.items()) in " ".join(text.split())
+    assert max(map(cell_len, text.splitlines())) <= 80
+    assert "…  " not in text.split("Settings, best first")[1].replace(" … ", "")
 
 
 def test_failures_are_counted_and_shown_with_their_output_if_asked():
@@ -106,7 +118,7 @@ def test_letters_that_cannot_be_written_are_replaced():
 
 def test_without_trials_there_are_the_baselines():
     text = shown(sample.make_search(0))
-    assert text.startswith("No trials yet  0 of 0 trials done\n")
+    assert text.startswith("No trials yet  0 of 0 trials done.\n")
     assert "average" in text
 
 
@@ -135,7 +147,7 @@ def test_the_live_line_says_what_is_known():
     conclusion = sample.make_conclusion(data)
     assert live_line(data, conclusion, 125.0) == (
         "18 of 24 trials done, 3 stopped early, 3 failed"
-        " · best 0.7 (0.66 … 0.73) method=sum scale=1 · 3 min left"
+        " · best: trial 8, 0.7 (0.66 … 0.73) · 3 min left"
     )
     empty = sample.make_search(0, planned=5)
     assert live_line(empty, sample.make_conclusion(empty), 5.0) == "0 of 5 trials done · 5 s left"

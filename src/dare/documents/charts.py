@@ -106,14 +106,24 @@ def rows_named(name: str) -> Any:
     return alt.NamedData(name=name)
 
 
+PLOT_WIDTH = "width - min(150, width * 0.36)"  # what a gutter for names leaves of a figure
+
+
 def named_levels(name: str, tooltip: Sequence[Any]) -> list[Any]:
-    """Dashed lines at `level`, and on the right their names, `label`, at `at`."""
+    """Dashed lines at `level`, and in the gutter their names, `label`, at `at`.
+
+    Levels that are not drawn where they are, `is_beyond`, have only a name.
+    """
     chart = alt.Chart(rows_named(name))
-    line = chart.mark_rule(strokeDash=[4, 3], size=1.2, aria=False, clip=True)
-    label = chart.encode(y="at:Q", x=alt.value(alt.expr("width")), text="label:N")
+    line = chart.transform_filter("!datum.is_beyond").mark_rule(
+        strokeDash=[4, 3], size=1.2, aria=False, clip=True
+    )
+    end, name_at = (alt.value(alt.expr(f"{PLOT_WIDTH} + {gap}")) for gap in (0, 14))
+    label = chart.mark_text(align="left", dx=3, limit=alt.expr(f"width - ({PLOT_WIDTH}) - 17"))
     return [
-        line.encode(y="level:Q", tooltip=tooltip),
-        haloed_text(label, align="right", baseline="bottom", dx=-4, dy=-2),
+        line.encode(y="level:Q", x=alt.value(0), x2=end, tooltip=tooltip),
+        chart.mark_rule(size=1, aria=False).encode(y="level:Q", y2="at:Q", x=end, x2=name_at),
+        label.encode(y="at:Q", x=name_at, text="label:N", tooltip=tooltip),
     ]
 
 

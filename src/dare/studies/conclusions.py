@@ -172,7 +172,7 @@ class _Contest:
     def difference(self, one: int, other: int, among: Sequence[int] = ()) -> Difference:
         """Return one minus another, by an interval that holds for all of some at once."""
         value = self.table.difference(one, other, among)
-        return Difference(self.standing[other].label, value, verdict(value))
+        return Difference(self.standing[other].short, value, verdict(value))
 
     def is_worse(self, one: Ranked, other: Ranked) -> bool:
         """Tell if one is worse than another, beyond chance; False if either has no scores here."""

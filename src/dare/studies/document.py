@@ -38,7 +38,7 @@ from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import usual_output
 from dare.studies.conclusions import conclude
-from dare.studies.figures import draw_figures, setting_names
+from dare.studies.figures import TEXTS, draw_figures, split_settings
 from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
@@ -51,6 +51,7 @@ from dare.studies.results import (
     Trial,
     is_number,
     key_of,
+    settings_text,
 )
 from dare.studies.space import recipe_of, seed_shifts
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
@@ -59,14 +60,12 @@ from dare.studies.study import BASELINE, HOLDOUT, Study
 SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
 """The end of a recipe's first line: a search writes over its own, and over no others."""
-MOST_NAMED = 3  # settings that are named in a sentence; more are counted
-MOST_LABEL = 25
-"""Characters of a label that a terminal surely shows; trial numbers tell longer ones apart."""
+MOST_NAMED = 8  # candidates that are named in a sentence; more are counted
 MOST_MESSAGES = 5  # different messages of failed trials in the terminal
 MOST_FAILED = 50  # failed trials that a page shows with their output
 MOST_OUTPUT = 4000  # characters of the output: the last ones
 ROUNDING = 1e-12
-COMPARED = "The best compared with the others, item by item"
+RETURN_ITEMS = Code(**TEXTS["return_items"])
 VERDICT_TONES = dict(zip((BETTER, NO_DIFFERENCE, WORSE, NOT_KNOWN), Tone, strict=True))
 
 
@@ -214,28 +213,35 @@ def study_document(
 
     A terminal shows so many `rows` of settings; with `outputs`, also what failed trials printed.
     """
-    title, tone = _headline(data, conclusion)
+    title, tone, conclusive = _headline(data, conclusion)
     held = conclusion.holdout.against if conclusion.holdout else ()
-    count = len(conclusion.ranking)
+    count, (names, shared) = len(conclusion.ranking), split_settings(data)
     best = f"The best {rows} of {count} settings" if count > rows else "Settings, best first"
-    hint = "An interval that contains zero shows no difference. The best was chosen on these data, "
+    best += f"; all have {settings_text(shared)}" if shared else ""
+    is_luck = has_no_items(conclusion)
+    compared = "The best compared with the others" + ("" if is_luck else ", item by item")
     against = (
-        _differences(conclusion.against, COMPARED, f"{hint}so its lead is probably too large."),
+        _differences(conclusion.against, compared, "" if is_luck else TEXTS["interval_hint"]),
         _differences(held, "The same on held-out data, which were not used to choose"),
     )
     ranked = (
         _importance(conclusion.importance),
         _ranked(data, conclusion.baselines, "Baselines"),
-        _ranked(data, conclusion.ranking[:rows], best),
+        _ranked(data, conclusion.ranking[:rows], best, names),
     )
+    said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (
-        Section("against", "Against the others", _filled(against), ("ranking",), is_brief=True),
+        Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
+        Section(
+            "against", "The best and the others", _filled(against), ("ranking",), is_brief=True
+        ),
         Section("settings", "Settings", figures=("curve-", "importance")),
         Section("scores", "Scores", figures=("pareto",)),
+        Section("together", "All settings together", figures=("parallel",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=True, on_page=False),
-        Section("trials", "Trials", (_trials(data),)),
+        Section("trials", "Trials", tuple(_trials(data))),
         Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=True),
         Section("recipe", "Recipe", tuple(_recipes(data, conclusion))),
         Section("notices", "Caveats"),
@@ -245,10 +251,10 @@ def study_document(
         title=title,
         kind="search",
         tone=tone,
-        lead=counted(data),
+        lead=f"{conclusive[:1].upper()}{conclusive[1:]}{'. ' * bool(conclusive)}{counted(data)}.",
         facts=tuple(facts(conclusion)),
         sections=sections,
-        notices=(*conclusion.notices, *data.notices),
+        notices=tuple(n for n in (*conclusion.notices, *data.notices) if n.code != said),
         footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
         draw=partial(draw_figures, data, conclusion),
     )
@@ -261,51 +267,81 @@ def _filled(tables: Iterable[Table]) -> tuple[Table, ...]:
 # ---------------------------------------------------------------- what decides
 
 
-def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
-    chosen, verdicts = conclusion.chosen, {item.verdict for item in conclusion.against}
+def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
+    """Return the news, how good it is, and the conclusion in a sentence, if there is one."""
+    best, chosen, no_recipe = conclusion.best, conclusion.chosen, conclusion.no_recipe
+    verdicts, reason = {d.verdict for d in conclusion.against}, no_recipe.partition(": ")[2]
     if not data.is_searched and NOT_KNOWN not in verdicts:
-        if chosen is None:
-            return conclusion.no_recipe.capitalize(), Tone.POOR
-        merge = f"Merge: take the {chosen.label}"
-        return ("Do not merge", Tone.POOR) if conclusion.no_recipe else (merge, Tone.GOOD)
+        if chosen is None or no_recipe:
+            return no_recipe.partition(":")[0].capitalize(), Tone.POOR, reason
+        return f"Merge: take {_noun(chosen)}", Tone.GOOD, f"nothing beats {_noun(chosen)}"
     if not data.candidates:
-        return "No trials yet", Tone.PLAIN
-    if conclusion.best is None:
+        return "No trials yet", Tone.PLAIN, ""
+    if best is None:
         broken = bool(conclusion.ranking)
-        return "Every setting breaks a guard" if broken else "No setting is scored yet", Tone.POOR
+        return (
+            "Every setting breaks a guard" if broken else "No setting is scored yet",
+            Tone.POOR,
+            "",
+        )
+    top = f"{_noun(best)} has the best score"
+    if conclusion.ranking:
+        top += f" of {times(len(conclusion.ranking), 'setting')}"
+    top, others = f"{top}, {value_text(best.objective.value)}", len(conclusion.tied)
     if conclusion.better:
         is_there = chosen is not None and chosen.role in NOT_MERGED
-        advice = "Do not merge: a" if is_there else "A"
-        return f"{advice} baseline is better than the best setting", Tone.POOR
-    if conclusion.tied:
-        return f"The best is within noise of {times(len(conclusion.tied), 'other')}", Tone.FAIR
+        title = f"{'Do not merge: a' if is_there else 'A'} baseline is better than the best setting"
+        beats = f"{_noun(chosen)} does, with {value_text(chosen.objective.value)}" if chosen else ""
+        return title, Tone.POOR, reason or f"{top}, but {beats or no_recipe}"
+    if others:
+        top += f", but {times(others, 'other')} may be just as good"
+        named = conclusion.simplest if conclusion.simplest != best else None
+        return (
+            "No clear winner",
+            Tone.FAIR,
+            top + (f"; the simplest is {_noun(named)}" if named else ""),
+        )
     if verdicts == {BETTER}:
-        return "The best stands out", Tone.GOOD
-    return "The top score may be luck", Tone.PLAIN
+        return "There is a clear winner", Tone.GOOD, f"{top}, and no other comes close to it"
+    why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
+    return "The top score may be luck", Tone.PLAIN, f"{top}, but that may be luck{why}"
+
+
+def _noun(ranked: Ranked) -> str:
+    """Return a candidate as a sentence names it."""
+    if not ranked.baseline and len(ranked.trials) > 1:
+        return f"the setting of {ranked.short}"
+    is_name = not ranked.baseline or ranked.role is Role.SINGLE
+    return ranked.short if is_name else f"the {ranked.short}".replace("advice", "advised merge")
+
+
+def has_no_items(conclusion: Conclusion) -> bool:
+    """Tell if chance is not known because the evaluator returns no items."""
+    return any(found.code == "no_items" for found in conclusion.notices)
 
 
 def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     """Yield label and sentence of what decides."""
     best, simplest = conclusion.best, conclusion.simplest
-    tied = [ranked.label for ranked in conclusion.tied]
+    tied = [ranked.short for ranked in sorted(conclusion.tied, key=lambda r: not r.baseline)]
     if best is None:
         return
     if best.baseline:
         yield "Take", conclusion.no_recipe or str(conclusion.chosen)
     else:
-        yield "Best setting" if conclusion.better else "Best", str(best)
+        yield "Best setting" if conclusion.better else "Best", f"{best.short}, {best}"
     if tied:
         more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
-        yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
+        yield "May be as good", "; ".join([*tied[:MOST_NAMED], *more])
     if conclusion.better:
         yield "Take instead", conclusion.no_recipe or str(conclusion.chosen)
-    elif simplest is not None and not best.baseline:
-        yield "Simplest within noise", "the best itself" if simplest == best else str(simplest)
+    elif simplest is not None and tied and not best.baseline:
+        yield "Simplest of these", "the best itself" if simplest == best else str(simplest)
     if conclusion.holdout is not None:
         yield "Holdout", holdout_text(conclusion.holdout)
     if conclusion.noise is not None:
-        noise = value_text(conclusion.noise)
-        yield "Noise", f"two scorings of the same weights differ by {noise}"
+        noise = f"differed by {value_text(conclusion.noise)}" if conclusion.noise else "agreed"
+        yield "Noise", f"two scorings of the same weights {noise}"
 
 
 def holdout_text(holdout: Holdout) -> str:
@@ -316,19 +352,14 @@ def holdout_text(holdout: Holdout) -> str:
             return "no change"
         return f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
 
-    text = (
-        f"{holdout.objective} on held-out data, {value_text(holdout.validation)} where the same "
-        f"weights were chosen: {change(holdout.loss)}."
-    )
+    where = f"{value_text(holdout.validation)} where it was chosen"
+    text = f"{holdout.objective} on held-out data, {where}: {change(holdout.loss)}."
     if holdout.usual_loss is None:
         return text
     excess = holdout.loss - holdout.usual_loss
-    luck = "there is no sign of a lucky choice"
-    if excess > ROUNDING:
-        luck = "the choice may have favoured settings that were lucky on the data, by about "
-        luck += value_text(excess)
-    usual = f"The baselines, on average: {change(holdout.usual_loss)}."
-    return f"{text} {usual} So {luck} (winner's curse)."
+    luck = f"luck added about {value_text(excess)} to the score (winner's curse)"
+    luck = luck if excess > ROUNDING else "there is no sign that luck chose it"
+    return f"{text} The baselines, on average: {change(holdout.usual_loss)}. So {luck}."
 
 
 def grounds(conclusion: Conclusion) -> Iterator[str]:
@@ -385,10 +416,10 @@ def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
 
 def _differences(against: Sequence[Difference], title: str, hint: str = "") -> Table:
     columns: Columns = {
-        "the best against": lambda item: item.other,
+        "the best compared with": lambda item: item.other,
         "difference >": lambda item: f"{item.estimate.value:+.4g}",
-        "95% interval >": lambda item: item.estimate.interval("+") or NOTHING,
-        "verdict": lambda item: item.verdict,
+        "95% interval >": lambda item: item.estimate.interval("+"),
+        "verdict": lambda item: "" if item.verdict == NOT_KNOWN else item.verdict,
     }
     return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
 
@@ -400,28 +431,34 @@ def _importance(known: dict[str, float]) -> Table:
     return tabulate(pairs, columns, title="Which settings matter", bars=bars)
 
 
-def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str) -> Table:
+def _ranked(
+    data: StudyData, ranked: Sequence[Ranked], title: str, names: Sequence[str] = ()
+) -> Table:
     """Return settings or baselines with their scores, as many as a terminal has room for."""
+    given = {f"{n} >": lambda item, n=n: value_text(item.settings.get(n)) for n in names}
     columns: dict[str, Callable[[Ranked], str]] = {
-        "setting": lambda item: item.label,
+        "trial" if names else "": lambda i: i.short.partition(" ")[2] if names else i.short,
+        **given,
         "objective >": lambda item: value_text(item.objective.value),
-        "95% interval >": lambda item: item.objective.interval() or NOTHING,
+        "95% interval >": lambda item: item.objective.interval(),
     }
-    names = [name for name in data.score_names if f"{name} >" not in columns]
-    scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in names}
+    more = [name for name in data.score_names if f"{name} >" not in columns]
+    scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in more}
     columns |= scores
-    if any(len(item.label) > MOST_LABEL for item in ranked):
-        columns["trial >"] = lambda item: str(item.trials[0])
     if any(len(item.trials) > 1 for item in ranked):
         columns["seeds >"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards >"] = lambda item: "broken" if item.broken else "kept"
-    tones = {"broken": Tone.POOR}
-    return tabulate(ranked, columns, title=title, tones=tones, optional=tuple(scores))
+    optional = (*given, "95% interval >", *scores)
+    return tabulate(ranked, columns, title=title, tones={"broken": Tone.POOR}, optional=optional)
 
 
-def _trials(data: StudyData) -> SortableTable:
-    settings, scores, trials = setting_names(data), data.score_names, data.all_trials
+def _trials(data: StudyData) -> Iterator[Part]:
+    """Yield what all trials share, and all trials as a table."""
+    scores, trials = data.score_names, data.all_trials
+    settings, shared = split_settings(data)
+    if shared:
+        yield f"All trials have {settings_text(shared)}."
 
     def cells(trial: Trial) -> tuple[float | str | None, ...]:
         given = trial.scored.scores if trial.scored else {}
@@ -436,7 +473,7 @@ def _trials(data: StudyData) -> SortableTable:
             finite(trial.seconds),
         )
 
-    return SortableTable(
+    yield SortableTable(
         ("trial", "objective", *scores, *settings, "seed", "state", "guards broken", "seconds"),
         tuple(map(cells, trials)),
         tuple(trial.scored is not None for trial in trials),

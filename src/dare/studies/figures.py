@@ -13,32 +13,37 @@ from functools import partial
 from typing import Any
 
 from dare.documents.charts import (
+    PLOT_WIDTH,
     SHAPES,
     alt,
+    bright_if,
     by_name,
     corner_labels,
     fill_table,
     finish_chart,
+    haloed_text,
     make_figure,
     named_levels,
     read_texts,
     rows_named,
     staggered_names,
     tooltip_of,
-    zoom,
 )
 from dare.documents.document import Columns, Figure, Row, finite, tabulate
-from dare.documents.words import listed, share, times, value_text
+from dare.documents.words import NOTHING, listed, share, times, value_text
 from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
+FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
 MOST_CURVES = 8
+MOST_LINES = 300  # trials in the figure of all settings
 MOST_GROUPS = 7  # lines in one figure that colours can tell apart
 MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
 WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
+NO_VALUE = -0.14  # the height of trials without a setting, on its axis
 GREY = "#888"  # stands out from light and dark grounds alike
-KINDS = ("best", "within noise", "other setting", "baseline")
+KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
 _figure = partial(make_figure, TEXTS)
@@ -52,6 +57,7 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
         *curves(data, conclusion),
         importance(conclusion),
         pareto(data, conclusion),
+        parallel(data),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -63,64 +69,97 @@ def setting_names(data: StudyData) -> tuple[str, ...]:
     return (*of_space, *(name for name in used if name not in data.space))
 
 
+def split_settings(data: StudyData) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the settings that differ between trials, and those that all trials share."""
+    tried = [trial.settings for trial in data.trials]
+    names = setting_names(data)
+    shared = [n for n in names if len({value_text(settings.get(n)) for settings in tried}) == 1]
+    return tuple(n for n in names if n not in shared), {n: tried[0][n] for n in shared}
+
+
 # ---------------------------------------------------------------- ranking
 
 
 def ranking(conclusion: Conclusion) -> Figure | None:
     """Draw the best settings and the baselines, with their intervals."""
-    rows, far = _ranking_rows(conclusion)
+    rows = _ranking_rows(conclusion)
     if not rows:
         return None
+    band, meaning = noise_band(conclusion)
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
-    y = alt.Y("place:O").axis(None)
-    tooltip = tooltip_of(("label:N", "setting"), ("objective:Q", "", SHORT), *INTERVAL)
+    y = alt.Y("name:N", title=None, sort=None).axis(ticks=False, domain=False, labelPadding=8)
+    tooltip = tooltip_of("name:N", "settings:N", ("objective:Q", "", SHORT), *INTERVAL)
     colour = by_name(alt.Color, kinds, field="kind")
     place = alt.Chart().encode(y=y, color=colour, tooltip=tooltip)
-    x = alt.X("objective:Q", title="objective").scale(zero=False, padding=10, nice=False)
+    x = alt.X("at:Q", title="objective").scale(zero=False, padding=10, nice=False)
     x = x.axis(tickCount=6, format="~g")
-    # The label stands above its interval: beside it there is no room on a phone.
-    label = alt.Chart().mark_text(align="left", dy=-8, limit=alt.expr("width"), aria=False)
+    ends = {"x": alt.X("low:Q", title="objective"), "x2": "high:Q"}
+    noise = alt.Chart(rows_named("band")).mark_rect(opacity=0.13, color=GREY, aria=False)
     chart = alt.layer(
-        place.mark_rule(size=3, aria=False, opacity=0.6, yOffset=6).encode(
-            x=alt.X("low:Q", title="objective"), x2="high:Q"
-        ),
-        place.mark_point(filled=True, size=90, opacity=1, aria=False, yOffset=6).encode(
+        *([noise.encode(**ends)] if band else []),
+        place.mark_rule(size=3, aria=False, opacity=0.6).encode(**ends),
+        place.mark_point(filled=True, size=90, opacity=1, aria=False).encode(
             x=x, shape=by_name(alt.Shape, kinds, SHAPES, field="kind")
         ),
-        label.encode(y=y, x=alt.value(0), text="label:N"),
     )
     is_cut = len(conclusion.ranking) > MOST_RANKED
     return _figure(
         "ranking",
-        finish_chart(chart, rows, height=38 * len(rows)),
+        finish_chart(chart, rows, height=26 * len(rows), band=band),
         rows[:MOST_NUMBERS],
-        shown=(f" Only the first {MOST_RANKED} settings are shown." if is_cut else "") + far,
+        intervals=TEXTS["intervals"] if any(r["low"] < r["high"] for r in rows) else "",
+        band=meaning,
+        shown=f" Only the first {MOST_RANKED} settings are shown." if is_cut else "",
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=times(len(conclusion.baselines), "baseline"),
-        first=f"{rows[0]['label']} with {value_text(rows[0]['objective'])}",
+        first=f"{rows[0]['name']} with {value_text(rows[0]['objective'])}",
     )
 
 
-def _ranking_rows(conclusion: Conclusion) -> tuple[list[Row], str]:
-    """Return the best settings and the baselines, the best first, and which are too far away."""
+def _ranking_rows(conclusion: Conclusion) -> list[Row]:
+    """Return the best settings and all baselines, the best first."""
     tied = {ranked.label for ranked in conclusion.tied}
 
     def make_row(ranked: Ranked) -> Row:
-        kind = "within noise" if ranked.label in tied else "other setting"
+        kind = "may be as good" if ranked.label in tied else "other setting"
         kind = "best" if ranked == conclusion.best else kind
         kind = "baseline" if ranked.baseline else kind
-        return {"label": ranked.label, "kind": kind, **_estimate(ranked)}
+        settings = settings_text(ranked.settings)
+        return {"name": ranked.short, "settings": settings, "kind": kind, **_estimate(ranked)}
 
     settings, others = (
         [row for row in map(make_row, found) if row["objective"] is not None]
         for found in (conclusion.ranking[:MOST_RANKED], conclusion.baselines)
     )
-    near, far = others, ""
-    if settings:
-        low, high = min(row["low"] for row in settings), max(row["high"] for row in settings)
-        near, far = _split_by_distance(others, low, high)
-    rows = sorted([*settings, *near], key=lambda row: -row["objective"])
-    return [{**row, "place": place} for place, row in enumerate(rows)], far
+    shown = settings or others
+    low, high = (
+        min((r["low"] for r in shown), default=0),
+        max((r["high"] for r in shown), default=0),
+    )
+    for row in (rows := [*settings, *others]):
+        row["at"] = _within(row["objective"], low, high, FAR)
+        if row["at"] != row["objective"]:
+            arrow = "←" if row["objective"] < row["at"] else "→"
+            row |= {"name": f"{arrow} {row['name']}", "low": row["at"], "high": row["at"]}
+    return sorted(rows, key=lambda row: -row["objective"])
+
+
+def _within(value: float, low: float, high: float, reach: float) -> float:
+    """Return where a value is drawn: at an edge if it would squeeze those from low to high."""
+    room = ((high - low) or abs(high) or 1.0) * reach
+    return min(max(value, low - room), high + room)
+
+
+def noise_band(conclusion: Conclusion) -> tuple[list[Row], str]:
+    """Return a band around the best score that chance alone may fill, and what it means."""
+    best, noise = conclusion.best, conclusion.noise
+    if best is None or finite(best.objective.value) is None:
+        return [], ""
+    row = _estimate(best)
+    if row["low"] < row["high"]:
+        return [row], TEXTS["band"]["interval"]
+    row |= {"low": row["objective"] - (noise or 0.0), "high": row["objective"] + (noise or 0.0)}
+    return ([row], TEXTS["band"]["noise"]) if noise else ([], "")
 
 
 def _estimate(ranked: Ranked) -> Row:
@@ -131,14 +170,6 @@ def _estimate(ranked: Ranked) -> Row:
         for end in (ranked.objective.low, ranked.objective.high)
     )
     return {"objective": value, "low": low, "high": high, "seeds": len(ranked.trials)}
-
-
-def _split_by_distance(rows: Sequence[Row], low: float, high: float) -> tuple[list[Row], str]:
-    """Return rows that can be drawn beside values without squeezing them, and name the others."""
-    room = ((high - low) or abs(high) or 1.0) / 2
-    near = [row for row in rows if low - room <= row["objective"] <= high + room]
-    far = [f"{row['label']} {row['objective']:.3g}" for row in rows if row not in near]
-    return near, f" Too far away to be drawn: {', '.join(far)}." if far else ""
 
 
 # ---------------------------------------------------------------- settings
@@ -165,9 +196,11 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     if not points:
         return None
     every = [*means, *points]
-    groups = tuple({row["group"]: None for row in every})
-    heights = [row[key] for row in every for key in ("objective", "low", "high") if key in row]
-    levels, far = level_rows(conclusion, min(heights), max(heights))
+    groups = tuple(sorted({row["group"] for row in every}))
+    band, meaning = noise_band(conclusion)
+    ends = ("objective", "low", "high")
+    heights = [row[key] for row in (*every, *band) for key in ends if key in row]
+    levels = level_rows(conclusion, min(heights), max(heights))
     x = _setting_axis(name, [row["x"] for row in every])
     y = _objective_axis([*heights, *(row[key] for row in levels for key in ("level", "at"))])
     colour = {"color": by_name(alt.Color, groups, field="group")} if len(groups) > 1 else {}
@@ -175,8 +208,11 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     dots = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
     fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:Q", "settings:N")
     dots = dots.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
-    of_level = tooltip_of(("label:N", "baseline"), ("level:Q", "objective", SHORT))
-    layers = [*named_levels("levels", of_level), dots.add_params(zoom())]
+    of_level = tooltip_of("baseline:N", ("objective:Q", "", SHORT))
+    noise = alt.Chart(rows_named("band")).mark_rect(opacity=0.13, color=GREY, aria=False, clip=True)
+    ends = {"x": alt.value(0), "x2": alt.value(alt.expr(PLOT_WIDTH)), "y2": "high:Q"}
+    noise = noise.encode(y=alt.Y("low:Q", title="objective"), **ends)
+    layers = [*([noise] if band else []), *named_levels("levels", of_level), dots]
     layers += _mean_lines(x, y, colour, name) if means else []
     height = 300 if len(groups) > 1 else 280
     text = "Each point is a trial. Other settings vary too."
@@ -188,11 +224,11 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     numbers = means or sorted(points, key=lambda row: row["x"])
     return _figure(
         "curve",
-        finish_chart(alt.layer(*layers), points, height, means=means, levels=levels),
+        finish_chart(alt.layer(*layers), points, height, means=means, levels=levels, band=band),
         fill_table(columns, numbers[:MOST_NUMBERS]),
         setting=name,
         means=text + (f" The colours stand for {by}." if by and len(groups) > 1 else ""),
-        levels=(" Dashed lines are baselines." if levels else "") + far,
+        levels=(" Dashed lines are baselines." if levels else "") + meaning,
         points=times(len(points), "trial"),
         best=f", the largest {value_text(best['objective'])} at {value_text(best['x'])}",
     )
@@ -235,21 +271,24 @@ def curve_rows(
     return points, means, ", ".join(others)
 
 
-def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Row], str]:
-    """Return baselines that lie near the values from low to high, and name the others.
+def level_rows(conclusion: Conclusion, low: float, high: float) -> list[Row]:
+    """Return all baselines; those far from the values from low to high stand at an edge.
 
     Labels have places of their own: lines that lie close together would hide each other's.
     """
-    found = [(r.baseline, finite(r.objective.value)) for r in conclusion.baselines]
-    rows = [{"label": label, "objective": v} for label, v in found if v is not None]
-    near, far = _split_by_distance(rows, low, high)
-    levels = [low, high, *(row["objective"] for row in near)]
+    rows: list[Row] = []
+    for name, value in ((r.baseline, finite(r.objective.value)) for r in conclusion.baselines):
+        if value is not None:
+            at = _within(value, low, high, 0.5)
+            arrow = "" if at == value else "↓ " if value < at else "↑ "
+            known = {"baseline": name, "objective": value, "is_beyond": at != value}
+            rows.append({**known, "label": f"{arrow}{name} {value:.3g}", "level": at})
+    levels = [low, high, *(row["level"] for row in rows)]
     room, last = (max(levels) - min(levels)) / 15, -math.inf
-    placed = []
-    for row in sorted(near, key=lambda row: row["objective"]):
-        last = max(row["objective"], last + room)
-        placed.append({"label": row["label"], "level": row["objective"], "at": last})
-    return placed, far
+    rows.sort(key=lambda row: row["objective"])
+    for row in rows:
+        row["at"] = last = max(row["level"], last + room)
+    return rows
 
 
 def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
@@ -269,7 +308,9 @@ def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
 def _setting_axis(name: str, values: Sequence[float]) -> Any:
     low, high = min(values), max(values)
     kind = "log" if low > 0 and high > WIDE_RANGE * low else "linear"
-    x = alt.X("x:Q", title=name).scale(type=kind, zero=False, nice=False, padding=14)
+    x = alt.X("x:Q", title=name).scale(
+        type=kind, zero=False, nice=False, padding=14, range=[0, alt.expr(PLOT_WIDTH)]
+    )
     few = sorted(set(values))
     return x.axis(values=few, format=".6~g") if len(few) <= 8 else x.axis(format="~g", tickCount=6)
 
@@ -279,6 +320,11 @@ def _objective_axis(heights: Sequence[float]) -> Any:
     room = 0.06 * ((high - low) or abs(high) or 1.0)
     y = alt.Y("objective:Q", title="objective").axis(tickCount=5, format="~g")
     return y.scale(domain=[low - room, high + room], nice=False, zero=False)
+
+
+def _objective_colour() -> Any:
+    looks = {"gradientLength": 180, "gradientThickness": 10, "format": ".3~g", "tickCount": 4}
+    return alt.Color("objective:Q", title="objective").legend(**looks)
 
 
 def importance(conclusion: Conclusion) -> Figure | None:
@@ -304,6 +350,65 @@ def importance(conclusion: Conclusion) -> Figure | None:
         rows[:MOST_NUMBERS],
         shares=", ".join(f"{row['setting']} {row['label']}" for row in rows),
     )
+
+
+# ---------------------------------------------------------------- all settings at once
+
+
+def parallel(data: StudyData) -> Figure | None:
+    """Draw a line for each trial through its settings and its objective, to be brushed."""
+    names, _ = split_settings(data)
+    done = [t for t in data.trials if t.is_done and is_number(t.objective)][:MOST_LINES]
+    if len(done) < 2 or not names:
+        return None
+    rows, ticks, axes = list[Row](), list[Row](), [*names, "objective"]
+    for place, name in enumerate(axes):
+        values = [{**t.settings, "objective": t.objective}.get(name) for t in done]
+        places = _axis_places(values)
+        few = sorted(places.items(), key=lambda pair: pair[1])
+        few = few if len(few) < 7 or isinstance(few[-1][0], str) else [few[0], few[-1]]
+        ticks += [{"place": place, "at": at, "text": value_text(value)} for value, at in few]
+        for trial, value in zip(done, map(_axis_value, values), strict=True):
+            row = {"place": place, "at": places[value], "value": value, "trial": trial.number}
+            row |= {"objective": finite(trial.objective or 0.0)}
+            rows.append(row | {"settings": settings_text(trial.settings)})
+    x = alt.X("place:Q", title=None).scale(domain=[-0.35, len(axes) - 0.45], nice=False)
+    known = {"values": list(range(len(axes))), "labelExpr": "axes[datum.value]"}
+    x = x.axis(orient="top", domain=False, ticks=False, grid=True, **known)
+    y = alt.Y("at:Q", title=None).axis(None).scale(domain=[-0.2, 1.06], nice=False)
+    bright = bright_if("kept === null || indexof(kept, datum.trial) >= 0")
+    tooltip = tooltip_of("trial:Q", ("objective:Q", "", SHORT), "settings:N")
+    looks = {"color": _objective_colour(), "opacity": bright, "tooltip": tooltip}
+    lines = alt.Chart().mark_line(strokeWidth=1.6, aria=False)
+    lines = lines.encode(x=x, y=y, detail="trial:N", **looks)
+    lines = lines.add_params(alt.selection_interval(name="brush", encodings=["x", "y"]))
+    texts = alt.Chart(rows_named("ticks")).encode(x=x, y=y, text="text:N")
+    chart = alt.layer(lines, haloed_text(texts, fontSize=11, align="left", dx=5))
+    params = (alt.param(name=name, value=v) for name, v in (("kept", None), ("axes", axes)))
+    return _figure(
+        "parallel",
+        finish_chart(chart.add_params(*params), rows, 320, ticks=ticks),
+        [row for row in rows if row["place"] == 0][:MOST_NUMBERS],
+        trials=times(len(done), "trial"),
+        settings=listed(names),
+    )
+
+
+def _axis_value(value: Any) -> Any:
+    return finite(value) if is_number(value) else value_text(value)
+
+
+def _axis_places(values: Sequence[Any]) -> dict[Any, float]:
+    """Return the height of each value on its axis, from 0 to 1; what is missing stands below."""
+    known = sorted({_axis_value(value) for value in values if value is not None}, key=str)
+    if all(map(is_number, known)):
+        low, high = min(known), max(known)
+        turn = math.log if low > 0 and high > WIDE_RANGE * low else float
+        span = (turn(high) - turn(low)) or 1.0
+        places = {value: (turn(value) - turn(low)) / span for value in known}
+    else:
+        places = {text: n / max(1, len(known) - 1) for n, text in enumerate(known)}
+    return places | ({NOTHING: NO_VALUE} if None in values else {})
 
 
 # ---------------------------------------------------------------- scores
@@ -346,14 +451,12 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     points = settings.mark_point(
         filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=0.6, aria=False
     )
-    colour = alt.Color("objective:Q", title="objective")
-    colour = colour.legend(gradientLength=180, gradientThickness=10, format=".3~g", tickCount=4)
     baselines = placed.transform_filter("datum.kind === 'baseline'")
     diamonds = baselines.mark_point(shape="diamond", filled=True, size=110, color=GREY, aria=False)
     layers = [
         front.encode(order=alt.Order("sx:Q")),
         rings.encode(color=alt.value(GREY)),
-        points.encode(tooltip=tooltip, color=colour),
+        points.encode(tooltip=tooltip, color=_objective_colour()),
         diamonds.encode(tooltip=tooltip),
         *staggered_names(baselines, "baseline"),
         *corner_labels("across", "up"),

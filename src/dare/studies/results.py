@@ -22,6 +22,7 @@ from dare.documents.words import value_text
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
 ALONE = " alone"  # the end of the name of each single model, and of no other
+MOST_NUMBERS = 3  # trials of one setting that are named; of more, the first
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""
 
@@ -307,6 +308,13 @@ class Ranked:
     def label(self) -> str:
         """Its name in tables: `method=dare+ties drop_rate=0.9`, or that of a baseline."""
         return self.baseline or settings_text(self.settings)
+
+    @property
+    def short(self) -> str:
+        """Its name where there is little room: the numbers of its trials, or that of a baseline."""
+        some = ", ".join(map(str, self.trials[:MOST_NUMBERS]))
+        more = ", …" if len(self.trials) > MOST_NUMBERS else ""
+        return self.baseline or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
 
     @property
     def key(self) -> str:

@@ -586,7 +586,7 @@ class SearchProgress:
             self.bar.advance(self._task)
             (task,), now = self.bar.tasks, time.monotonic()
             if self.bar.disable:
-                self.announce(f"trial {task.completed} of {task.total}: {trial_line(trial)}")
+                self.announce(f"{task.completed} of {task.total}: {trial_line(trial)}")
             elif now - self._concluded > CONCLUDE_SECONDS:
                 each = (now - self._began) / (task.completed - self._first)
                 self.say(live_line(*read(), each * (task.remaining or 0)))
@@ -598,11 +598,11 @@ def trial_line(trial: Trial) -> str:
     found = "" if trial.objective is None else f" {trial.objective:.4g}"
     message = f" ({trial.message})" if trial.message else ""
     state = "" if trial.is_done else f" {trial.state}"
-    return f"{trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
+    return f"{trial.label}, {trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
 def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
     """Return trials, the best so far and the time left, in a line."""
     best = conclusion.best
-    found = [] if best is None else [f"best {best.objective} {best.label}"]
+    found = [] if best is None else [f"best: {best.short}, {best.objective}"]
     return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))

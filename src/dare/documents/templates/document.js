@@ -39,8 +39,10 @@ if (document.getElementById("sortable")) (() => {
 
   // ---- filtering
 
+  const oneWord = (text) => String(text).toLowerCase().replace(/\s+/g, "_");
+  const equals = (a, b) => (typeof a === "number" ? a === Number(b) : oneWord(a) === b);
   const holds = {
-    "=": (a, b) => (typeof a === "number" ? a === Number(b) : String(a).toLowerCase() === b),
+    "=": (a, b) => b.split("|").some((each) => equals(a, each)),
     "<": (a, b) => a < Number(b),
     ">": (a, b) => a > Number(b),
     "<=": (a, b) => a <= Number(b),
@@ -49,7 +51,7 @@ if (document.getElementById("sortable")) (() => {
 
   function condition(word) {
     const [, name, sign, value] = word.match(/^(.+?)(<=|>=|<|>|=)(.+)$/) ?? [];
-    const column = columns.findIndex((known) => known.toLowerCase() === name);
+    const column = columns.findIndex((known) => oneWord(known) === name);
     if (column < 0) return (place) => texts[place].includes(word);
     return (place) => rows[place][column] !== null && holds[sign](rows[place][column], value);
   }
@@ -62,7 +64,38 @@ if (document.getElementById("sortable")) (() => {
       count += !line.hidden;
     });
     matches.textContent = `${count} of ${lines.length} rows`;
+    const numbers = lines.filter((line) => !line.hidden).map((line) => rows[line.dataset.row][0]);
+    darePage.view("parallel")?.signal("kept", conditions.length ? numbers : null).runAsync();
   }
+
+  // ---- brushing: a part of an axis becomes conditions of the filter
+
+  function brush(view, { place: [left, right] = [], at: [low, high] = [] }) {
+    const place = Math.round((left + right) / 2);
+    const name = view.signal("axes")[place];
+    if (name === undefined) return;
+    const word = oneWord(name);
+    const within = view.data("rows").filter((row) => row.place === place && row.at >= low && row.at <= high);
+    const values = [...new Set(within.map((row) => row.value))];
+    const others = filter.value.split(/\s+/).filter((each) => each.match(/^(.+?)[<>=]/)?.[1].toLowerCase() !== word);
+    if (!values.every((value) => typeof value === "number")) {
+      others.push(`${word}=${values.map(oneWord).join("|")}`);
+    } else if (values.length) {
+      others.push(`${word}>=${Math.min(...values)}`, `${word}<=${Math.max(...values)}`);
+    }
+    filter.value = others.filter(Boolean).join(" ");
+    applyFilter();
+  }
+
+  document.addEventListener("drawn", ({ detail: { name, view } }) => {
+    if (name !== "parallel") return;
+    view.addSignalListener("brush", (_, area) => brush(view, area));
+    view.addEventListener("dblclick", () => {
+      filter.value = "";
+      applyFilter();
+    });
+    applyFilter();
+  });
 
   // ---- two side by side
 
@@ -136,6 +169,29 @@ if (document.getElementById("sortable")) (() => {
   showPair();
   applyFilter();
 })();
+
+// By keyboard, arrows go from mark to mark of a figure and show the details of each.
+document.addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step || !event.target.matches(".chart")) return;
+  event.preventDefault();
+  const marks = [...event.target.querySelectorAll("path, line, text")]
+    .filter((mark) => mark.__data__?.tooltip);
+  const before = marks.findIndex((mark) => mark.matches(".pointed"));
+  const mark = marks[(before + step + marks.length) % marks.length];
+  marks[before]?.classList.remove("pointed");
+  mark?.classList.add("pointed");
+  mark?.scrollIntoView({ block: "nearest" });
+  const { left, top, width, height } = mark?.getBoundingClientRect() ?? {};
+  const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
+  for (const kind of ["pointermove", "mousemove"]) mark?.dispatchEvent(new PointerEvent(kind, place));
+  darePage.say(document.getElementById("vg-tooltip-element")?.innerText ?? "");
+});
+document.addEventListener("focusout", ({ target }) => {
+  for (const kind of ["pointerout", "mouseout"]) {
+    target.querySelector?.(".pointed")?.dispatchEvent(new PointerEvent(kind, { bubbles: true }));
+  }
+});
 
 (() => {
   const picker = document.getElementById("model");
