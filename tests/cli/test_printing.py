@@ -71,7 +71,6 @@ def _texts(value: object) -> list[str]:
 def test_errors_and_warnings_hold_no_control_characters(hostile: Path) -> None:
     outcome = dare("plan", "-b", "evil.safetensors", "-m", "lacking.safetensors")
     assert_harmless(outcome.err)
-    assert outcome.err.count("\n") == 3  # what is wrong, and two findings
     assert SHOWN in outcome.err
     assert dare("plan", f"{EVIL}.toml").err == f"dare: {SHOWN}.toml: no such file\n"
     assert str(InputError(EVIL)) == SHOWN

@@ -195,7 +195,7 @@ def test_everything_that_does_not_fit_is_found_at_once():
 def test_a_long_list_of_findings_is_cut():
     base = {f"t{number:03}": np.zeros(1, np.float32) for number in range(100)}
     with pytest.raises(MismatchError) as caught:
-        plan_of(base, {})
+        plan_of(base | {"fits": base["t000"]}, {"fits": base["t000"]})
     lines = str(caught.value).splitlines()
     assert lines[0] == "100 tensors do not fit together:"
     assert lines[-1] == "  … and 80 more"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.errors import DareError, ExistsError, install_command, printable
+from dare.errors import DareError, ExistsError, did_you_mean, install_command, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -236,6 +236,8 @@ def with_command(arguments: Sequence[str]) -> list[str]:
 
     >>> with_command(["--config", "recipe.toml"]), with_command(["verify", "x"])
     (['merge', '--config', 'recipe.toml'], ['verify', 'x'])
+    >>> with_command(["bse", "math", "-o", "merged"])[0], with_command(["verfy", "x", "-o", "y"])[0]
+    ('merge', 'verfy')
     """
     alone = {"--help", "-h", "--version", "--install-completion"}
     if not arguments:
@@ -245,7 +247,9 @@ def with_command(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     if first.startswith("-") or "/" in first or Path(first).suffix or Path(first).exists():
         return ["merge", *arguments]
-    return list(arguments)
+    has_output = not {"--output", "-o"}.isdisjoint(arguments)
+    is_misspelt_path = has_output and not did_you_mean(first, COMMANDS)
+    return ["merge", *arguments] if is_misspelt_path else list(arguments)
 
 
 def _resuming(arguments: Sequence[str]) -> str:

@@ -186,7 +186,8 @@ def make_plan(
         depth = depths.get(tied_to or fit.base.name, OUTSIDE)
         dtype = _output_type(recipe, fit.base, tied_to or fit.base.name, recoding)
         tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, kept))
-    problems = problems or list(_find_idle(base, named, fits))
+    strangers, displaced = _find_idle(base, named, fits)
+    problems = strangers or problems or displaced
     if problems:
         more = len(problems) - FINDINGS_SHOWN
         head = [f"{len(problems)} tensors do not fit together:"] if len(problems) > 1 else []
@@ -391,20 +392,24 @@ def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[
     return problems, notices
 
 
-def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> Iterator[str]:
-    """Yield a line for each model of which nothing would be merged."""
-    if not any(info.dtype.is_weight for info in base.tensors.values()):
-        return
-    used = [fit for fit in fits if fit.base.dtype.is_weight and not fit.is_mismatched]
-    busy = {number for fit in used for number in fit.fitting}
-    for number, (name, model) in enumerate(models):
-        if number not in busy:
+def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[str], list[str]]:
+    """Return why nothing would be merged of models that fit nowhere, and of others."""
+    weights = [fit for fit in fits if fit.base.dtype.is_weight]
+    fitting = {number for fit in weights for number in fit.fitting}
+    used = {number for fit in weights if not fit.is_mismatched for number in fit.fitting}
+    strangers, displaced = [], []
+    for number, (name, model) in enumerate(models if weights else ()):
+        idle = f"{name}: nothing of it would be merged: "
+        if number not in fitting:
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
-            yield (
-                f"{name}: nothing of it would be merged: none of its {len(model.tensors)} tensors"
-                f"{held} fits one of the base's ({some_of(sorted(base.tensors))}); "
-                "give the model that belongs to this base, or leave it out"
+            strangers.append(
+                f"{idle}none of its {len(model.tensors)} tensors{held} fits one of the base's "
+                f"({some_of(sorted(base.tensors))}); give the model that belongs to this base, or "
+                "leave it out"
             )
+        elif number not in used:
+            displaced.append(f"{idle}where it fits the base, others do not; leave those out")
+    return strangers, displaced
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
