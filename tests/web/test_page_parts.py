@@ -157,9 +157,9 @@ def test_one_weight_moves_by_slider_number_and_seed(static_site, open_tab):
         changes = [one - base for one in tuned]
         after = [one / (1 - rate) if keep else 0 for one, keep in zip(changes, kept, strict=True)]
         rows = page.locator("#one-weight [data-model] td:last-child").all_inner_texts()
-        assert rows == [f"{one:+.4f}".replace("-", "−") if one else "dropped" for one in after]
-        assert number(shown(tab, "top", "sum")) == pytest.approx(base + sum(after), abs=6e-5)
-        assert number(shown(tab, "top", "plain")) == pytest.approx(base + sum(changes), abs=6e-5)
+        assert rows == [f"{one:+.5f}".replace("-", "−") if one else "dropped" for one in after]
+        assert number(shown(tab, "top", "sum")) == pytest.approx(base + sum(after), abs=6e-6)
+        assert number(shown(tab, "top", "plain")) == pytest.approx(base + sum(changes), abs=6e-6)
         assert noise in shown(tab, "top", "noise")
 
     check(0.5, 42, "as big as the change")

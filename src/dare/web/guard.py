@@ -113,9 +113,7 @@ class Guard:
         asker = request.headers.get("sec-fetch-site", "same-origin")
         is_link = request.headers.get("sec-fetch-mode") == "navigate" and _is_page(request)
         if origin != f"http://{host}" or (asker not in ("same-origin", "none") and not is_link):
-            return refuse(
-                request, 403, "This request came from another site, which is not allowed."
-            )
+            return refuse(request, 403, "Requests from another site are not allowed.")
         return None
 
     def _check_token(self, request: Request) -> Response | None:

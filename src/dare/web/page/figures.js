@@ -6,7 +6,7 @@ let library = null;
 
 /** The library is large: it is loaded once, after all parts. */
 function loadLibrary() {
-  library ??= mounted.then(() => new Promise((resolve, reject) => {
+  library ??= mounted().then(() => new Promise((resolve, reject) => {
     if (window.vegaEmbed) return resolve();
     const script = document.createElement("script");
     script.src = new URL("vega.js", import.meta.url);

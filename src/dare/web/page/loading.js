@@ -50,7 +50,7 @@ export async function writeTwice(engine, setting, prompts, show, signal) {
   const before = prompts.map((prompt) => known?.texts[prompt]);
   if (before.every((text) => text !== undefined)) {
     show(before);
-    await mounted;
+    await mounted();
   }
   const now = await engine.write(setting, prompts, signal);
   if (now.some((text, at) => text !== before[at])) show(now);

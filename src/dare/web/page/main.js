@@ -1,7 +1,7 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
 /* global darePage */
 import { openEngine } from "./engine/browser.js";
-import { breathe, sayMounted } from "./pace.js";
+import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
 import * as drop from "./parts/drop.js";
@@ -58,5 +58,4 @@ const mounted = Object.entries(others).map(async ([name, load]) => {
   await mountOne(name, load);
 });
 await Promise.all(mounted);
-sayMounted();
 document.documentElement.dataset.ready = "true";

@@ -30,10 +30,11 @@ export function whenRested(milliseconds, work) {
   };
 }
 
-let finish;
-/** Kept when all parts are in the page, and what takes time may begin. */
-export const mounted = new Promise((resolve) => { finish = resolve; });
-export const sayMounted = () => finish();
+/** Wait until all parts are in the page, and what takes time may begin. */
+export async function mounted() {
+  while (!document.documentElement.dataset.ready) await breathe(50);
+}
 
 /** Let the browser paint and listen, then go on. */
-export const breathe = () => new Promise((resolve) => { setTimeout(resolve); });
+export const breathe = (milliseconds = 0) =>
+  new Promise((resolve) => { setTimeout(resolve, milliseconds); });

@@ -68,7 +68,7 @@ export async function mount(section, { state, engine }) {
     const ready = markBusy(table);
     try {
       const isKnown = !broken && (await begin(sound));
-      await (isKnown ? mounted : score(sound, broken, QUICK, signal));
+      await (isKnown ? mounted() : score(sound, broken, QUICK, signal));
       signal.throwIfAborted();
       samples.show(await write(sound), await write(broken));
       await score(sound, broken, FULL, signal);

@@ -59,7 +59,7 @@ export async function mount(section, { state, engine }) {
     const setting = shown();
     const ready = markBusy(at("scores"));
     try {
-      await ((await begin(setting)) ? mounted : score(setting, QUICK, signal));
+      await ((await begin(setting)) ? mounted() : score(setting, QUICK, signal));
       signal.throwIfAborted();
       asked.ask();
       samples.show(await engine.write(setting, samples.prompts, signal));

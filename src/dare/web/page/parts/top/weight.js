@@ -44,8 +44,8 @@ export function addWeight(card, state, { tensor, element, values }) {
       style.left = place(Math.min(sum, sum + change));
       style.right = `calc(100% - ${place(Math.max(sum, sum + change))})`;
       row.classList.toggle("dropped", !isKept);
-      row.querySelector("td").textContent = signed(changes[at]);
-      row.querySelector("td:last-child").textContent = isKept ? signed(change) : "dropped";
+      row.querySelector("td").textContent = signed(changes[at], 5);
+      row.querySelector("td:last-child").textContent = isKept ? signed(change, 5) : "dropped";
       if (isKept) sum += change;
     });
     const outcomes = outcomesOf(base, changes, p);
@@ -56,10 +56,10 @@ export function addWeight(card, state, { tensor, element, values }) {
     });
     card.style.setProperty("--sum", place(sum));
     show(card, {
-      base: signed(base),
-      sum: signed(sum),
-      plain: signed(plain),
-      "plain-again": signed(plain),
+      base: signed(base, 5),
+      sum: signed(sum, 5),
+      plain: signed(plain, 5),
+      "plain-again": signed(plain, 5),
       factor: decimal(1 / (1 - p), 2),
       noise: noiseInWords(Math.sqrt(p / (1 - p))),
     });
