@@ -52,7 +52,7 @@ MERGES = doubled("a0: &a0 {{x: 1}}".format(), "a{here}: &a{here} {{<<: [{before}
 @pytest.mark.parametrize("text", [LAUGHS, MERGES], ids=["aliases", "merge keys"])
 def test_aliases_are_counted_before_they_are_followed(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.yaml").write_text(text)
-    with at_once(), pytest.raises(RecipeError, match=r"m\.yaml: stands for \d.\d+e\+37 values"):
+    with at_once(), pytest.raises(RecipeError, match=r"m\.yaml: .* \d.\d+e\+37 values"):
         convert_yaml(tmp_path / "m.yaml")
 
 

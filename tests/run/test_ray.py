@@ -250,7 +250,7 @@ def test_a_task_refuses_another_input(recipe, job):
 
 def test_a_task_refuses_another_plan(job):
     other = replace(job[0], request=job[0].request.changed(seed=7))
-    with pytest.raises(InputError, match="plan is another one"), ExitStack() as stack:
+    with pytest.raises(InputError, match="plan differs"), ExitStack() as stack:
         other.open(stack)
 
 
@@ -262,7 +262,7 @@ def test_a_folder_that_is_not_the_drivers_is_refused(job, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(job.folder, other)
     ((_, records, _),) = Here().run(replace(job, folder=other), [share], {})
-    with pytest.raises(OutputError, match=r"10\.0\.0\.3: .*another folder"):
+    with pytest.raises(OutputError, match=r"10\.0\.0\.3: .*different folder"):
         _check_arrival("10.0.0.3", job.files(plan), records[0])
 
 

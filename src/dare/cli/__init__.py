@@ -17,7 +17,6 @@ import gc
 import io
 import json
 import os
-import re
 import shlex
 import sys
 import tomllib
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.errors import DareError, ExistsError, did_you_mean, install_command, printable
+from dare.errors import DareError, ExistsError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -43,20 +42,12 @@ USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the mai
 ESCAPE = "dare-escape"
 HELP_ALL = "--help-all"
 
-_TEXT = files("dare.cli").joinpath("help.toml").read_text("utf-8")
-_INSTALL = re.compile(r"INSTALL (\w+)")  # rich must not take the brackets for markup
-HELP: dict[str, Any] = tomllib.loads(
-    _INSTALL.sub(lambda found: install_command(found[1]).replace("[", r"\\["), _TEXT)
-)
+HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
 # Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
 
 # The flags that `--help` lists, by command; `--help-all` lists the others too.
-MAIN_FLAGS: dict[str, list[str]] = {
-    command: [f"--{name}" for name in names]
-    for commands, names in HELP["main_flags"].items()
-    for command in commands.split(", ")
-}
+MAIN_FLAGS: dict[str, list[str]] = HELP["main_flags"]
 
 WITH_COMMANDS = ("lora", "search")  # commands that have subcommands
 
@@ -179,8 +170,7 @@ def build_app(words: Sequence[str] = ("",)) -> App:
     """Return the commands with their help; what completes them only if no other is asked for."""
     from cyclopts import App, Group
 
-    name = " ".join(words[:2])
-    name = name if name in MAIN_FLAGS else words[0]
+    name = " ".join(words[:2]) if " ".join(words[:2]) in MAIN_FLAGS else words[0]
     flags = MAIN_FLAGS.get(name, [])
     is_short = flags and HELP_ALL not in words and not {"--help", "-h"}.isdisjoint(words)
 
@@ -214,18 +204,16 @@ def _short_help(command: str, flags: Collection[str]) -> DefaultFormatter:
     """Return a formatter that leaves out all flags but some, and says how to see the others."""
     from cyclopts.help import DefaultFormatter
 
+    def is_main(names: Sequence[str]) -> bool:
+        return not names or any(name in flags or not name.startswith("--") for name in names)
+
     class ShortHelp(DefaultFormatter):
         def render_description(self, console: Console, options: Any, description: Any) -> None:
             super().render_description(console, options, description)
             console.print(HELP["more"].format(command=command), highlight=False)
 
         def __call__(self, console: Console, options: Any, panel: HelpPanel) -> None:
-            entries = [
-                entry
-                for entry in panel.entries
-                if not entry.names
-                or any(name in flags or not name.startswith("--") for name in entry.names)
-            ]
+            entries = [entry for entry in panel.entries if is_main(entry.names)]
             super().__call__(console, options, panel.copy(entries=entries))
 
     return ShortHelp()

@@ -74,9 +74,9 @@ def merge(
 ) -> int:
     """Carry out a recipe.
 
-    :param dry_run: Only say what would be done: dare plan.
-    :param part: One part, such as 3/16.
-    :param wait: How long a slice waits for news.
+    :param dry_run: Only show the plan, like dare plan.
+    :param part: Merge only one part, such as 3/16.
+    :param wait: How long a slice waits for other slices.
     """
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     facts = _conversion_facts(paths, flags)
@@ -179,8 +179,8 @@ def _by_position(
         _check_is_recipe(to_path(paths[0]))
         return paths[0], flags
     if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
-        remedy = "its models are in it, or replaced with --base and --models"
-        raise UsageError(f"{recipes[0]} is a recipe, which stands alone: {remedy}")
+        remedy = "it names its models; --base and --models replace them"
+        raise UsageError(f"{recipes[0]} is a recipe, so give no other path: {remedy}")
     if twice := [f"--{name}" for name in ("base", "models", "config") if flags.get(name)]:
         flagged = f"{' and '.join(twice)} too; leave out {twice[0]}, or give all of them by flags"
         raise UsageError(f"base and models are given without flags, and {flagged}")

@@ -61,7 +61,7 @@ def several(name: str | None = None, **place: Any) -> Parameter:
 
 
 _shown = partial(switch, group=OUTPUT)
-_EVERYTHING = "Show plan, progress and report in any case."
+_EVERYTHING = "Show plan, progress and report: the default."
 Verbose = Annotated[bool, _shown("--verbose", "-v", help=_EVERYTHING)]
 Quiet = Annotated[bool, _shown("--quiet", "-q", help="Show errors only.")]
 Json = Annotated[bool, _shown(help="JSON on stdout, everything else on stderr.")]
@@ -216,9 +216,7 @@ def _stage_help(name: str) -> str:
         default = f"{stage.name} {exact_text(found.default)}"
         meanings.setdefault(f"{found.description} {found.range}", []).append(default)
     texts = [rf"{text} \[default: {', '.join(its)}]" for text, its in meanings.items()]  # no markup
-    stages = [", ".join(default.split()[0] for default in its) for its in meanings.values()]
-    several = [f"{names}: {text}" for names, text in zip(stages, texts, strict=True)]
-    return texts[0] if len(texts) == 1 else "\n".join(several)
+    return "\n".join(texts)
 
 
 def recipe_from_flags(

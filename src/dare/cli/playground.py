@@ -36,7 +36,7 @@ def playground(
     :param port: The port; 0 is any free one. \[default: 8787, if free]
     :param no_browser: Do not open a browser.
     :param build: Write the page as static files into a folder.
-    :param overwrite: Replace what --build would not.
+    :param overwrite: Replace files that --build would leave alone.
     """
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")

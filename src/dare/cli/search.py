@@ -109,7 +109,7 @@ def run(
 
     :param recipe: The same as --config.
     :param write: The best recipe; - for none.
-    :param html: Also write a page.
+    :param html: Also write the study as a page.
     :param dry_run: Check the settings and count trials.
     """
     place = recipe or flags.get("config")

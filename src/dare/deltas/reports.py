@@ -67,8 +67,8 @@ class DeltaReport(_Report):
         if self.bits != "native":
             values = f"at {times(int(self.bits), 'bit')} each"
         return (
-            f"{self.kept:,} of {self.parameters:,} changes, by DARE's mask, {values}; error "
-            f"{self.relative_error:.3g} of the change, {self.weight_error:.3g} of the weights"
+            f"{self.kept:,} of {self.parameters:,} changes, by DARE's mask, {values}; weight "
+            f"error {self.weight_error:.2%} ({self.relative_error:.0%} of the change)"
         )
 
     def document(self) -> Document:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -98,7 +98,8 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
     tuned = _writings(console, models)
     print_document(console, opening(parameters, changes, tuned))
     merged = _writings(console, {FAVOURITE.label: FAVOURITE.load})  # compiles what all merges use
-    print_document(console, merging(merged))
+    how = f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped"
+    print_document(console, answered(merged, "The three merged into one", how))
     writings = (*tuned, *merged)
     rows = _measure(console, _experiments(extent), extent)
     rates = (0.0, *extent.drop_rates)
@@ -165,26 +166,20 @@ def _measure(
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
         task = bar.add_task("scoring", total=len(jobs))
 
+        def rows_of(keys: Iterable[Key], scores: Sequence[Score]) -> dict[Key, Row]:
+            found = dict(zip(jobs, scores, strict=False))
+            each = ((key, *experiments[key]) for key in keys)
+            return {
+                key: replace(row, scores=tuple(found[job] for job in own)) for key, row, own in each
+            }
+
         def advance(done: Sequence[Score]) -> None:
             bar.advance(task)
             if len(done) == early:
-                rows = list(_rows({key: experiments[key] for key in first}, jobs, done).values())
+                rows = rows_of(first, done).values()
                 print_document(console, first_scores(rows, extent, len(jobs) - early))
 
-        scores = measure_all(jobs, advance)
-    return _rows(experiments, jobs, scores)
-
-
-def _rows(
-    experiments: Mapping[Key, tuple[Row, list[Measurement]]],
-    jobs: Sequence[Measurement],
-    scores: Sequence[Score],
-) -> dict[Key, Row]:
-    found = dict(zip(jobs, scores, strict=False))
-    return {
-        key: replace(row, scores=tuple(found[job] for job in repeated))
-        for key, (row, repeated) in experiments.items()
-    }
+        return rows_of(experiments, measure_all(jobs, advance))
 
 
 def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
@@ -268,37 +263,26 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
     ]
-    table = _answers(writings, "What they write after three held-out prompts (✓ is right)")
-    return Document(
-        title="Three models become one",
-        kind="demonstration",
-        lead=f"fine-tunes of a base of {parameters:,} parameters that has read the Bible",
-        facts=tuple(tasks),
-        sections=(Section("writings", "Answers", (table,), is_brief=True),),
-    )
+    lead = f"fine-tunes of a base of {parameters:,} parameters that has read the Bible"
+    return answered(writings, "Three models become one", lead, tuple(tasks))
 
 
-def merging(writings: Sequence[Writing]) -> Document:
-    """Return what the merge writes."""
-    return Document(
-        title="The three merged into one",
-        kind="demonstration",
-        lead=f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped",
-        sections=(Section("merged", "Answers", (_answers(writings),), is_brief=True),),
-    )
-
-
-def _answers(writings: Sequence[Writing], title: str = "") -> Table:
+def answered(
+    writings: Sequence[Writing], title: str, lead: str, facts: tuple[tuple[str, str], ...] = ()
+) -> Document:
+    """Return what models write."""
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
     ]
-    return Table(
+    table = Table(
         ("", *(example.prompt for example in SHOWN)),
         tuple((writing.name, *cells) for writing, cells in zip(writings, answers, strict=True)),
-        title=title,
+        title="Answers to three held-out prompts (✓ is right)",
         tones={cell: Tone.GOOD for cells in answers for cell in cells if cell.endswith("✓")},
     )
+    sections = (Section("writings", "Answers", (table,), is_brief=True),)
+    return Document(title=title, kind="demonstration", lead=lead, facts=facts, sections=sections)
 
 
 def _shown(text: str, example: Example) -> str:
@@ -306,7 +290,7 @@ def _shown(text: str, example: Example) -> str:
     return f"{printed} ✓" if text == example.answer else printed
 
 
-def first_scores(rows: Sequence[Row], extent: Extent, left: int) -> Document:
+def first_scores(rows: Iterable[Row], extent: Extent, left: int) -> Document:
     """Return what is known after a few seconds."""
     counts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
     table = score_table(rows, counts, extent.seeds)
@@ -318,7 +302,7 @@ def first_scores(rows: Sequence[Row], extent: Extent, left: int) -> Document:
     )
 
 
-def score_table(rows: Sequence[Row], prompts: Mapping[str, int], seeds: Sequence[int]) -> Table:
+def score_table(rows: Iterable[Row], prompts: Mapping[str, int], seeds: Sequence[int]) -> Table:
     """Return what models and merges can do."""
     columns: Columns = {
         "": lambda row: row.name,

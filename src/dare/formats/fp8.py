@@ -55,7 +55,7 @@ class Fp8:
         largest = np.zeros((1 if self.scale.is_one else grid[0], self.scale.columns), np.float32)
         for _, matrix, rows, columns in self._pieces(tensor, read):
             if not np.isfinite(matrix).all():
-                what = "has values that are not finite, and FP8 has none"
+                what = "has values that are not finite, which FP8 cannot store"
                 raise OutputError(f"{name}: {what}; leave format out")
             found = np.maximum.reduceat(np.abs(matrix), _begins(columns), axis=1)
             found = np.maximum.reduceat(found, _begins(rows), axis=0)

@@ -44,7 +44,7 @@ class Mxfp4:
                 raw = read((expert * groups + group) * size, size)
                 values = decoded(raw, "cpu").reshape(GROUP, outputs)
                 if not np.isfinite(values).all():
-                    what = "has values that are not finite, and MXFP4 has none"
+                    what = "has values that are not finite, which MXFP4 cannot store"
                     raise OutputError(f"{tensor[0]}: {what}; leave format out")
                 largest = np.abs(values).max(axis=0) / VALUES.max()
                 own = ceil_log2(np.maximum(largest, np.float32(2.0**LOWEST)))

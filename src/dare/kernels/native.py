@@ -194,9 +194,9 @@ def working_seconds() -> float:
 
 def _has_compiled() -> bool:
     """Tell whether kernels are kept that are newer than this module."""
-    newest = Path(__file__).stat().st_mtime
     with suppress(OSError):
-        return any(file.stat().st_mtime > newest for file in kernel_folder().glob("*.kernel"))
+        changed = Path(__file__).stat().st_mtime
+        return any(file.stat().st_mtime > changed for file in kernel_folder().glob("*.kernel"))
     return False
 
 

@@ -215,12 +215,12 @@ def _check_method(plan: AdapterPlan) -> None:
         combine = recipe.chain_for(tensor).combine
         if combine.needs_base(recipe.joint_settings_for(tensor)[0]):
             fault = f"{combine.name} needs the base"
-            raise RecipeError(f"{where}: {fault}; take one of changes alone, as ties, {HOW_ELSE}")
+            raise RecipeError(f"{where}: {fault}; use another, such as ties, {HOW_ELSE}")
     for module in plan.modules if plan.space == "core" else ():
         stages = [stage for stage, _ in recipe.chain_for(module.tensor) if stage.sees == "matrix"]
         if module.experts > 1 and stages:
             fault = f"{stages[0].name} would take the experts of {module.name} for one matrix"
-            raise RecipeError(f"{where}: {fault}; take a method without it for them, {HOW_ELSE}")
+            raise RecipeError(f"{where}: {fault}; use a method without it for them, {HOW_ELSE}")
     if plan.wanted is None and not plan.is_additive and plan.space == "full":
         remedy = 'set rank = 16 or energy = 0.9, or merge in the core space: space = "core"'
         raise RecipeError(f"{where}: changes whole matrices; {remedy}")

@@ -137,8 +137,8 @@ def _problem(mixture: Mixture, layout: Mapping[str, Any], kind: str) -> str:
     bases, count = ", ".join(layout["bases"]), times(len(shared), "shared expert")
     is_gated, takes_gate = len(mixture.gated) > len(mixture.experts), "shared_gate" in layout
     problems = {
-        f"a base of type {kind} is not supported (but {bases})": kind not in layout["bases"],
-        f"{count} is not supported (but {least} to {most})": not least <= len(shared) <= most,
+        f"a base of type {kind} is not supported (only {bases})": kind not in layout["bases"],
+        f"{count} is not supported (only {least} to {most})": not least <= len(shared) <= most,
         "a shared expert without prompts is not supported": takes_gate and not is_gated,
         "prompts of a shared expert are not supported": not takes_gate
         and any(expert.prompts for expert in shared),

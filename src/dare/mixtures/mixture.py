@@ -27,8 +27,8 @@ class Expert(Strict, init=False):
     """A model whose MLPs become one expert of every layer."""
 
     model: AnyPath = Field(description="A fine-tune of the base: file, directory or adapter.")
-    prompts: Prompts = Field((), description="Texts of the kind that it shall answer.")
-    negative_prompts: Prompts = Field((), description="Texts that others shall answer.")
+    prompts: Prompts = Field((), description="Prompts of the kind that it should answer.")
+    negative_prompts: Prompts = Field((), description="Prompts that other experts should answer.")
     residual_scale: float = Field(1.0, description="Factor on what it adds to the stream.")
     noise_scale: float = Field(0.0, ge=0, description="Deviation of noise added to its weights.")
 
@@ -45,7 +45,7 @@ Experts = Annotated[tuple[Expert, ...], BeforeValidator(_read_experts)]
 class Mixture(Strict, init=False):
     """A mixture of experts, completely described."""
 
-    base: AnyPath = Field(description="Gives all but the MLPs, configuration and tokenizer.")
+    base: AnyPath = Field(description="The model that everything but the MLPs comes from.")
     experts: Experts = Field(description="The models that a layer's gate chooses from.")
     shared_experts: Experts = Field((), description="Experts that every token goes through.")
     architecture: str | None = Field(None, description="The layout; else the first that fits.")
@@ -53,10 +53,10 @@ class Mixture(Strict, init=False):
     gates: GateKind = Field("hidden", description="How gates are made.")
     seed: int = Field(42, ge=0, description="Seed of random gates and of noise.")
     dtype: WeightType = Field(None, description="Storage type; else that of most of the base.")
-    output: AnyPath | None = Field(None, description="The directory that it goes to.")
+    output: AnyPath | None = Field(None, description="The directory of the mixture.")
     shard_size: Size | None = Field(None, description="Largest output file, such as 5GB.")
     allow_pickle: bool = Field(False, description="Also read pytorch_model.bin, weights only.")
-    output_digest: str | None = Field(None, description="What the weights must hash to.")
+    output_digest: str | None = Field(None, description="Digest that the weights must have.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -334,7 +334,7 @@ def check_memory(given: int | None, needed: int, reason: str = "") -> None:
                 f"memory: one thread needs {show_size(needed)}{reason and f' ({reason})'}, and "
                 f"this machine has {show_size(free)} free; end other programs, use a machine with "
                 "more, or a method that works on single elements, such as dare+linear; "
-                f"max_memory = {needed} tries it all the same"
+                f"max_memory = {needed} tries it anyway"
             )
 
 
@@ -498,7 +498,7 @@ class Plan(PlanData, Shown):
             return f"{place}, file by file by way of a scratch folder, which takes {room}"
         if target.parent.exists():
             return place
-        return f"{place}; the folder {target.parent} is made for it"
+        return f"{place}; the folder {target.parent} will be created"
 
     def _model_settings(self, *, brief: bool) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """Return the settings of delta stages that all models share, and each model's others."""

@@ -81,7 +81,7 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
             raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
         given["tensors"] = _build_entries(given["tensors"], TensorRule, "[[tensors]]")
     if "stages" in given:
-        raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
+        raise RecipeError("stages: put a stage's parameters in a table with its name: [dare]")
     is_table = {key for key in given if isinstance(given[key], dict)} - set(KEYS)
     stages = {key: dict(given.pop(key)) for key in document if key in is_table}
     for key in given:
@@ -156,7 +156,7 @@ def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> d
         if isinstance(inner, str | PathLike):
             path = as_path(inner)
             if path in outer:
-                raise RecipeError(f"{path}: is a part of itself; a recipe needs other models")
+                raise RecipeError(f"{path}: contains itself; give it other models")
             name = str(path) if path.stem in found else path.stem
             found[name] = _lift_inner(read_toml(path), (*outer, path))
         else:

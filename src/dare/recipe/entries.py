@@ -74,7 +74,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: must be text in UTF-8, and byte {error.start} is not") from None
+        raise InputError(f"{path}: must be UTF-8 text; byte {error.start} is not") from None
     keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
     if any(key[0].count(".") >= MAX_PARTS for key in _DOTTED.finditer(keys)):
         raise RecipeError(f"{path}: not valid TOML: a key has more than {MAX_PARTS} parts")
@@ -360,10 +360,10 @@ class ModelEntry(Strict, init=False):
     """
 
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
-    weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
+    weight: Weight = Field(None, description="Its share; the default depends on the method.")
     seed: int | None = Field(None, ge=0, description="Its seed, in place of seed + i.")
     range: Span | None = Field(
-        None, description="In [[layers]]: its layers, if they are others than the base's."
+        None, description="In [[layers]]: its layers, if they differ from the base's."
     )
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of delta stages that are different for it."
@@ -406,7 +406,7 @@ class TokenEntry(Strict, init=False):
     token: str | None = Field(None, description="Another token of that model.")
     id: int | None = Field(None, ge=0, description="The number of the row in that model.")
     zero: bool = Field(False, description="True for a row of zeros.")
-    force: bool = Field(False, description="True if rows that models have for it do not count.")
+    force: bool = Field(False, description="True to ignore the rows that models have for it.")
 
     @model_validator(mode="after")
     def _is_one_row(self) -> Self:
@@ -437,7 +437,7 @@ class TensorRule(Strict, init=False):
     model: Words = Field(
         None, description="The model or models that it is for, by name or file; else all."
     )
-    method: Method | None = Field(None, description="The method for these tensors, if another.")
+    method: Method | None = Field(None, description="The method for these tensors, if it differs.")
     weight: Weight = Field(None, description="The models' weight for these tensors.")
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of stages for these tensors."

@@ -29,19 +29,19 @@ class RunOptions(Strict, init=False):
     verbose: bool = Field(True, description="Show progress and warnings.")
     max_memory: Size | None = Field(
         None,
-        description="What buffers may take, such as 512MiB, and the process about 200 MB more; "
-        "if not given 1 GiB, or for whole matrices up to half of what is free.",
+        description="Memory for buffers, such as 512MiB; the process takes about 200 MB more. "
+        "By default 1 GiB, or for whole matrices up to half of what is free.",
     )
     threads: int | None = Field(
-        None, gt=0, description="Worker threads; one for each core if not given."
+        None, gt=0, description="Worker threads; by default one for each core."
     )
     cluster: Annotated[str | None, NOT_RECORDED] = Field(
         None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
     )
     scratch: Annotated[AnyPath | None, NOT_RECORDED] = Field(
         None,
-        description="Folder where an output is made that goes to a store; one below the cache of "
-        "this user if not given.",
+        description="Folder in which an output for a store is made first. By default one in your "
+        "cache.",
     )
     backend: Annotated[str, AfterValidator(check_backend), NOT_RECORDED] = Field(
         "cpu", description="The kernels that compute: cpu, or reference, which defines them."

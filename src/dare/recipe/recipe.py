@@ -140,7 +140,7 @@ class Recipe(Strict, init=False):
     embedding_drop_rate: EmbeddingDropRate | None = Field(
         None, description="Drop rate of embeddings and head, if it differs."
     )
-    seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has a seed.")
+    seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has its own.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: WeightType = Field(
         None, description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); else the base's."
@@ -166,10 +166,11 @@ class Recipe(Strict, init=False):
         "error", description="Tokens that differ: refuse, keep the base's or a model's, or unite."
     )
     tokens: dict[str, TokenRow] = Field(
-        default_factory=dict, description="Rows of single tokens, by the models that have them."
+        default_factory=dict,
+        description="Rows of single tokens, and the models they come from.",
     )
     pad_to_multiple_of: int | None = Field(
-        None, gt=0, description="Rows of zeros are added to embedding and head up to this."
+        None, gt=0, description="Pad embedding and head with rows of zeros to a multiple of this."
     )
     copy_from: Annotated[str | None, SAME_WEIGHTS] = Field(
         None, description="The model whose config and tokenizer an output directory gets."
@@ -178,10 +179,10 @@ class Recipe(Strict, init=False):
         "auto", description="auto, a model's or a template's name, a file, or the template itself."
     )
     allow_pickle: Annotated[bool, SAME_WEIGHTS] = Field(
-        False, description="Also read pytorch_model.bin and the like, by torch, weights only."
+        False, description="Also read pytorch_model.bin and the like, with torch, weights only."
     )
     allow_not_finite: Annotated[bool, SAME_WEIGHTS] = Field(
-        False, description="Merge inputs with NaN or infinite elements all the same."
+        False, description="Merge inputs even if they have NaN or infinite elements."
     )
 
     delta_threshold: Annotated[float, SAME_WEIGHTS] = Field(
@@ -191,15 +192,15 @@ class Recipe(Strict, init=False):
         None, description="Largest output file, such as 5GB; the output is then a directory."
     )
     input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple), NOT_RECORDED] = (
-        Field(None, description="What the inputs must hash to, base first, as their manifest says.")
+        Field(None, description="Digests that the inputs must have, base first; see the manifest.")
     )
 
     output_digest: Annotated[str | None, SAME_WEIGHTS, NOT_RECORDED] = Field(
-        None, description="What the merged weights must hash to, as their manifest says."
+        None, description="Digest that the merged weights must have; see the manifest."
     )
 
     search: Annotated[Search | None, BeforeValidator(search_table), SAME_WEIGHTS, NOT_RECORDED] = (
-        Field(None, description="What a search around this recipe tries; a merge leaves it aside.")
+        Field(None, description="What a search around this recipe tries; a merge ignores it.")
     )
 
     @classmethod
@@ -250,7 +251,7 @@ class Recipe(Strict, init=False):
         _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
         takes_models = self.chain.combine.models != 0
         if self.layers and (self.models or takes_models):
-            yield "[[layers]]: models and method belong into its entries, or into [merges.NAME]"
+            yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"
         elif takes_models and not self.models:
             yield "no models: name at least one"
         for combine in (chain.combine for chain in self.chains.values()):

@@ -41,10 +41,10 @@ class Range(Strict, init=False):
 
     start: float = Field(alias="from", description="The smallest value.")
     to: float = Field(description="The largest value.")
-    log: bool = Field(False, description="Whether a factor matters, not a difference.")
-    step: float | None = Field(None, gt=0, description="Only values so far apart.")
+    log: bool = Field(False, description="Whether to search on a logarithmic scale.")
+    step: float | None = Field(None, gt=0, description="The step between values.")
     layers: int | None = Field(
-        None, ge=2, le=16, description="So many values from the first layer to the last."
+        None, ge=2, le=16, description="Number of values from the first layer to the last."
     )
 
     @model_validator(mode="after")
@@ -123,16 +123,17 @@ class Search(Strict, init=False):
         None, description="How settings are chosen; grid if all are lists, else tpe."
     )
     trials: int | None = Field(
-        None, gt=0, description="How many candidates are scored; by default 40, in a grid all."
+        None, gt=0, description="How many candidates to score: 40 by default, all in a grid."
     )
     seeds: int = Field(1, gt=0, le=1000, description="How many seeds each setting is tried with.")
     eval: str | None = Field(None, description="What scores a candidate.")
-    holdout: str | None = Field(None, description="What scores the winner, once, on other data.")
+    holdout: str | None = Field(None, description="Scores the winner once, on other data.")
     objective: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(
-        default_factory=dict, description="By score: its weight in the mean that is to be large."
+        default_factory=dict,
+        description="The weight of each score; larger is better.",
     )
     guards: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="What scores must keep to, such as english:max:1.25 or *:keep:0.95."
+        (), description="Conditions on scores, such as english:max:1.25 or *:keep:0.95."
     )
     race: bool = Field(False, description="Stop bad candidates early, on a part of the items.")
     time_limit: float | None = Field(None, gt=0, description="Seconds that one scoring may take.")

@@ -288,7 +288,7 @@ def check_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sa
     for file, found, sample in zip(files, sample_inputs(sources), samples, strict=True):
         if differing := [name for name in sample if found.get(name) != sample[name]]:
             raise InputError(
-                f"{file}: is another file here than where the work was started: "
+                f"{file}: is not the same file here as where the work was started: "
                 f"{differing[0] or 'its header'} differs; every node must see the same inputs"
             )
 
@@ -361,7 +361,7 @@ class MergeWork:
         check_inputs(recipe, (plan.base, *plan.models), self.inputs)
         if plan.fingerprint != self.fingerprint:
             raise InputError(
-                f"{recipe.output}: the plan is another one here; every node must see the same "
+                f"{recipe.output}: the plan differs on this node; every node must see the same "
                 "inputs with the same configurations"
             )
         files = self.files(plan)
@@ -473,6 +473,6 @@ def _check_arrival(node: str, files: FileSink, record: Record) -> None:
         files.close()
     if not has_arrived:
         raise OutputError(
-            f"node {node}: {files.folder}: is another folder there: what is written does not "
+            f"node {node}: {files.folder}: is a different folder there: what it writes does not "
             "arrive here; every node must see the same file system"
         )

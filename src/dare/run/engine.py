@@ -72,7 +72,6 @@ class Run:
         self.output = output
         self.meter = Meter(display)
         self.noticed: list[Notice] = []
-        self.announced: list[str] = []
         self._display = display
         self._started = started
         output.sink.announce = display.announce
@@ -88,7 +87,6 @@ class Run:
 
     def announce(self, text: str = COMPILING) -> None:
         """Show a line, if only that kernels have to be compiled first."""
-        self.announced.append(text)
         self._display.announce(text)
 
     def take_over(self, plan: Plan) -> None:

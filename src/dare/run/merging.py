@@ -120,7 +120,7 @@ class Merge(Work[Report]):
         late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
         shown = {*self.plan.warnings, *self.sample.notices, *run.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
-        if self.plan.options.cluster is None and not (run.announced or run.output.resumed):
+        if not (self.plan.options.cluster or self.plan.recoding or run.output.resumed):
             keep_rate(self.plan, working_seconds() - self._begun)
         return replace(report, warnings=(*report.warnings, *late))
 
@@ -147,7 +147,7 @@ def check_digests(plan: Plan, digests: Digests) -> None:
         if digest != expected:
             raise InputError(
                 f"{file}: is not what it was when the manifest was written "
-                f"(digest {digest}, then {expected}); to merge it all the same, write the recipe "
+                f"(digest {digest}, then {expected}); to merge it anyway, write the recipe "
                 "out with `dare init --config` and take input_digests out of it"
             )
     if recipe.output_digest not in (None, digests.output):

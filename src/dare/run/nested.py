@@ -73,7 +73,7 @@ def open_recipe(
     pinned = dict(recipe.merges)
     files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
     for name in files & set(within):
-        raise RecipeError(f"merges.{name}: is a part of itself; give it other models")
+        raise RecipeError(f"merges.{name}: contains itself; give it other models")
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
@@ -250,7 +250,7 @@ def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
         align_rows(both, first, [last], [first.folder, last.folder])
     except MismatchError as error:
         raise RecipeError(
-            "[[layers]]: embedding and head are of different tokens; take the first and the last "
+            "[[layers]]: embedding and head have different tokens; take the first and the last "
             f"range from models that have the same: {error}"
         ) from None
 

@@ -89,7 +89,7 @@ def read_yaml(file: Path) -> list[Node]:
         if not roots:
             raise RecipeError(f"{file}: is empty")
         if (values := sum(_count(root, file, {}) for root in roots)) > MAX_VALUES:
-            raise RecipeError(f"{file}: stands for {values:.3g} values, of at most {MAX_VALUES}")
+            raise RecipeError(f"{file}: expands to {values:.3g} values; the limit is {MAX_VALUES}")
         reading = Reading(file)
         return [_from_yaml(root, loader, reading, {}) for root in roots]
     except RecipeError:
