@@ -157,7 +157,7 @@ def test_what_nothing_is_known_of():
     assert {d.verdict for d in found.against} == {"not known"}
     assert found.tied == ()
     assert found.simplest == found.best
-    assert mentions(found, "no_items", "no items")
+    assert mentions(found, "no_items", "per-item")
     assert mentions(found, "winners_curse", "3 settings")
     assert not mentions(found, "winners_curse", "intervals")
 
@@ -171,7 +171,7 @@ def test_seeds_alone_tell_chance():
     found = conclude(study(trials, [baseline("average", Scored({"x": 1.02}))], seeds=range(5)))
     assert [d.verdict for d in found.against] == ["better", "no difference shown"]
     assert found.best.objective.low < 1.02 < found.best.objective.high
-    assert mentions(found, "no_items", "no items", "seeds")
+    assert mentions(found, "no_items", "per-item", "seeds")
 
 
 def test_before_anything_is_scored():

@@ -53,7 +53,7 @@ def test_every_figure_is_drawn_and_described(tab):
             return [chart.getAttribute("aria-label"), chart.querySelectorAll(marks).length];
         })""",
     )
-    assert len(charts) == 6
+    assert len(charts) == 5
     for label, marks in charts:
         assert label.endswith(".")
         assert marks >= 3

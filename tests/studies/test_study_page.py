@@ -209,7 +209,7 @@ def test_without_trials_the_baselines_are_shown():
 
 def test_one_trial_makes_a_page():
     data = sample.make_search(1)
-    assert list(drawn_figures(data)) == ["ranking", "importance", "pareto"]
+    assert list(drawn_figures(data)) == ["ranking", "pareto"]
     found = sample.make_conclusion(data)
     better = replace(found, against=(replace(found.against[0], verdict="better"),))
     assert study_document(data, better).tone is Tone.GOOD
@@ -248,9 +248,9 @@ def test_what_is_not_finite_is_never_drawn():
 
 
 def test_a_search_and_a_sweep_have_their_figures(all_drawn):
-    others = ["importance", "pareto"]
-    assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others, "parallel"]
-    assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others, "parallel"]
+    others = ["pareto", "parallel"]
+    assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others]
+    assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others]
 
 
 def test_every_figure_can_be_drawn(drawn):
@@ -431,6 +431,6 @@ def test_a_notebook_shows_a_card_and_figures(result):
     card = result._repr_html_()
     assert "method=dare+sum" in card
     assert "<script" not in card
-    assert result.plot("importance").to_dict()["title"] == "Which settings matter"
-    with pytest.raises(RecipeError, match="ranking, importance, pareto"):
+    assert "layer" in result.plot("ranking").to_dict()
+    with pytest.raises(RecipeError, match="ranking, pareto"):
         result.plot("spectra")

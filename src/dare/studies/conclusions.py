@@ -391,12 +391,10 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
     has_seeds = any(size > 1 for size in table.seeds)
     given = any(scored.items for entry in contest.entries for scored in entry.scored)
     if not table.items:
-        reason = "The evaluator gives no items"
-        if given:
-            reason = "No score of the objective is a mean of items that every setting has"
-        limit = "it is not known whether a difference is chance"
-        if has_seeds:
-            limit = "intervals cover only the chance of the seeds, not that of the items"
+        reason = "The evaluator gave no per-item results"
+        reason = "The objective is not a mean of items that all have" if given else reason
+        limit = "the top score may be luck"
+        limit = "the intervals cover only the chance of the seeds" if has_seeds else limit
         yield notice("no_items", reason=reason, consequence=limit)
     elif table.without_items:
         yield notice("scores_without_items", names=", ".join(table.without_items))

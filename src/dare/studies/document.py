@@ -225,19 +225,17 @@ def study_document(
         _differences(held, "The same on held-out data, which were not used to choose"),
     )
     ranked = (
-        _importance(conclusion.importance),
         _ranked(data, conclusion.baselines, "Baselines"),
-        _ranked(data, conclusion.ranking[:rows], best, names),
+        _ranked(data, conclusion.ranking[:rows], best, *names),
     )
+    matters = (_importance(conclusion.importance),)
     said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (
         Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
-        Section(
-            "against", "The best and the others", _filled(against), ("ranking",), is_brief=True
-        ),
-        Section("settings", "Settings", figures=("curve-", "importance")),
+        Section("against", "The best and the rest", _filled(against), ("ranking",), is_brief=True),
+        Section("settings", "Settings", _filled(matters), ("curve-",), is_brief=True),
         Section("scores", "Scores", figures=("pareto",)),
         Section("together", "All settings together", figures=("parallel",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=True, on_page=False),
@@ -278,31 +276,24 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     if not data.candidates:
         return "No trials yet", Tone.PLAIN, ""
     if best is None:
-        broken = bool(conclusion.ranking)
-        return (
-            "Every setting breaks a guard" if broken else "No setting is scored yet",
-            Tone.POOR,
-            "",
-        )
-    top = f"{_noun(best)} has the best score"
-    if conclusion.ranking:
-        top += f" of {times(len(conclusion.ranking), 'setting')}"
-    top, others = f"{top}, {value_text(best.objective.value)}", len(conclusion.tied)
+        title = "Every setting breaks a guard" if conclusion.ranking else "No setting is scored yet"
+        return title, Tone.POOR, ""
+    count, others = len(conclusion.ranking), len(conclusion.tied)
+    top = f"{_noun(best)} has the best score{f' of {count} settings' if count > 1 else ''}"
+    top += f", {value_text(best.objective.value)}"
     if conclusion.better:
         is_there = chosen is not None and chosen.role in NOT_MERGED
         title = f"{'Do not merge: a' if is_there else 'A'} baseline is better than the best setting"
-        beats = f"{_noun(chosen)} does, with {value_text(chosen.objective.value)}" if chosen else ""
-        return title, Tone.POOR, reason or f"{top}, but {beats or no_recipe}"
+        use = f"{_noun(chosen)} is better ({chosen.objective})" if chosen else no_recipe
+        return title, Tone.POOR, reason or f"{top}, but {use}"
     if others:
         top += f", but {times(others, 'other')} may be just as good"
         named = conclusion.simplest if conclusion.simplest != best else None
-        return (
-            "No clear winner",
-            Tone.FAIR,
-            top + (f"; the simplest is {_noun(named)}" if named else ""),
-        )
+        top += f"; the simplest is {_noun(named)}" if named else ""
+        return "No clear winner", Tone.FAIR, top
     if verdicts == {BETTER}:
-        return "There is a clear winner", Tone.GOOD, f"{top}, and no other comes close to it"
+        top += ", and it is better than all others by more than chance"
+        return "There is a clear winner", Tone.GOOD, top
     why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
     return "The top score may be luck", Tone.PLAIN, f"{top}, but that may be luck{why}"
 
@@ -357,7 +348,7 @@ def holdout_text(holdout: Holdout) -> str:
     if holdout.usual_loss is None:
         return text
     excess = holdout.loss - holdout.usual_loss
-    luck = f"luck added about {value_text(excess)} to the score (winner's curse)"
+    luck = f"luck may have added about {value_text(excess)} to the score (winner's curse)"
     luck = luck if excess > ROUNDING else "there is no sign that luck chose it"
     return f"{text} The baselines, on average: {change(holdout.usual_loss)}. So {luck}."
 
@@ -428,12 +419,11 @@ def _importance(known: dict[str, float]) -> Table:
     pairs = sorted(known.items(), key=lambda pair: -pair[1])
     columns: Columns = {"setting": lambda pair: pair[0], "importance >": lambda p: share(p[1])}
     bars = tuple(100 * value / (pairs[0][1] or 1.0) for _, value in pairs)
-    return tabulate(pairs, columns, title="Which settings matter", bars=bars)
+    hint = TEXTS["importance_hint"]
+    return tabulate(pairs, columns, title="Which settings matter", bars=bars, hint=hint)
 
 
-def _ranked(
-    data: StudyData, ranked: Sequence[Ranked], title: str, names: Sequence[str] = ()
-) -> Table:
+def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) -> Table:
     """Return settings or baselines with their scores, as many as a terminal has room for."""
     given = {f"{n} >": lambda item, n=n: value_text(item.settings.get(n)) for n in names}
     columns: dict[str, Callable[[Ranked], str]] = {

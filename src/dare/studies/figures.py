@@ -30,7 +30,7 @@ from dare.documents.charts import (
     tooltip_of,
 )
 from dare.documents.document import Columns, Figure, Row, finite, tabulate
-from dare.documents.words import NOTHING, listed, share, times, value_text
+from dare.documents.words import NOTHING, listed, times, value_text
 from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
 
@@ -55,7 +55,6 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
     drawn = [
         ranking(conclusion),
         *curves(data, conclusion),
-        importance(conclusion),
         pareto(data, conclusion),
         parallel(data),
     ]
@@ -210,8 +209,8 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     dots = dots.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
     of_level = tooltip_of("baseline:N", ("objective:Q", "", SHORT))
     noise = alt.Chart(rows_named("band")).mark_rect(opacity=0.13, color=GREY, aria=False, clip=True)
-    ends = {"x": alt.value(0), "x2": alt.value(alt.expr(PLOT_WIDTH)), "y2": "high:Q"}
-    noise = noise.encode(y=alt.Y("low:Q", title="objective"), **ends)
+    sides = {"x": alt.value(0), "x2": alt.value(alt.expr(PLOT_WIDTH)), "y2": "high:Q"}
+    noise = noise.encode(y=alt.Y("low:Q", title="objective"), **sides)
     layers = [*([noise] if band else []), *named_levels("levels", of_level), dots]
     layers += _mean_lines(x, y, colour, name) if means else []
     height = 300 if len(groups) > 1 else 280
@@ -260,7 +259,7 @@ def curve_rows(
         {
             "x": finite(trial.settings[name]),
             "objective": finite(trial.objective or 0.0),
-            "group": settings_text({o: trial.settings[o] for o in others if o in trial.settings}),
+            "group": settings_text({o: v for o, v in trial.settings.items() if o in others}),
             "trial": trial.number,
             "seed": trial.seed,
             "settings": settings_text(trial.settings),
@@ -325,31 +324,6 @@ def _objective_axis(heights: Sequence[float]) -> Any:
 def _objective_colour() -> Any:
     looks = {"gradientLength": 180, "gradientThickness": 10, "format": ".3~g", "tickCount": 4}
     return alt.Color("objective:Q", title="objective").legend(**looks)
-
-
-def importance(conclusion: Conclusion) -> Figure | None:
-    """Draw how much each setting tells good trials from others."""
-    rows: list[Row] = [
-        {"setting": name, "share": round(value, 4), "label": share(value)}
-        for name, value in sorted(conclusion.importance.items(), key=lambda pair: -pair[1])
-    ]
-    if not rows:
-        return None
-    chart = alt.Chart().encode(
-        y=alt.Y("setting:N", title=None, sort=None),
-        x=alt.X("share:Q", title="importance")
-        .scale(domain=[0, 1.15 * max(0.05, rows[0]["share"])])
-        .axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("setting:N", ("share:Q", "importance", ".1%")),
-    )
-    bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
-    texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
-    return _figure(
-        "importance",
-        finish_chart(alt.layer(bars, texts), rows, height=max(90, 34 * len(rows))),
-        rows[:MOST_NUMBERS],
-        shares=", ".join(f"{row['setting']} {row['label']}" for row in rows),
-    )
 
 
 # ---------------------------------------------------------------- all settings at once
@@ -453,10 +427,14 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     )
     baselines = placed.transform_filter("datum.kind === 'baseline'")
     diamonds = baselines.mark_point(shape="diamond", filled=True, size=110, color=GREY, aria=False)
-    layers = [
+    count = sum(row["kind"] == "setting" for row in rows)
+    of_settings = [
         front.encode(order=alt.Order("sx:Q")),
         rings.encode(color=alt.value(GREY)),
         points.encode(tooltip=tooltip, color=_objective_colour()),
+    ]
+    layers = [
+        *(of_settings if count else []),
         diamonds.encode(tooltip=tooltip),
         *staggered_names(baselines, "baseline"),
         *corner_labels("across", "up"),
@@ -468,7 +446,6 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         **scores,
         "": lambda row: "on the front" if row["front"] else "",
     }
-    count = sum(row["kind"] == "setting" for row in rows)
     return _figure(
         "pareto",
         finish_chart(chart, rows, 360, corner=[{}]),

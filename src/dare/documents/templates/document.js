@@ -90,6 +90,7 @@ if (document.getElementById("sortable")) (() => {
   document.addEventListener("drawn", ({ detail: { name, view } }) => {
     if (name !== "parallel") return;
     view.addSignalListener("brush", (_, area) => brush(view, area));
+    for (const mark of view.container().querySelectorAll("[class*=brush_]")) mark.ariaHidden = "true";
     view.addEventListener("dblclick", () => {
       filter.value = "";
       applyFilter();
