@@ -124,6 +124,7 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
 
 def test_names_at_the_ends_of_lines_do_not_touch(drawn):
     spec = drawn["predicted-error"].spec
+    assert spec["layer"][2]["mark"]["clip"] is False  # they stand outside
     places = sorted(math.log(row["at"]) for row in spec["datasets"]["ends"])
     low, high = map(math.log, spec["layer"][0]["encoding"]["y"]["scale"]["domain"])
     gaps = [(b - a) / (high - low) * spec["height"] for a, b in itertools.pairwise(places)]

@@ -363,7 +363,7 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     math = load_file(folder / "math.safetensors")
     del math["model.layers.0.norm.weight"]
     save(folder / "math.safetensors", math)
-    far = {name: np.float32(0.05) - values for name, values in base.items() if name[-3:] != "ids"}
+    far = {name: values + np.float32(0.05) for name, values in base.items() if name[-3:] != "ids"}
     far["extra"] = np.ones(2, np.float32)
     far["model.layers.0.norm.weight"] = np.ones(47, np.float32)
     far["model.embed_tokens.weight"][:20] = np.inf
@@ -383,10 +383,9 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     labels = ("Note  ", "Warning  ", "Severe  ")
     kinds = [line.partition("  ")[2] for line in closing if line.startswith(labels)]
     others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES | OF_EXTRAS
-    others |= {"low_rank"}  # the delta of an unrelated model is not
-    assert sorted(kinds) == sorted(
-        catalogue()[code].title for code in OF_MERGES - others - {"default_drop_rate"}
-    )
+    others |= {"default_drop_rate", "far_from_base"}  # it is far, and yet related
+    codes = OF_MERGES - others | {"not_homologous"}
+    assert sorted(kinds) == sorted(catalogue()[code].title for code in codes)
     assert {"Note  leftovers", "Severe  not a number"} <= set(closing)
     rates = closing.index("Warning  high drop rate")
     told = " ".join(closing[rates:])

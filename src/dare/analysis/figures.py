@@ -450,7 +450,8 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     y = y.scale(type="log", domain=[min(errors), max(errors)], nice=False)
     y = y.axis(logarithmic("y", percent=True))
     chart = _lines("predicted-error", everyone, x, y, marked="round(datum.rate * 100) % 10 === 0")
-    label = alt.Chart(rows_named("ends")).mark_text(align="left", dx=8, limit=110, aria=False)
+    label = alt.Chart(rows_named("ends"))  # beside the plot, which zooming would clip
+    label = label.mark_text(align="left", dx=8, limit=110, aria=False, clip=False)
     place = {"x": alt.value(alt.expr("width")), "y": "at:Q", "text": "model:N"}
     seen = bright_if(f"({CHOSEN}) && inrange(datum.at, domain('y'))")
     label = label.encode(**place, color=by_name(alt.Color, everyone, legend=None), opacity=seen)
