@@ -88,7 +88,10 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-analyze")
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
-    assert page.inner_text("#own-analysis .verdict h3") == "No defect found in the weights, for tsv"
+    assert (
+        page.inner_text("#own-analysis .verdict h3")
+        == "No defects found in the weights (method: tsv)"
+    )
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
     wait_for_recipe(page, "tsv")

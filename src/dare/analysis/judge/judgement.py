@@ -28,8 +28,8 @@ class Verdict(StrEnum):
 
 
 HEADLINES = {
-    Verdict.NO_DEFECT: "No defect found in the weights",
-    Verdict.WITH_CHANGES: "Changes are needed",
+    Verdict.NO_DEFECT: "No defects found in the weights",
+    Verdict.WITH_CHANGES: "Problems to fix before merging",
     Verdict.UNFIT: "Cannot be merged as given",
 }
 VERDICT_TONES = dict(zip(Verdict, (Tone.GOOD, Tone.FAIR, Tone.POOR), strict=True))
@@ -55,14 +55,14 @@ class Readiness(Shown):
         """The verdict in words, with the method that it is for.
 
         >>> Readiness(Verdict.NO_DEFECT, {}, (), method="linear").headline
-        'No defect found in the weights, for linear'
+        'No defects found in the weights (method: linear)'
         >>> Readiness(Verdict.UNFIT, {}, (), method="sum").headline
         'Cannot be merged as given'
         """
         words = HEADLINES[self.verdict]
         # What stops a merge stops it by any method.
         is_for_all = not self.method or self.verdict is Verdict.UNFIT
-        return words if is_for_all else f"{words}, for {self.method}"
+        return words if is_for_all else f"{words} (method: {self.method})"
 
     def document(self) -> Document:
         """Return the verdict, each model's, and the findings."""

@@ -14,8 +14,8 @@ import { writeToml } from "./toml.js";
 export { readAnalysis, readFile } from "./analysis/reading.js";
 
 const HEADLINES = {
-  "no defect found": "No defect found in the weights",
-  "needs changes": "Changes are needed",
+  "no defect found": "No defects found in the weights",
+  "needs changes": "Problems to fix before merging",
   "cannot be merged": "Cannot be merged as given",
 };
 const TONES = {
@@ -43,7 +43,7 @@ function counted(found) {
 
 /** What stops a merge stops it by any method. */
 function headline({ verdict: word, method }) {
-  return HEADLINES[word] + (method && word !== "cannot be merged" ? `, for ${method}` : "");
+  return HEADLINES[word] + (method && word !== "cannot be merged" ? ` (method: ${method})` : "");
 }
 
 function verdict({ base, models, readiness }) {
