@@ -145,9 +145,10 @@ def test_the_keyboard_goes_from_mark_to_mark_and_says_what_it_is(tab):
 
 def drag_over(tab, axis, low, high):
     """Brush an axis of the lines from a height to another, both from 0 to 1."""
-    tab.locator("#chart-parallel").scroll_into_view_if_needed()
     x, top, bottom = tab.evaluate(
         """axis => {
+            const place = document.getElementById("chart-parallel");
+            place.scrollIntoView({ behavior: "instant", block: "center" });
             const view = darePage.view("parallel"), box = view.container().querySelector("svg");
             const { left, top } = box.getBoundingClientRect(), [dx, dy] = view.origin();
             const y = view.scale("y");

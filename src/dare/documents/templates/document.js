@@ -182,7 +182,7 @@ document.addEventListener("keydown", (event) => {
   const mark = marks[(before + step + marks.length) % marks.length];
   marks[before]?.classList.remove("pointed");
   mark?.classList.add("pointed");
-  mark?.scrollIntoView({ block: "nearest" });
+  mark?.scrollIntoView({ behavior: "instant", block: "nearest" });
   const { left, top, width, height } = mark?.getBoundingClientRect() ?? {};
   const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
   for (const kind of ["pointermove", "mousemove"]) mark?.dispatchEvent(new PointerEvent(kind, place));
