@@ -33,6 +33,7 @@ from dare.documents.words import times
 from dare.errors import OutputError, RecipeError
 from dare.recipe.document import read_value
 from dare.recipe.search import Choices, Range, Sampler, Search
+from dare.stores.locations import usual_output
 from dare.studies.document import SIGNED, SearchResult, read_result
 from dare.studies.searching import make_search, study_place
 from dare.studies.searching import search as run_search
@@ -238,7 +239,9 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
         _write_recipe(path, result.to_toml(), overwrite=overwrite)
     except OutputError as error:
         return f"The best recipe was not written: {error}"
-    return f"The best recipe is {path}; run it with `dare {path}`"
+    output = Path(str(result.best.output or usual_output(result.best.base)))
+    place = f" --output {path.stem}{output.suffix}" if output.exists() else ""
+    return f"The best recipe is {path}; run it with `dare {path}{place}`"
 
 
 def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:

@@ -22,16 +22,16 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
 def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     """Give each model an equal share of the rank, and make the shares orthogonal (TSV-Merge).
 
-    Of each wᵢ·δᵢ the first ⌊r/n⌋ singular triples are taken (at least one), r being the shorter
-    side and n the number of models. U has all left vectors as columns, V all right ones as rows, S
-    all singular values. The result is P(U)·S·P(V), where P is the nearest orthogonal matrix: that
+    Of each wᵢ·δᵢ the first ⌊r/n⌋ singular triples are taken (at least one), where r is the length
+    of the shorter side and n the number of models. U has all left vectors as columns, V all right
+    ones as rows, S all singular values. The result is P(U)·S·P(V), where P is the nearest orthogonal matrix: that
     of the Procrustes problem. Singular values below 1e-6 of a matrix's largest are left out with
     their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads,
     unless `embeddings = "matrices"`.
     The authors' code averages tensors of more than two dimensions too, which are matrices here, and
     gives no direction to a model where n > r.
-    To 1e-4 of the norm for models whose directions are not all but parallel; for deltas that differ
-    by a thousandth, to a tenth.
+    Accurate to 1e-4 of the norm, unless the models' directions are nearly parallel: for deltas that
+    differ by a thousandth, only to a tenth.
     """
     multiply_by_weights(deltas, weights)
     rank = max(1, min(deltas[0].shape) // len(deltas))
