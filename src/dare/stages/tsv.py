@@ -24,10 +24,10 @@ def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
 
     Of each wᵢ·δᵢ the first ⌊r/n⌋ singular triples are taken (at least one), where r is the length
     of the shorter side and n the number of models. U has all left vectors as columns, V all right
-    ones as rows, S all singular values. The result is P(U)·S·P(V), where P is the nearest orthogonal matrix: that
-    of the Procrustes problem. Singular values below 1e-6 of a matrix's largest are left out with
-    their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads,
-    unless `embeddings = "matrices"`.
+    ones as rows, S all singular values. The result is P(U)·S·P(V), where P is the nearest
+    orthogonal matrix: that of the Procrustes problem. Singular values below 1e-6 of a matrix's
+    largest are left out with their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are
+    embeddings and heads, unless `embeddings = "matrices"`.
     The authors' code averages tensors of more than two dimensions too, which are matrices here, and
     gives no direction to a model where n > r.
     Accurate to 1e-4 of the norm, unless the models' directions are nearly parallel: for deltas that
