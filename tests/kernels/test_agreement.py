@@ -226,6 +226,7 @@ def test_counting_bins(case, low, shift):
     assert_same("count_bins", *case, low, shift, *tallies)
 
 
+@example((np.zeros(1), np.zeros(1), np.full(1, 255, np.uint8)), 0, 0, 6, 6)
 @given(magnitudes(), *[st.integers(0, 2**31 - 1)] * 2, SIZES, SIZES)
 def test_keeping_a_band(case, least, most, end, begin):
     raw, base, lane = case

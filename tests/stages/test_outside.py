@@ -102,7 +102,7 @@ def test_a_merge_is_repeated_with_the_stages_it_was_made_with(folder):
 def test_help_and_the_list_of_methods_have_them(folder):
     stage = "--stage", folder / "shrink.py"
     assert "Leave a share of every change." in run_dare("methods", "shrink", *stage)
-    assert "--share" in run_dare("merge", *stage, "--help")
+    assert "--share" in run_dare("merge", *stage, "--help-all")
 
 
 def test_from_python(folder):

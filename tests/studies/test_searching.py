@@ -352,7 +352,8 @@ def test_without_a_space_the_baselines_are_the_candidates(strange, tmp_path, cap
     assert main(["search", "best", str(study)]) == 0
     assert tomllib.loads(capsys.readouterr().out)["method"] == "sum"
     assert main(["search", "show", str(study), "--watch"]) == 0
-    assert f"{len(names)} of {len(names)} baselines" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{len(names)} of {len(names)} baselines" in printed
     assert "best-recipe" in recipes_shown(result.document())
     calls = evaluator.calls
     run(strange, evaluator, study, holdout=holdout, **asked)

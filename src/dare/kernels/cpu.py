@@ -619,8 +619,9 @@ def keep_band(raw, base, lanes, start, least, end, most, begin):
         last = end if place < end < last else last
         last = (begin if place < begin < last else last) - start
         part = raw[first:last], base[first:last], lanes[first:last]
-        low, high = u32(least + (place >= end)), u32(most - (place < begin))
-        kept += clear_outside(*part, low, high)
+        low, high = least + (place >= end), most - (place < begin)
+        low = low if high >= 0 else 1
+        kept += clear_outside(*part, u32(low), u32(max(high, 0)))
         first = last
     return kept
 

@@ -66,6 +66,7 @@ DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
 
 _loading = threading.Lock()
 _announcers: list[Callable[[], None]] = []
+_announced: list[bool] = []
 _compiling: list[float] = []  # seconds for each kernel that was compiled in this process
 _engines: list[Any] = []
 
@@ -117,7 +118,8 @@ class Kernel:
 
     def _compile(self, types: Sequence[str]) -> Code:
         began = time.perf_counter()
-        if not _has_compiled():
+        if _is_first_time() and _announcers and not _announced:
+            _announced.append(True)
             for announce in _announcers:
                 announce()
         code = compile_kernel(self.module, self.name, types)
@@ -173,18 +175,12 @@ def describe(argument: Any) -> str:
 
 @contextmanager
 def announcing(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` once if this machine compiles for the first time inside the `with` block."""
-    waiting = [announce]
-
-    def once() -> None:
-        if waiting:
-            waiting.pop()()
-
-    _announcers.append(once)
+    """Call `announce` if this machine compiles for the first time, once in a process."""
+    _announcers.append(announce)
     try:
         yield
     finally:
-        _announcers.remove(once)
+        _announcers.remove(announce)
 
 
 def working_seconds() -> float:
@@ -192,12 +188,13 @@ def working_seconds() -> float:
     return time.perf_counter() - sum(_compiling)
 
 
-def _has_compiled() -> bool:
-    """Tell whether kernels are kept that are newer than this module."""
+@cache
+def _is_first_time() -> bool:
+    """Tell whether no kernels were kept, newer than this module, when it was first asked."""
     with suppress(OSError):
         changed = Path(__file__).stat().st_mtime
-        return any(file.stat().st_mtime > changed for file in kernel_folder().glob("*.kernel"))
-    return False
+        return all(file.stat().st_mtime <= changed for file in kernel_folder().glob("*.kernel"))
+    return True
 
 
 # ---------------------------------------------------------------- compiling and linking
