@@ -338,7 +338,9 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
         bars=tuple(at[0][1].mean for at in points),
         optional=(BARS,),
     )
-    base, *tuned = (shlex.quote(str(path)) for path in (BASE, *TUNED.values()))
+    here = Path.cwd()
+    places = (p.relative_to(here) if p.is_relative_to(here) else p for p in (BASE, *TUNED.values()))
+    base, *tuned = (shlex.quote(str(path)) for path in places)
     command = (
         f"dare {base} {' '.join(tuned)} --method {FAVOURITE.method} --drop-rate "
         f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged.safetensors"
