@@ -281,12 +281,12 @@ def short(evidence: Evidence) -> str:
     }
     best = max(tuned, key=lambda name: tuned[name].mean)
     sentences = (
-        f"**Merges.** The verdicts on DARE in the {effects.total()} rows above: {verdicts}.",
-        f"**One model.** Share of the gain kept at a drop rate of 0.9, with rescaling, by training "
-        f"and by the size of the change relative to the base: {by_size}.",
+        f"**Merges.** DARE in the {effects.total()} rows above: {verdicts}.",
+        f"**One model.** The share of its gain that a model keeps at a drop rate of 0.9, by kind "
+        f"of training and size of the change relative to the base: {by_size}.",
         f"**Scale.** Tuning its scale is worth {_difference(evidence.sets, 'linear tuned')} points "
-        f"to the average. Of the methods that were tuned alike on all sets, the best is `{best}`, "
-        f"with {tuned[best].points} points beside the tuned average.",
+        f"to the average. The best of the methods tuned the same way on all sets is `{best}`: "
+        f"{tuned[best].points} points compared with the tuned average.",
         f"**Files.** {safe_storage(evidence)}",
     )
     return "\n".join(f"- {sentence}" for sentence in sentences)
