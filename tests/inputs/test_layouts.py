@@ -168,7 +168,7 @@ def test_another_layout_is_refused_by_name_whatever_the_recipe_says(
             on_extra="drop",
             verbose=False,
         )
-        with pytest.raises(MismatchError, match=f"{remedy}.*save both with one program") as caught:
+        with pytest.raises(MismatchError, match=f"{remedy}.*save both") as caught:
             dare.merge(recipe)
         assert caught.match(
             f"base stores {one}.* has them {other}" if not number else one.split()[0]

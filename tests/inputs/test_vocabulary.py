@@ -411,7 +411,7 @@ def test_chosen_rows_are_needed_in_every_tensor_and_of_weights(abc: Path, with_y
     base = source(rows(1, 2, 3), **{"lm_head.weight": rows(1, 2, 3)})
     tokens = {"a": {"model": "math", "token": "<y>", "force": True}}
     for model in (source(rows(1, 2, 3, 4)), DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})):
-        with pytest.raises(MismatchError, match="weight: a model whose rows are chosen has none"):
+        with pytest.raises(MismatchError, match=r"weight: .*choose other rows in \[tokens\]"):
             aligned("base", (base, abc), (model, with_y), tokens=tokens)
     with pytest.raises(MismatchError, match="base: has no tokenizer that tokens can be added to"):
         aligned("base", (base, None), (base, None), tokens={"<z>": "zero"})
@@ -423,7 +423,7 @@ def test_chosen_rows_are_needed_in_every_tensor_and_of_weights(abc: Path, with_y
 def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "abcde")
     model = source(rows(*range(5)))
-    with pytest.raises(MismatchError, match=r"math: is of another tokenizer.*vocabulary ="):
+    with pytest.raises(MismatchError, match=r"math: .*tokenizer.*vocabulary ="):
         aligned("union", (source(rows(1, 2, 3)), abc), (model, other))
     found = aligned("base", (source(rows(1, 2, 3)), abc), (model, other))
     np.testing.assert_array_equal(read(found.models[0]), rows(0, 1, 2))
@@ -431,7 +431,7 @@ def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path
 
 def test_ids_with_gaps_cannot_be_appended_to(tmp_path: Path, with_y: Path) -> None:
     gaps = write_tokenizer(tmp_path / "gaps", {"a": 0, "b": 1, "c": 4})
-    with pytest.raises(MismatchError, match="have gaps or occur twice"):
+    with pytest.raises(MismatchError, match=r"ids have gaps.*vocabulary ="):
         aligned("union", (source(rows(*range(5))), gaps), (source(rows(1, 2, 3, 4)), with_y))
 
 
