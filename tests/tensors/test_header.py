@@ -215,6 +215,11 @@ def test_a_header_that_is_no_object_of_json_is_refused(tmp_path, text):
         read(tmp_path, file_bytes(text, b"ab"))
 
 
+def test_a_fault_in_json_is_placed_in_the_whole_header(tmp_path):
+    with refused(r"\(char 6\)"):
+        read(tmp_path, file_bytes(b'{"a": oops}', b"ab"))
+
+
 @pytest.mark.parametrize("metadata", [[], "text", None, {"k": 1}, {"k": None}, {"k": {"a": "b"}}])
 def test_metadata_that_is_not_text_to_text_is_refused(tmp_path, metadata):
     with refused("__metadata__ must map text to text"):

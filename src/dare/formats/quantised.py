@@ -1,7 +1,7 @@
-"""Outputs in the base's own format: weights that it has in FP8 or MXFP4 are stored so again.
+"""Outputs in the base's own format: its FP8 and MXFP4 weights are stored in that format again.
 
-All else stays as it is. The configuration keeps what it says of the format, by which programs know
-it; in a stack of layers, the modules that it excepts by their numbers get those of their copies.
+Everything else stays as it is. The configuration keeps its entry for the format, by which programs
+recognise it; in a stack of layers, modules excepted by number get the numbers of their copies.
 """
 
 from __future__ import annotations

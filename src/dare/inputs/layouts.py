@@ -1,4 +1,4 @@
-"""Models that hold the weights of their base's kind in other tensors: another layout.
+"""Models in another layout: weights like the base's, stored in other tensors.
 
 Experts are one tensor, or one each; queries, keys and values are packed, or apart; names are longer
 or shorter. transformers loads all of these. Its own conversion tables are run on tensors without
