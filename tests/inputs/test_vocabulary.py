@@ -310,7 +310,7 @@ def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None
     np.testing.assert_array_equal(read(found.models[0]), rows(0.5, 0.25, 0))
 
     longer = DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})
-    with pytest.raises(MismatchError, match="none of the models with the token '<y>' has a row"):
+    with pytest.raises(MismatchError, match=r"the token '<y>' .*vocabulary ="):
         aligned("union", (source(rows(1, 2, 3)), abc), (longer, with_y))
 
 
@@ -394,9 +394,9 @@ def test_a_forced_row_is_that_of_all(abc: Path, with_y: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"model": "math", "token": "q"}, "of math is of the token 'q'"),
-        ({"model": "math"}, "of math is of the token '<z>'"),
-        ({"model": "base", "id": 3}, "the 3 rows of base is of the id 3"),
+        ({"model": "math", "token": "q"}, "math .*the token 'q'"),
+        ({"model": "math"}, "math .*the token '<z>'"),
+        ({"model": "base", "id": 3}, "base has 3 rows.*the id 3"),
     ],
 )
 def test_a_row_that_is_not_there_cannot_be_chosen(
@@ -470,9 +470,9 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
     [
         ("tokenizer.json", "{", "is not valid JSON"),
         ("tokenizer.json", "[" * 100_000, "is not valid JSON"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "has the id -1"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "has the id True"),
-        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "the token 1 has"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "id -1"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "id True"),
+        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "token 1"),
         ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [3]}', "needs id and content"),
         ("added_tokens.json", "[1]", "must map tokens to numbers"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "map numbers to tokens"),

@@ -367,5 +367,5 @@ def _difference(base: Source, model: Source, name: str) -> str:
             ours = min(filter(re.compile(ones).search, missing), default=None)
             theirs = min(filter(re.compile(others).search, extra), default=None)
             if ours and theirs:
-                return f"base stores {what} {one} ({ours}), {name} {other} ({theirs})"
+                return f"base stores {what} {one} ({ours}), {name} stores them {other} ({theirs})"
     return ""
