@@ -94,7 +94,7 @@ def test_a_key_that_holds_itself_over_and_over_is_refused(tmp_path: Path) -> Non
         file.writestr("m/data.pkl", pickled)
         file.writestr("m/version", "3")
     (tmp_path / "m.pt").write_bytes(archive.getvalue())
-    with at_once(10), pytest.raises(InputError, match=r"m\.pt: its pickle has a value of more"):
+    with at_once(10), pytest.raises(InputError, match=r"m\.pt: its pickle .* more than \d+ values"):
         open_model(tmp_path / "m.pt", allow_pickle=True)
 
 

@@ -81,7 +81,7 @@ def test_two_tensors_of_an_adapter_for_one_are_refused(tmp_path, first, second):
 
 def test_a_layer_that_is_an_embedding_too_is_refused(tmp_path):
     embedding = {"m.lora_embedding_A": ONES[:1].copy(), "m.lora_embedding_B": ONES[:, :1].copy()}
-    with pytest.raises(InputError, match=r"m\.weight is there twice"):
+    with pytest.raises(InputError, match=r"m\.weight .*twice"):
         adapter(tmp_path, PAIR | embedding)
 
 
@@ -89,7 +89,7 @@ def test_a_layer_that_is_an_embedding_too_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", [np.uint8, np.bool_, np.int8, np.int64, np.uint16])
 def test_factors_that_are_no_weights_are_refused(tmp_path, kind, letter):
     name = f"m.lora_{letter}.weight"
-    with pytest.raises(InputError, match="must be of a type that can be computed with: F64, F32"):
+    with pytest.raises(InputError, match="types: F64, F32"):
         adapter(tmp_path, {**PAIR, name: PAIR[name].astype(kind)})
 
 

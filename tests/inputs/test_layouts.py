@@ -107,10 +107,10 @@ def _sized(chain):
 @pytest.mark.parametrize(
     ("chain", "reason"),
     [
-        (lambda a, b: a + b, "may compute"),
-        (lambda a, _: a.mul_(2), "may compute"),
-        (lambda a, _: a.expand(2, 12, 8), "may compute"),
-        (lambda a, _: a.view(torch.int32), "may compute"),
+        (lambda a, b: a + b, "may change"),
+        (lambda a, _: a.mul_(2), "may change"),
+        (lambda a, _: a.expand(2, 12, 8), "may change"),
+        (lambda a, _: a.view(torch.int32), "may change"),
         (lambda a, b: torch.stack([a, b[1:]]), "different shapes"),
     ],
 )
@@ -132,13 +132,13 @@ LAYOUTS = {
     "attention": (
         [f"self_attn.{part}_proj.weight" for part in "qkv"],
         ["self_attn.qkv_proj.weight"],
-        r"queries, keys and values apart \(model.layers.0.self_attn.q_proj.weight\)",
+        r"queries, keys and values .*\(model.layers.0.self_attn.q_proj.weight\)",
         r"packed \(model.layers.0.self_attn.qkv_proj.weight\)",
     ),
     "projections": (
         ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
         ["mlp.gate_up_proj.weight"],
-        "gate and up projections apart",
+        "gate and up projections .*",
         "packed",
     ),
 }
@@ -168,11 +168,9 @@ def test_another_layout_is_refused_by_name_whatever_the_recipe_says(
             on_extra="drop",
             verbose=False,
         )
-        with pytest.raises(MismatchError, match=f"{remedy}.*save both with one program") as caught:
+        with pytest.raises(MismatchError, match=f"{remedy}.*save both") as caught:
             dare.merge(recipe)
-        assert caught.match(
-            f"base stores {one}.* has them {other}" if not number else one.split()[0]
-        )
+        assert caught.match(f"base stores {one}.*{other}" if not number else one.split()[0])
         assert not (tmp_path / "out").exists()
 
 

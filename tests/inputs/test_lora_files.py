@@ -211,7 +211,7 @@ def test_what_is_not_plain_or_does_not_fit_is_refused(tmp_path, lora):
 
 def test_a_lora_file_is_no_base(tmp_path):
     save_file(PAIR, tmp_path / "lora.safetensors")
-    with pytest.raises(InputError, match="give its base first"):
+    with pytest.raises(InputError, match="LoRA file, which needs its base"):
         open_model(tmp_path / "lora.safetensors")
 
 

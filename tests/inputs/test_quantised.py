@@ -75,10 +75,10 @@ def test_packed_weights_are_refused_by_what_they_are_beside(scheme):
         read_quantised(source, {})
 
 
-def test_every_name_of_a_scheme_is_refused_and_the_folder_is_said(tmp_path):
+def test_every_name_of_a_scheme_is_refused_and_the_file_is_said(tmp_path):
     for part in QUANTISED:
         path = save(tmp_path / "model.safetensors", {f"l.{part}": INTS})
-        with pytest.raises(InputError, match=rf"^{tmp_path}: l.{part}: quantised"):
+        with pytest.raises(InputError, match=rf"^{path}: l.{part}: quantised"):
             open_model(path)
 
 
@@ -154,7 +154,7 @@ def test_base_and_models_are_looked_at_as_folders_and_as_files(tmp_path, packed,
     if single:
         paths = {name: path / "model.safetensors" for name, path in paths.items()}
     recipe = Recipe(base=paths["base"], models=[paths["model"]], output=tmp_path / "out")
-    with pytest.raises(InputError, match=rf"{packed}: l.B: quantised .*'of-tomorrow'"):
+    with pytest.raises(InputError, match=rf"{packed}/model.*: l.B: quantised .*'of-tomorrow'"):
         dare.plan(recipe)
 
 

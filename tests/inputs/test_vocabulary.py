@@ -310,7 +310,7 @@ def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None
     np.testing.assert_array_equal(read(found.models[0]), rows(0.5, 0.25, 0))
 
     longer = DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})
-    with pytest.raises(MismatchError, match="none of the models with the token '<y>' has a row"):
+    with pytest.raises(MismatchError, match=r"the token '<y>' .*vocabulary ="):
         aligned("union", (source(rows(1, 2, 3)), abc), (longer, with_y))
 
 
@@ -394,9 +394,9 @@ def test_a_forced_row_is_that_of_all(abc: Path, with_y: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"model": "math", "token": "q"}, "of math is of the token 'q'"),
-        ({"model": "math"}, "of math is of the token '<z>'"),
-        ({"model": "base", "id": 3}, "the 3 rows of base is of the id 3"),
+        ({"model": "math", "token": "q"}, "math .*the token 'q'"),
+        ({"model": "math"}, "math .*the token '<z>'"),
+        ({"model": "base", "id": 3}, "base has 3 rows.*the id 3"),
     ],
 )
 def test_a_row_that_is_not_there_cannot_be_chosen(
@@ -411,7 +411,7 @@ def test_chosen_rows_are_needed_in_every_tensor_and_of_weights(abc: Path, with_y
     base = source(rows(1, 2, 3), **{"lm_head.weight": rows(1, 2, 3)})
     tokens = {"a": {"model": "math", "token": "<y>", "force": True}}
     for model in (source(rows(1, 2, 3, 4)), DeltaArrays({EMBEDDING: stored(rows(1, 2, 3, 4), "")})):
-        with pytest.raises(MismatchError, match="weight: a model whose rows are chosen has none"):
+        with pytest.raises(MismatchError, match=r"weight: .*choose other rows in \[tokens\]"):
             aligned("base", (base, abc), (model, with_y), tokens=tokens)
     with pytest.raises(MismatchError, match="base: has no tokenizer that tokens can be added to"):
         aligned("base", (base, None), (base, None), tokens={"<z>": "zero"})
@@ -423,7 +423,7 @@ def test_chosen_rows_are_needed_in_every_tensor_and_of_weights(abc: Path, with_y
 def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "abcde")
     model = source(rows(*range(5)))
-    with pytest.raises(MismatchError, match=r"math: is of another tokenizer.*vocabulary ="):
+    with pytest.raises(MismatchError, match=r"math: .*tokenizer.*vocabulary ="):
         aligned("union", (source(rows(1, 2, 3)), abc), (model, other))
     found = aligned("base", (source(rows(1, 2, 3)), abc), (model, other))
     np.testing.assert_array_equal(read(found.models[0]), rows(0, 1, 2))
@@ -431,7 +431,7 @@ def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path
 
 def test_ids_with_gaps_cannot_be_appended_to(tmp_path: Path, with_y: Path) -> None:
     gaps = write_tokenizer(tmp_path / "gaps", {"a": 0, "b": 1, "c": 4})
-    with pytest.raises(MismatchError, match="have gaps or occur twice"):
+    with pytest.raises(MismatchError, match=r"ids have gaps.*vocabulary ="):
         aligned("union", (source(rows(*range(5))), gaps), (source(rows(1, 2, 3, 4)), with_y))
 
 
@@ -470,9 +470,9 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
     [
         ("tokenizer.json", "{", "is not valid JSON"),
         ("tokenizer.json", "[" * 100_000, "is not valid JSON"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "has the id -1"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "has the id True"),
-        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "the token 1 has"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "id -1"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "id True"),
+        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "token 1"),
         ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [3]}', "needs id and content"),
         ("added_tokens.json", "[1]", "must map tokens to numbers"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "map numbers to tokens"),

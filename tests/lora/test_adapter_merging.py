@@ -328,7 +328,7 @@ def test_what_is_no_adapter_is_refused(two, tmp_path):
         merge_adapters([tmp_path], tmp_path / "out")
     with pytest.raises(RecipeError, match="must be a list of directories"):
         merge_adapters(str(two[0]), tmp_path / "out")
-    with pytest.raises(InputError, match="no adapter has a LoRA module"):
+    with pytest.raises(InputError, match=r"no adapter .* LoRA module"):
         merge_adapters(two, tmp_path / "none", weights=[0, 0])
     with pytest.raises(InputError, match="the merged change is zero in every module"):
         merge_adapters([two[0]] * 2, tmp_path / "out", weights=[1, -1], rank=2, method="ties")
@@ -408,7 +408,7 @@ def test_narrower_types_and_their_limits(two, tmp_path):
     np.testing.assert_allclose(
         delta(tmp_path / "out", Q), 0.5 * delta(two[0], Q) + 0.5 * delta(two[1], Q), atol=0.02
     )
-    with pytest.raises(InputError, match=r"F16 cannot hold; store a wider dtype"):
+    with pytest.raises(InputError, match=r"F16 cannot hold; .*dtype"):
         merge_adapters(two, tmp_path / "big", dtype="F16", scale=1e6)
     assert not (tmp_path / "big").exists()
 

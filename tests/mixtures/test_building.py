@@ -200,8 +200,8 @@ def test_what_a_base_leaves_unsaid_stays_what_it_means(tmp_path, kind):
     [
         ({"architecture": "mixtrall"}, "is not supported.*mixtral.*deepseek"),
         ({"architecture": "qwen3_moe"}, "type llama is not supported"),
-        ({"shared_experts": [{"model": "a"}] * 2}, "2 shared experts is not supported"),
-        ({"architecture": "qwen2_moe"}, "0 shared experts is not supported"),
+        ({"shared_experts": [{"model": "a"}] * 2}, "2 shared experts.* 0 to 1"),
+        ({"architecture": "qwen2_moe"}, "0 shared experts.* 1 to 1"),
         ({"output": "out.safetensors"}, "directory"),
     ],
 )
@@ -222,7 +222,7 @@ def test_models_that_do_not_fit_are_refused(models, tmp_path):
     transformers.LlamaForCausalLM(wide).save_pretrained(tmp_path / "wide")
     messages = {
         tmp_path / "wide": r"mlp\.down_proj.*wide is 32×40",
-        models / "qwen3" / "prose": "prose: is of type qwen3, and the base of llama",
+        models / "qwen3" / "prose": "prose: is of type qwen3, .*llama",
     }
     for model, message in messages.items():
         recipe = recipe_of(models / "llama", "code", {"model": model, "prompts": "x"})

@@ -357,8 +357,10 @@ def test_the_shards_of_a_machine_that_is_gone_are_known_by_their_marks(
         ("s3://bucket/base/out", None),
     ],
 )
-def test_where_an_output_may_go(store, models, output, remedy):
+def test_where_an_output_may_go(store, models, monkeypatch, output, remedy):
     layout = Layout(to_path(output), dare.plan(recipe(models)).layout.files)
+    monkeypatch.setattr(uploading, "read_object", None)
+    assert publisher_of(layout).finished_before() is None  # nobody is asked before the refusal
     if remedy is None:
         with pytest.raises(OutputError, match="choose another output"):
             publisher_of(layout).check([to_path(f"{output}/model.safetensors")], overwrite=True)

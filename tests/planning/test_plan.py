@@ -120,7 +120,7 @@ def test_heads_of_files_are_a_fate_of_their_own_and_decide_the_output(tmp_path):
 @pytest.mark.parametrize("other", [np.zeros(3, np.float32), np.zeros(2, np.int64)])
 def test_heads_without_a_mean_are_refused(other):
     models = [BASE | {"score": np.zeros_like(other)[:2]}, BASE | {"score": other}]
-    with pytest.raises(MismatchError, match=r'score: has no mean in .* on_extra = "first"'):
+    with pytest.raises(MismatchError, match=r'score: .* on_extra = "first"'):
         merge_arrays(BASE, models, on_extra="average", verbose=False)
     merged, _ = merge_arrays(BASE, models, on_extra="first", verbose=False)
     assert merged["score"].tolist() == [0, 0]

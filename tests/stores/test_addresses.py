@@ -91,6 +91,8 @@ def test_recipes_hold_addresses_and_write_them_back():
         ("see http://a:b@h/x and s3://b/k", "see http://h/x and s3://b/k"),
         ('{"url": "https://h/x?sig=1"}', '{"url": "https://h/x?…"}'),
         ("what? no", "what? no"),
+        ("PosixPath('s3:/a:b@c/k'), C:/a@b/k", "PosixPath('s3:/c/k'), C:/a@b/k"),
+        ("hf://org/name@v1 and hf:/org/name@v1", "hf://org/name@v1 and hf:/org/name@v1"),
     ],
 )
 def test_credentials_are_taken_out_of_texts(text, shown):

@@ -78,12 +78,12 @@ def test_a_file_that_is_cut_or_says_so_is_refused(tmp_path, content, match):
         ({"a": (0, 8), "b": (0, 8)}, "b overlaps a"),
         ({"a": (0, 12), "b": (2, 4)}, "b overlaps a"),
         ({"a": (0, 8), "z": (4, 4)}, "z overlaps a"),
-        ({"a": (0, 4), "b": (8, 12)}, "4 bytes before b belong to nothing"),
-        ({"a": (4, 12)}, "4 bytes before a belong to nothing"),
-        ({"a": (10**15, 10**15 + 4)}, "1000000000000000 bytes before a belong to nothing"),
+        ({"a": (0, 4), "b": (8, 12)}, "4 bytes before b "),
+        ({"a": (4, 12)}, "4 bytes before a "),
+        ({"a": (10**15, 10**15 + 4)}, "1000000000000000 bytes before a "),
         ({"a": (0, 10**15)}, "a ends at byte 1000000000000000 of the data, and there are only 12"),
-        ({"a": (0, 9)}, "3 bytes at the end belong to nothing"),
-        ({}, "12 bytes at the end belong to nothing"),
+        ({"a": (0, 9)}, "3 bytes at the end "),
+        ({}, "12 bytes at the end "),
     ],
 )
 def test_tensors_that_do_not_tile_the_data_are_refused(tmp_path, spans, match):
@@ -213,6 +213,11 @@ def test_a_duplicate_among_many_names_is_found_quickly(tmp_path):
 def test_a_header_that_is_no_object_of_json_is_refused(tmp_path, text):
     with refused("^f.safetensors: "):
         read(tmp_path, file_bytes(text, b"ab"))
+
+
+def test_a_fault_in_json_is_placed_in_the_whole_header(tmp_path):
+    with refused(r"\(char 6\)"):
+        read(tmp_path, file_bytes(b'{"a": oops}', b"ab"))
 
 
 @pytest.mark.parametrize("metadata", [[], "text", None, {"k": 1}, {"k": None}, {"k": {"a": "b"}}])

@@ -104,10 +104,10 @@ def compress(
     verbose: bool = True,
     **settings: Any,
 ) -> DeltaReport:
-    """Write a model as its change to a base, in a small part of its space.
+    """Store a model as its change to a base, in a small file.
 
-    If neither a rate nor bits are given, they are those that keep most (docs/deltas-measured.md);
-    the report says what the file takes and how far it is off. `drop_rates` are rates for the
+    By default nothing is dropped and each change takes two bits (docs/deltas-measured.md says why);
+    the report says how large the file is and how large its error. `drop_rates` are rates for the
     tensors whose names match a pattern (`*` and `?` as in a shell). `lossless` keeps all of the
     model, bit for bit. Other settings are those of a `Recipe` that say how inputs are read:
     `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
@@ -228,7 +228,7 @@ class Compression(Work[DeltaReport]):
                 described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
         notes = notes.model_copy(update={"index": bytes_digest(index)})
         if len(json.dumps(_metadata(notes))) > MAX_METADATA:
-            many = f"the model has {len(notes.tensors)} tensors, too many"
+            many = f"the model has too many tensors ({len(notes.tensors)})"
             raise MismatchError(f"{self.target}: {many}; split the model")
         held = {name: pieces[name] for name, _, _ in described}
         self._sink.assemble(lay_out(self.target, described, None), _metadata(notes), held)

@@ -1,4 +1,4 @@
-"""Fine-tunes put into a live model and taken out again, bit for bit.
+"""Fine-tunes applied to a live model and removed again, bit for bit.
 
     math = dare.load_delta("math.delta.safetensors")
     math.apply_(model)     # now it is the fine-tune
@@ -44,12 +44,12 @@ Result = TypeVar("Result")
 
 
 def load_delta(path: str | PathLike[str]) -> LiveDelta:
-    """Open a delta file whose fine-tune shall go into a live model."""
+    """Open a delta file, to apply its fine-tune to a live model."""
     return LiveDelta(open_delta(path))
 
 
 class LiveDelta:
-    """A fine-tune that can be put into a live model of its base, and be taken out.
+    """A fine-tune that can be applied to a live model of its base, and removed again.
 
     A model is a torch module, or a dict of torch tensors or NumPy arrays. Its tensors must have the
     types that the base has in its files. They are changed in place: not between a forward and its
@@ -72,7 +72,7 @@ class LiveDelta:
     # ------------------------------------------------------------ what users call
 
     def apply_(self, model: Any) -> None:
-        """Make the fine-tune of a base, in place: the weights that `apply_delta` would write.
+        """Turn the base into the fine-tune, in place: the weights that `apply_delta` would write.
 
         A model that is not the base is refused. If anything fails, the base is put back.
         """
@@ -107,8 +107,8 @@ class LiveDelta:
     def remove_(self, model: Any) -> None:
         """Put the base back, bit for bit, into a model that this delta was applied to.
 
-        Refused if its weights are no longer what `apply_` made of them. It may have been moved to
-        another device.
+        A model whose weights have changed since `apply_` is refused. The model may have been moved
+        to another device.
         """
         with WRITING:
             written = self._find_written(model)
@@ -126,7 +126,7 @@ class LiveDelta:
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
-        """Apply it for the length of a `with` block."""
+        """Apply the delta for the length of a `with` block."""
         self.apply_(model)
         try:
             yield

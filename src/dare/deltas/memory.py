@@ -115,8 +115,8 @@ def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
                 continue
             if one.shares_memory(other):
                 raise InputError(
-                    f"{one.name} and {other.name} share memory and are not one and the same "
-                    "tensor; give one of them memory of its own (.clone()). Nothing was changed"
+                    f"{one.name} and {other.name} share memory, but they are different "
+                    "tensors; give one of them its own memory (.clone()). Nothing was changed"
                 )
 
 

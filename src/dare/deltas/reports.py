@@ -42,7 +42,7 @@ class DeltaReport(_Report):
     seed: int | None
     parameters: int
     kept: int
-    """Values that are stored; of a lossless file none are counted."""
+    """The number of stored values; not counted for a lossless file."""
     model_bytes: int
     bytes_written: int
     bits_per_parameter: float
@@ -63,11 +63,9 @@ class DeltaReport(_Report):
         """The stored part of the model, and the error."""
         if self.scheme == "lossless":
             return "every bit of the model"
-        values = "as the model has them"
-        if self.bits != "native":
-            values = f"at {times(int(self.bits), 'bit')} each"
+        values = "unrounded" if self.bits == "native" else f"{times(int(self.bits), 'bit')} each"
         return (
-            f"{self.kept:,} of {self.parameters:,} changes, by DARE's mask, {values}; weight "
+            f"{self.kept:,} of {self.parameters:,} changes, {values}; weight "
             f"error {self.weight_error:.2%} ({self.relative_error:.0%} of the change)"
         )
 
@@ -99,7 +97,7 @@ class Restoration(_Report):
     """A model that was written again, bit for bit."""
 
     digest: str
-    """The digest of its tensors, which is the one in the delta file."""
+    """The digest of its tensors, the same as in the delta file."""
     bytes_read: int
     bytes_written: int
     resumed_chunks: int

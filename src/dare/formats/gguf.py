@@ -92,7 +92,7 @@ class GgufRecoding(Recoding):
         is_gemmas_head = own == "output.weight" and self.family and self.family.norm_shift
         if own in self.own:
             if self.own[own].shape != shape:
-                what = f"has the shape {shape}, and a GGUF base keeps its vocabulary"
+                what = f"has the shape {shape}, but the vocabulary of a GGUF base cannot change"
                 raise RecipeError(f"{name}: {what}; {CONVERTER}")
         elif name in self.ties or is_gemmas_head or name.endswith("rotary_emb.inv_freq"):
             return None
@@ -199,7 +199,7 @@ def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
     """
     assert recipe.output is not None
     if recipe.dtype not in (None, *FILE_TYPES):
-        raise RecipeError(f"dtype {recipe.dtype}: GGUF is written as {', '.join(FILE_TYPES)}")
+        raise RecipeError(f"dtype {recipe.dtype}: a GGUF output can be {', '.join(FILE_TYPES)}")
     number = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     source = inputs[number]
     while isinstance(source, SourceView):
@@ -236,7 +236,7 @@ def _from_gguf(output: Path, recipe: Recipe, source: GgufSource) -> GgufRecoding
     names = {kind.name for kind in kinds} if asked is None else {asked}
     for tensor in source.left_out:
         if tensor.kind.name != "F32" or math.prod(tensor.shape) > MOST_COPIED:
-            raise InputError(f"{tensor.file}: {tensor.name} is too large, or not F32")
+            raise InputError(f"{tensor.file}: {tensor.name} is too large to copy, or not F32")
     head = np.empty(max((end for _, end in source.pairs.values()), default=0), np.uint8)
     with source:
         source.read_bytes(source.first, 0, head, "its keys")

@@ -35,7 +35,7 @@ Table = Mapping[str, Any]
 
 def _refuse(what: str | None) -> None:
     if what is not None:
-        raise InputError(f"GGUF cannot be written of a model with {what}; {CONVERTER}")
+        raise InputError(f"a model with {what} cannot become GGUF; {CONVERTER}")
 
 
 # ---------------------------------------------------------------- the model
@@ -51,7 +51,7 @@ def model_keys(config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.floa
         rope, factors = _positions(name, config)
         _refuse(_unlike_llama_cpp(name, config, found))
     except WRONG as error:
-        raise InputError(f"{CONFIG}: does not say how {kind} computes ({error!r})") from None
+        raise InputError(f"{CONFIG}: a value for {kind} is missing or wrong ({error!r})") from None
     keys = {f"{name}.{key}": value for key, value in (found | rope).items()}
     return {"general.architecture": name, **keys}, factors
 
@@ -86,7 +86,7 @@ def _unlike_llama_cpp(name: str, config: Table, keys: Table) -> str | None:
     usual = [f"{'sliding' if n % every else 'full'}_attention" for n in range(1, layers + 1)]
     order = config.get("layer_types", usual), config.get("sliding_window_pattern", every)
     if order != (usual, every):
-        return "layers with a sliding window in another order"
+        return "an unusual order of layers with a sliding window"
     is_wide = layers == _TABLES["scaled_by_width"][name]
     share = keys["embedding_length"] // keys["attention.head_count"]
     scale = share if is_wide else config["head_dim"]
@@ -209,7 +209,7 @@ def _splitter(tokenizer: Table) -> str:
     forms = [step["type"] for step in _steps(tokenizer, "normalizer")]
     is_known = name is not None and forms in ([], ["NFC"])
     way = ", ".join([*forms, *map(str, steps), *["ignore_merges"] * looks_up])
-    what = f"a tokenizer that splits text in a way for which llama.cpp has no name ({way})"
+    what = f"a tokenizer that splits text in a way that llama.cpp does not know ({way})"
     _refuse(None if is_known else what)
     return str(name)
 

@@ -1,7 +1,7 @@
-"""Outputs in the base's own format: weights that it has in FP8 or MXFP4 are stored so again.
+"""Outputs in the base's own format: its FP8 and MXFP4 weights are stored in that format again.
 
-All else stays as it is. The configuration keeps what it says of the format, by which programs know
-it; in a stack of layers, the modules that it excepts by their numbers get those of their copies.
+Everything else stays as it is. The configuration keeps its entry for the format, by which programs
+recognise it; in a stack of layers, modules excepted by number get the numbers of their copies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecodin
         elif code == MXFP4:
             codes[name] = Mxfp4()
         elif not isinstance(code, StorageType):
-            what = "NVFP4 cannot be written; leave it out, or set dtype"
+            what = "NVFP4 cannot be written; leave format out, or set dtype"
             raise RecipeError(f'format = "input": {what}')
     kinds = {name: code for name, code in coded.items() if isinstance(code, StorageType)}
     formats = sorted({"FP8" if isinstance(code, Fp8) else "MXFP4" for code in codes.values()})
@@ -103,7 +103,7 @@ def _check_stack(base: Source, found: QuantisedRecoding) -> None:
     """Refuse a stack of models that are stored in different ways, or unlike the configuration."""
     if base.layers and base.folder is not None and not found.config:
         what = "the base's config.json does not say that weights are quantised"
-        raise RecipeError(f'format = "input": {what}; leave it out, or take another base')
+        raise RecipeError(f'format = "input": {what}; leave format out, or take another base')
     if len({home for home, _ in base.layers}) < 2:
         return
     kinds: dict[str, Any] = {}
@@ -111,5 +111,5 @@ def _check_stack(base: Source, found: QuantisedRecoding) -> None:
         stored = found.stored((name, info.dtype, info.shape)) if name in found.codes else ()
         kind = [(own.removeprefix(name), *form) for own, *form in stored]
         if stack_and_layer(name) and kinds.setdefault(at_layer(name, 0), kind) != kind:
-            what = "is quantised in another way in other layers, or not at all"
+            what = "is not quantised in the same way in all layers"
             raise RecipeError(f'{name}: {what}; leave format = "input" out')

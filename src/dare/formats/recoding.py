@@ -110,7 +110,7 @@ def find_recoding(recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
     if (found := _open("quantised", recipe, inputs)) is not None:
         return found
     what = "the base is not quantised in a format that can be written"
-    raise RecipeError(f'format = "input": {what}; leave it out, or set dtype')
+    raise RecipeError(f'format = "input": {what}; leave format out, or set dtype')
 
 
 def _open(name: str, recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:

@@ -51,11 +51,11 @@ def named_arrays(given: Arrays, label: str) -> Mapping[str, Any]:
 
 
 def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[StorageType, Any]:
-    """Return the storage type of an array, and the array with its values as they lie in memory.
+    """Return the storage type of an array, and the array with its values as they are in memory.
 
     Every function takes dense arrays of NumPy and torch, of a type that models are stored in.
-    Another byte order and conjugate or negative views are converted, exactly; but refused if the
-    array is to be changed `in_place`, because a copy would be.
+    Another byte order and conjugate or negative views are converted, exactly. If the array is to be
+    changed `in_place` they are refused, because only a copy would change.
     """
     if is_torch(array):
         kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
@@ -67,9 +67,9 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
     if reason := _why_not_plain(array):
         raise InputError(f"{where}: {reason}")
     if kind is None:
-        raise InputError(f"{where}: arrays of {array.dtype} are not taken; convert it to float32")
+        raise InputError(f"{where}: dtype {array.dtype} is not supported; convert it to float32")
     if is_view and in_place:
-        raise InputError(f"{where}: is not plain and cannot be changed in place; give a plain copy")
+        raise InputError(f"{where}: is a lazy view or not in native byte order; give a plain copy")
     if is_torch(array):
         return kind, array.detach().resolve_conj().resolve_neg()
     array = np.asarray(array)
@@ -77,10 +77,10 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
 
 
 def _why_not_plain(array: Any) -> str:
-    """Say why the values of an array do not lie in memory, each once, and what to do."""
+    """Say why an array does not hold each value once in memory, and what to do."""
     if not is_torch(array):
         is_masked = isinstance(array, np.ma.MaskedArray)
-        return "is a masked array, which lacks values; call .filled(…)" if is_masked else ""
+        return "is a masked array, so values are missing; call .filled(…)" if is_masked else ""
     if array.device.type == "meta" or hasattr(array, "fake_mode"):
         return "has no data (a meta or fake tensor); load the weights first"
     if array.is_nested or str(array.layout) != "torch.strided":
@@ -130,7 +130,7 @@ def as_float64(array: Any, where: str) -> NDArray[np.float64]:
             raise InputError(f"{where}: {error}") from None
     kind, plain = plain_array(array, where)
     if kind.numpy_type.kind == "c":
-        raise InputError(f"{where}: arrays of {plain.dtype} are not taken; give real numbers")
+        raise InputError(f"{where}: dtype {plain.dtype} is not supported; give real numbers")
     values = _bytes(plain).view(kind.numpy_type).astype(np.float64)
     return values.reshape(tuple(plain.shape))
 

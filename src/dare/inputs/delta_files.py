@@ -121,7 +121,7 @@ class DeltaNotes(_Notes):
     def _fit_together(self) -> Self:
         is_random = self.scheme == "random"
         if is_random != (self.mask is not None) or is_random != (self.seed is not None):
-            raise ValueError("a random choice needs mask and seed, and no other scheme has them")
+            raise ValueError("mask and seed are needed if the scheme is random, and only then")
         if self.scheme != "lossless" and self.drop_rate is None:
             raise ValueError("has no drop_rate")
         for name, tensor in self.tensors.items():
@@ -131,7 +131,7 @@ class DeltaNotes(_Notes):
                 first = self.tensors.get(tensor.tied_to)
                 found = first and (first.tied_to, first.shape, first.dtype)
                 if found != (None, tensor.shape, tensor.dtype):
-                    which = f"{tensor.tied_to!r}, which is missing or of another shape or type"
+                    which = f"{tensor.tied_to!r}, which is missing or has another shape or type"
                     raise ValueError(f"{name}: is tied to {which}")
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
@@ -202,7 +202,7 @@ class Piece(NamedTuple):
 
 
 class DeltaFile:
-    """The content of a delta file, chunk by chunk; for its meaning the base is needed."""
+    """The content of a delta file, chunk by chunk; decoding it needs the base."""
 
     def __init__(self, stored: FileSource) -> None:
         if len(stored.headers) != 1:
@@ -328,7 +328,7 @@ class DeltaFile:
                 try:
                     content = read_limited(base / name, MAX_FILE_BYTES)
                 except InputError as error:
-                    raise InputError(f"{self.path}: lacks {name}: {error}; give its base") from None
+                    raise InputError(f"{self.path}: needs {error}; give its base") from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(f"{base / name}: changed since {self.path}; give its base")
                 place.write_bytes(content)
@@ -396,7 +396,7 @@ class DeltaSource(SourceView):
             self.remarks = (notice("rescaled_delta", rate=self.notes.drop_rate),)
 
     def _check_base(self) -> None:
-        """Refuse another base than the one that the change is to."""
+        """Refuse a base other than the one that the delta file was made for."""
         for name, tensor in self.notes.tensors.items():
             if tensor.base is not None:
                 base_name = tensor.base_name or name

@@ -239,7 +239,7 @@ class Sidecars:
         missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
         for name, token in missing:
             raise RecipeError(
-                f"{name}: the output would end a text at the token {token!r}, which it lacks; "
+                f"{name}: the output would end a text at the token {token!r}, but lacks it; "
                 'set vocabulary = "union", or set chat_template or copy_from to another model'
             )
 
@@ -277,7 +277,7 @@ def _module_folders(directory: Path) -> Iterator[str]:
     for path in paths:
         parts = PurePosixPath(path).parts if isinstance(path, str) else ("..",)
         if any(part.startswith((".", "/")) for part in parts):
-            raise InputError(f"{directory / MODULES}: {path!a} is not the name of a folder there")
+            raise InputError(f"{directory / MODULES}: {path!a} must be a folder inside the model's")
         if parts and directory.joinpath(*parts).is_dir():  # modules without settings have none
             yield "/".join(parts)
 
@@ -302,7 +302,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
             if not (directory / path).is_dir():
                 yield path
             elif (directory / path).is_symlink():
-                raise InputError(f"{directory / path}: is a link to a folder; put its files there")
+                raise InputError(f"{directory / path}: is a link to a folder; put a copy there")
             else:
                 left.append(path)
 
@@ -350,7 +350,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _configure(document: dict[str, Any], changes: Changes) -> None:
-    """Change type, size of the vocabulary and quantisation in config.json, and what else is to."""
+    """Change type, vocabulary size, quantisation and other given values in config.json."""
     document |= changes.config
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
@@ -373,7 +373,7 @@ def _configure(document: dict[str, Any], changes: Changes) -> None:
 
 
 def _stack_layers(document: dict[str, Any], layers: Sequence[tuple[Path | None, int]]) -> None:
-    """Set the number of layers, and in every list with a value for each those of the stack."""
+    """Set the number of layers, and rebuild every list that has a value for each layer."""
     homes = {home: (home and read_json(home, CONFIG)) or {} for home, _ in layers}
     for place, table in enumerate(_text_tables(document)):
         keys = [key for key in LAYER_COUNTS if type(table.get(key)) is int]
@@ -466,7 +466,7 @@ def _text_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> None:
-    """Set values where they stand, or else in the first table."""
+    """Set values where they are, or in the first table if they are missing."""
     for key, value in wanted.items():
         for table in [table for table in tables if key in table] or tables[:1]:
             table[key] = value

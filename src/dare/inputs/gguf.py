@@ -82,7 +82,7 @@ class Stored:
         return self.kind.name not in AS_STORED or self.shift != 0
 
     def row_in_file(self, row: int) -> int:
-        """Return a row's place: llama.cpp has the rows of the two halves of each head in turns."""
+        """Return a row's place: llama.cpp interleaves the rows of the two halves of each head."""
         head, within = divmod(row, self.head_rows)
         half, index = divmod(within, self.head_rows // 2)
         return head * self.head_rows + 2 * index + half
@@ -225,7 +225,7 @@ class GgufSource(InputFiles):
             done += count
 
     def read_left_out(self, tensor: Stored) -> NDArray[np.float32]:
-        """Return a tensor that is no weights."""
+        """Return a tensor that does not hold weights."""
         return self._decode(tensor, 0, math.prod(tensor.shape) // tensor.block_elements)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
@@ -304,7 +304,7 @@ def gguf_name(name: str, family: Family) -> str | None:
 def _translate(
     parsed: re.Match[str] | None, outside: Mapping[str, str], inside: Mapping[str, str], layers: str
 ) -> str | None:
-    """Put a name together of what its layer, its part and its ending are called."""
+    """Build a name from the names of its layer, its part and its ending."""
     layer, part, suffix = parsed.groups() if parsed else (None, "", "")
     found = (outside if layer is None else inside).get(part)
     within = "" if layer is None else f"{layers}.{layer}."
@@ -312,7 +312,7 @@ def _translate(
 
 
 class _Cursor:
-    """Reads a header from front to back, no more of the file than it turns out to have."""
+    """Reads a header from front to back, and nothing of the file after it."""
 
     def __init__(self, stream: BinaryIO, file: Path, size: int) -> None:
         self.file = file
@@ -401,7 +401,7 @@ Header = tuple[Metadata, Mapping[str, tuple[int, int]], list[Stored]]
 
 
 def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
-    """Read and check the header of an open file of so many bytes.
+    """Read and check the header of an open file of a known size.
 
     Return the metadata, where in the file each of its pairs is, and the tensors.
     """
@@ -444,7 +444,7 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
 
 
 def import_gguf(path: Path) -> Any:
-    """Return the gguf package; a path is named if it is not there."""
+    """Return the gguf package; if it is missing, the error names the path."""
     try:
         import gguf
     except ImportError:

@@ -101,8 +101,8 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     """Find a model: the path itself, or what the hub has under that name.
 
     That is in the local cache afterwards, or stays on the hub: if `fetches` is false, or if the
-    name is an address. Raises InputError if it is a name and cannot be had, or if it is more likely
-    a path with a slip of the pen. The progress of a download is shown if `verbose`.
+    name is an address. Raises InputError if it is a name and cannot be fetched, or if it is more
+    likely a mistyped path. The progress of a download is shown if `verbose`.
     """
     is_address = is_stored(path)
     if (name := find_name(path)) is None:
@@ -126,7 +126,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
 
 
 def find_name(path: Path) -> Name | None:
-    """Return the name on the hub that a path is; None if it is one of this machine."""
+    """Return the name on the hub that a path means; None if it is a path on this machine."""
     if is_here(path):
         return None
     if is_stored(path):
@@ -227,7 +227,7 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
     if weights:
         found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
         raise InputError(f"{found}; name one: {example}")
-    found = f", but {', '.join(others[:3])}" if others else ""
+    found = f" (only {', '.join(others[:3])})" if others else ""
     how = f"name a folder or a file inside it, as in {example}"
     raise InputError(f"has no safetensors file in its top folder{found}; {how}")
 
@@ -333,7 +333,7 @@ def _check_answer(response: Any) -> None:
     for key, value in said:
         path = PurePosixPath(value.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
-            raise InputError(f"the hub sent {value!a:.80} as {key}, which leads out of the cache")
+            raise InputError(f"the hub sent {value!a:.80} as {key}, which is outside the cache")
 
 
 def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
@@ -345,7 +345,7 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
         if not _has_digest(blob):
             blob.unlink()
             file.unlink(missing_ok=True)
-            raise InputError(f"{file.name}: the hub sent other bytes than announced; run it again")
+            raise InputError(f"{file.name}: the download does not match its digest; run it again")
 
 
 def _has_digest(blob: Path) -> bool:
@@ -380,7 +380,7 @@ def _explained(name: Name, error: BaseException) -> str:
     status = error.response.status_code
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return f"its terms must be accepted first ({status}): on the model's page, then {log_in}"
+        return f"accept the terms on the model's page first ({status}), then {log_in}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no such revision ({status}); give a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
@@ -389,5 +389,5 @@ def _explained(name: Name, error: BaseException) -> str:
     if status in (401, 403):
         return f"the hub denies access ({status}); {log_in}, with a token that allows it"
     if status == 429:
-        return f"the hub has had too many requests (429); wait a few minutes, or {log_in}"
-    return f"the hub has an error ({status}); run the command again later"
+        return f"the hub got too many requests (429); wait a few minutes, or {log_in}"
+    return f"the hub failed ({status}); run the command again later"

@@ -1,4 +1,4 @@
-"""Models that hold the weights of their base's kind in other tensors: another layout.
+"""Models in another layout: weights like the base's, stored in other tensors.
 
 Experts are one tensor, or one each; queries, keys and values are packed, or apart; names are longer
 or shorter. transformers loads all of these. Its own conversion tables are run on tensors without
@@ -36,7 +36,7 @@ from dare.tensors.header import TensorInfo
 SPAN = 1 << 16  # elements: what lies no further apart is read at once
 SAMPLE, SCATTER = 24, 0x9E3779B97F4A7C15  # how many elements, and a factor that scatters numbers
 UNCHANGED = ""  # stands for a tensor that an adapter does not change
-ONE_PROGRAM = "save both with one program"
+ONE_PROGRAM = "save both with the same program"
 # Functions of torch that show, copy or join elements, and leave each as it is.
 VIEWS = {"__get__", "__getitem__", "_set_grad_enabled", "chunk", "dim", "narrow", "numel", "size"}
 VIEWS |= {"permute", "select", "split", "squeeze", "transpose", "unbind", "unsqueeze", "view"}
@@ -195,7 +195,7 @@ def _recorder() -> Any:
             if name in JOINS:
                 return self.join(name == "stack", *args, **kwargs)
             if name not in VIEWS | COPIES or any(isinstance(arg, torch.dtype) for arg in args):
-                raise ValueError(f"{name} may compute")
+                raise ValueError(f"{name} may change values")
             result = function(*args, **kwargs)
             if name in COPIES and id(result.untyped_storage()) not in self.held:
                 self.hold(result, self.pieces(args[0]))
@@ -289,7 +289,7 @@ def in_layout_of(
     is_partial = model.is_partial or not base.tensors.keys() <= model.tensors.keys()
     if not (_turned(base, model) or (unknown and is_partial)):
         return model, ()
-    found, reason = model, f"transformers does not convert one into the other; {ONE_PROGRAM}"
+    found, reason = model, f"transformers cannot convert between these; {ONE_PROGRAM}"
     try:
         found = _present(base, model, path, config)
     except InputError as error:
@@ -356,7 +356,7 @@ def _turned(base: Source, model: Source) -> str:
 
 
 def _difference(base: Source, model: Source, name: str) -> str:
-    """Return how a model stores the base's weights otherwise, or empty text."""
+    """Return how a model stores weights differently from the base, or empty text."""
     if turned := _turned(base, model):
         forms = [source.tensors[turned].form for source in (base, model)]
         return f"{turned} is {forms[0]} in the base and {forms[1]} here"
@@ -367,5 +367,5 @@ def _difference(base: Source, model: Source, name: str) -> str:
             ours = min(filter(re.compile(ones).search, missing), default=None)
             theirs = min(filter(re.compile(others).search, extra), default=None)
             if ours and theirs:
-                return f"base stores {what} {one} ({ours}), {name} has them {other} ({theirs})"
+                return f"base stores {what} {one} ({ours}), {name} stores them {other} ({theirs})"
     return ""

@@ -39,7 +39,7 @@ Kind = Literal[
 EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
-OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
+OF_MAMBA = "Mamba's code reads its weight directly, so a LoRA has no effect"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
@@ -169,7 +169,7 @@ def _by_transformers(
     for name, place in places.items():
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):  # a loader takes either
-            both = f"{other} and {name} are one tensor"
+            both = f"{other} and {name} are loaded as one tensor"
             raise InputError(f"{folder}: {both}; save it with transformers")
     moved = sum(name != place.name for name, place in places.items())
     note = notice("other_names", count=moved, by=sys.modules["transformers"].__version__)

@@ -155,7 +155,7 @@ class Adapter:
         """Return the number of experts that a parameter's lora_A with so many rows is for."""
         rank = _matching("rank_pattern", self.rank_pattern, parameter, self.rank)
         if not rank >= 1 or rows % rank:
-            raise InputError(f"{CONFIG_NAME}: {parameter} has {rows} directions, and r is {rank}")
+            raise InputError(f"{CONFIG_NAME}: lora_A of {parameter} has {rows} rows; r is {rank}")
         return int(rows // rank)
 
 
@@ -333,7 +333,7 @@ class LoraSource(SourceView):
     def _add_magnitudes(self, name: str, key: str | None) -> None:
         (product,) = self._products.get(name, (None,))
         if key is None or product is None or product.experts > 1:
-            raise InputError(f"{self.path}: {name} has DoRA in part only; the adapter is damaged")
+            raise InputError(f"{self.path}: {name} lacks part of its DoRA; the adapter is damaged")
         rows, _, columns = product.sides(self._stored)
         made = Magnitudes(key, rows, columns, by_column=product.transposed)
         magnitudes = self._stored.tensors[key]
@@ -351,8 +351,8 @@ class LoraSource(SourceView):
         info = held.get(name if name in held else next(alike, ""))
         rows = next((ids for e, ids in self.adapter.tokens.items() if module.endswith(e)), ())
         if info is None or name in self._products or len(info.shape) != 2:
-            what = "has a LoRA as well" if name in self._products else "is not an embedding"
-            raise InputError(f"{self.path}: {name} {what}; {MERGE_WITH_PEFT}")
+            what = "tokens and a LoRA" if name in self._products else "rows, but is no embedding"
+            raise InputError(f"{self.path}: {name} has trained {what}; {MERGE_WITH_PEFT}")
         admit(trained, (), str(self.path), as_weight=True)
         height, width = info.shape
         if trained.shape != (len(rows), width) or not all(0 <= row < height for row in rows):
@@ -370,7 +370,7 @@ class LoraSource(SourceView):
                 left, right = (f"{INITIAL}{key}" for key in (product.left, product.right))
                 pairs = ((left, product.left), (right, str(product.right)))
                 if any(i not in stored or stored[i].shape != stored[k].shape for i, k in pairs):
-                    what = f"{self.adapter.initial}: does not have the factors of {name}"
+                    what = f"{self.adapter.initial}: lacks the factors of {name}"
                     raise InputError(f"{what}; give the adapter as it was before training")
                 initial = replace(product, left=left, right=right, scale=-product.scale)
                 self._products[name] = product, initial
@@ -381,8 +381,8 @@ class LoraSource(SourceView):
         for name in self._adapted.keys() - self._whole.keys():
             info = self._base_tensors.get(names.get(name, name))
             if info is None or info.shape != self.tensors[name].shape:
-                found = "lacks it" if info is None else f"has {info.form}"
-                what = f"{name} is made of the base's, which {found}"
+                found = "has none" if info is None else f"has {info.form}"
+                what = f"{name} is computed from the base's tensor, and the base {found}"
                 raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
@@ -393,7 +393,7 @@ class LoraSource(SourceView):
             self._products[info.name] = (product,)
 
     def tie(self, names: Sequence[str]) -> str:
-        """Take tensors for one, the first, as the base does; return the code of a due notice."""
+        """Treat tensors as one, the first, as the base does; return the code of a notice."""
         first, *others = names
         forms = {(self.tensors[name].shape, self.tensors[name].dtype) for name in names}
         is_one = self.adapter.ensure_weight_tying
@@ -476,7 +476,7 @@ def open_form(opening: Opening) -> LoraSource:
     path, base = opening.path, opening.base
     adapter, weights = check_folder(path)
     if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
-        raise InputError(f"{path}: is not the product of its factors alone; {MERGE_INTO_BASE}")
+        raise InputError(f"{path}: cannot be read without its base; {MERGE_INTO_BASE}")
     stored: Source = FileSource(weights, opening.most_ahead_bytes)
     if adapter.initial is not None:
         first = FileSource(adapter.initial / WEIGHTS_NAME, opening.most_ahead_bytes)
@@ -539,7 +539,7 @@ def parse_config(config: Any, file: Path) -> Adapter:
             **{flag: bool(config.get(flag)) for flag in FLAGS},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{file}: a number or pattern cannot be used: {error}") from None
+        raise InputError(f"{file}: a setting is missing or not valid: {error}") from None
 
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:

@@ -29,7 +29,7 @@ _FACTOR = re.compile(
 )
 _LETTERS = {"down": "A", "up": "B"}
 MERGE_ELSEWHERE = "merge it with the program it was made for, and give the result as a model"
-OTHER_BASE = "give the base that it was trained on, in the form that it names"
+OTHER_BASE = "give the base that it was trained on, in the layout whose names it uses"
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("lora_names.toml").read_text("utf-8"))
 NETWORK = "network"
 COMPONENTS = (NETWORK, "te1", "te2", "te3")
@@ -67,7 +67,7 @@ class LoraFile(LoraSource):
                     self._add_module(module, pair, found)
         for module, component in missing.items():
             if component in matched or not matched:
-                others = "others are" if matched else "nor is any other"
+                others = "but others are" if matched else "and neither are the others"
                 raise InputError(
                     f"{self.path}: {module} is not in the base, {others}; {OTHER_BASE}"
                 )
@@ -84,7 +84,7 @@ class LoraFile(LoraSource):
             name = _FACTOR.match(key)
             if name is None:
                 kinds = (kind for part, kind in _TABLES["others"].items() if part in key)
-                what = f"{key} is {next(kinds, 'not known')}"
+                what = f"{key} is {next(kinds, 'of an unknown kind')}"
                 raise InputError(f"{self.path}: {what}; {MERGE_ELSEWHERE}")
             role = _LETTERS.get(name["role"], name["role"] or "alpha")
             pair = found.setdefault(name["module"] or name["of_alpha"], {})
@@ -125,9 +125,9 @@ class LoraFile(LoraSource):
 def open_form(opening: Opening) -> LoraFile:
     """Open a LoRA file; its names mean nothing without the base's."""
     if any(key.startswith("base_model.model.") for key in opening.stored.tensors):
-        raise InputError(f"{opening.path}: give the folder that also has adapter_config.json")
+        raise InputError(f"{opening.path}: is an adapter; give its folder with adapter_config.json")
     if opening.base is None:
-        raise InputError(f"{opening.path}: is a LoRA file; give its base first, which is a model")
+        raise InputError(f"{opening.path}: is a LoRA file, which needs its base; give that first")
     return LoraFile(opening.path, opening.stored, opening.base)
 
 

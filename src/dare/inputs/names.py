@@ -187,8 +187,8 @@ def _is_one(
             unused.append(notice("unused_tensor", given.name, tensor=alias))
         elif given is not base and says_tied(base.config) and _is_configured(base, first, alias):
             raise MismatchError(
-                f"{alias}: the base's configuration ties it to {first} (tie_word_embeddings), and "
-                f"{given.name} has two; untie the base, or give {given.name} without {alias}"
+                f"{alias}: the base's configuration ties it to {first} (tie_word_embeddings), but "
+                f"{given.name} stores both; untie the base, or give {given.name} without {alias}"
             )
         else:
             return False

@@ -144,7 +144,7 @@ def open_inputs(
     the results of the recipe's merges, which `dare.run.nested` opens.
     """
     if merges is None and (recipe.layers or recipe.merges):
-        raise RecipeError("[[layers]] and [merges] are for merges; write their result first")
+        raise RecipeError("only a merge takes [[layers]] and [merges]; write its output first")
     names = recipe.names
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     made = [(merges or {}).get(str(path)) for path in given]
@@ -186,7 +186,7 @@ def open_inputs(
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
-        what = "has a row for each token, and vocabularies differ"
+        what = "has a row for each token, and the models' tokens differ"
         raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *more, *aligned.notes))
 
@@ -253,12 +253,12 @@ def take_extras(
         first, *others = (models[number].tensors[tensor] for number in owners)
         if any(models[number].delta_of(tensor).is_change for number in owners):
             whose = ", ".join(names[number] for number in owners)
-            what = f"in {whose}, a change of what the base lacks"
+            what = f"is stored as a change in {whose}, and the base lacks it"
             raise MismatchError(f'{tensor}: {what}; set on_extra = "drop"')
         unlike = not first.dtype.is_weight or any(o.shape != first.shape for o in others)
         if recipe.on_extra == "average" and others and unlike:
             forms = ", ".join(f"{names[n]} {models[n].tensors[tensor].shape}" for n in owners)
-            what = f"has no mean in {forms}"
+            what = f"cannot be averaged ({forms})"
             raise MismatchError(f'{tensor}: {what}; set on_extra = "first"')
     if recipe.on_extra == "first":
         extras = {tensor: owners[:1] for tensor, owners in extras.items()}
@@ -292,7 +292,7 @@ def _check_local(paths: Sequence[Path], allow_pickle: bool) -> None:
 
 
 def is_on_hub(path: Path) -> bool:
-    """Return whether a model is to be had from the hub; refuse a path with a slip of the pen."""
+    """Return whether a model comes from the hub; refuse a mistyped path."""
     if is_here(path):
         return False
     from dare.inputs.hub import find_name

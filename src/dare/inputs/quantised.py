@@ -17,7 +17,7 @@ from typing import Any
 from dare.documents.notices import notice
 from dare.errors import InputError
 from dare.inputs import fp8, mxfp4, nvfp4
-from dare.inputs.sources import CodedInfo, Opening, Raw, Source, SourceView
+from dare.inputs.sources import CodedInfo, Opening, Raw, Source, SourceView, home_of
 from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import quantised_kind, some_of
@@ -44,7 +44,7 @@ def read_quantised(
         }
         plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
     method = quantisation_method(config)
-    where = f"{next(iter(source.files)).parent}: " if source.files else ""
+    where = f"{home_of(source)}: " if source.files else ""
     if reason := _DATA["in_use"].get(method or ""):
         raise InputError(f"{where}config.json: quant_method is {method!r}; {reason}")
     if found := _find_codes(plain, method):

@@ -187,8 +187,9 @@ def bytes_for(source: Source, name: str, count: int) -> int:
 
 
 def home_of(source: Source) -> str:
-    """Return the folder of a source's files, for messages."""
-    return str(next(iter(source.files)).parent) if source.files else "the model"
+    """Return the file of a source, or the folder of several, for messages."""
+    first, *others = source.files or [Path("the model")]
+    return str(first.parent if others else first)
 
 
 def stamps_of(source: Source) -> list[Any]:
@@ -592,7 +593,7 @@ def _folders(path: Path) -> dict[str, Path]:
     folders = [path / name for name in components if is_directory(path / name)]
     weights = {f: [n for n in list_names(f) if n.endswith(WEIGHT_SUFFIXES)] for f in folders}
     if not any(weights.values()):
-        raise InputError(f"{path}: no folder that {MODEL_INDEX} names has weights")
+        raise InputError(f"{path}: none of the folders in {MODEL_INDEX} has weights")
     return {f"{folder.name}/": folder for folder, files in weights.items() if files}
 
 
@@ -652,7 +653,7 @@ def check_against_index(promise: Promise, file: Path, held: set[str]) -> None:
     for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
             names = some_of(sorted(tensors))
-            raise HeaderError(f"{index}: {file.name} {complaint} {names}; they do not fit")
+            raise HeaderError(f"{index}: {file.name} {complaint} {names}; get both files again")
 
 
 # ---------------------------------------------------------------- reading

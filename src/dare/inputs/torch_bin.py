@@ -155,7 +155,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
     if any(_count_values(pickled) > MAX_VALUES for pickled in pickles):
-        raise InputError(f"{file}: its pickle has a value of more than {MAX_VALUES} values")
+        raise InputError(f"{file}: its pickle expands to more than {MAX_VALUES} values")
     return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
 
 

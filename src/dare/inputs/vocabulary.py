@@ -194,7 +194,7 @@ def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
     ids: dict[str, int] = {}
     for token, number in pairs:
         if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-            raise InputError(f"{where}: the token {shorten(token)} has the id {shorten(number)}")
+            raise InputError(f"{where}: token {shorten(token)}, id {shorten(number)}: not valid")
         ids[token] = number
     return ids
 
@@ -300,7 +300,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
         for forms, tokens in (
             (("of its tokens is not in the base", "of its tokens are not in the base"), fresh),
             (("of the base's tokens is not in it", "of the base's tokens are not in it"), lacking),
-            (("token has another id in it", "tokens have another id in it"), moved),
+            (("token has a different id", "tokens have different ids"), moved),
         )
         if tokens
     ]
@@ -353,7 +353,7 @@ def _numbered(order: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
     following = count(len(taken))
     added = {token: taken[token] if token in taken else next(following) for token in tokens}
     if not added.keys() <= taken.keys() and sorted(taken.values()) != list(range(len(taken))):
-        why = "the ids of its tokenizer have gaps or occur twice, so none can be added"
+        why = "its tokenizer's ids have gaps or duplicates, so no token can be added"
         raise MismatchError(f'{order.name}: {why}; set vocabulary = "base"')
     return added
 
@@ -370,7 +370,7 @@ def _picked(
     there = row.id if row.id is not None else owner.ids.get(word, rows) if owner else 0
     if there >= rows:
         what = f"the token {word!r}" if row.id is None else f"the id {row.id}"
-        why = f"none of the {rows:,} rows of {row.model} is of {what}"
+        why = f"{row.model} has {rows:,} rows, and none for {what}"
         raise MismatchError(f"tokens.{token}: {why}; give a token or an id that it has")
     return [(number, there, 1.0)]
 
@@ -382,7 +382,7 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
         return
     known = {*base.tokens.ids, *other.tokens.added}
     if inner := {token: number for token, number in other.ids.items() if token not in known}:
-        yield f'{other.name}: is of another tokenizer ({_listed(inner)}); set vocabulary = "base"'
+        yield f'{other.name}: has a different tokenizer ({_listed(inner)}); set vocabulary = "base"'
 
 
 def _token_ids(
@@ -487,14 +487,14 @@ class RowOrigins:
         }
         owners = dict(self.picked)
         if any(index not in fitting for owner in owners.values() for index, _, _ in owner):
-            what = "a model whose rows are chosen has none here"
+            what = "a model that [tokens] names has no matching rows"
             raise MismatchError(f"{base.name}: {what}; choose other rows in [tokens]")
         for token, number in self.new.items():
             if number in owners:
                 continue
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
-                what = f"none of the models with the token {token!r} has a row here"
+                what = f"none of the models with the token {token!r} has a matching row"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index - 1] for index in having]
             if min(weights) <= 0:
@@ -546,7 +546,7 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     The base's rows are the base's to the bit: if the types differ, both are presented in float32.
     """
     if model.delta_of(info.name).drop is not None:
-        raise MismatchError(f"{info.name}: its rows cannot move; first run `dare apply`")
+        raise MismatchError(f"{info.name}: its rows cannot be moved; first run `dare apply`")
     if model.delta_of(info.name).is_change:
         return RowTensor(model, info, info.dtype, rows, lambda _, into: into.fill(0))
     base_type = base.info.dtype

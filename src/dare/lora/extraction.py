@@ -61,7 +61,7 @@ AnyPath = str | PathLike[str]
 LEFT_OUT_SHOWN = 4
 # Reasons why tensors that no module has as they are stored cannot be in an adapter.
 NOT_IN_MODULES = {
-    "fused": "in memory it is a part of {}, and this version of transformers does not say how",
+    "fused": "transformers loads it as a part of {}, and this version does not say which",
     "absent": "the loaded model has no such tensor",
 }
 
@@ -145,13 +145,13 @@ def extract_adapter(
     dtype: str = "F32",
     overwrite: bool = False,
 ) -> ExtractionReport:
-    """Write a LoRA of the change from base to model, of a rank or with a share of the energy.
+    """Write the change from base to model as a LoRA, with a given rank or share of the energy.
 
-    `modules` are patterns (`*` and `?` as in a shell) of modules or their last names; without them
-    all linear layers are taken that are no head. `save_others` stores in full what else has
-    changed. Names and kinds of modules are those that transformers loads by the base's
-    `config.json`. For a model that something else loads, `as_stored` takes names as they are
-    stored and matrices for layers.
+    `modules` are patterns (`*` and `?` as in a shell) of modules or their last names. By default
+    all linear layers except the head are extracted. `save_others` stores everything else that has
+    changed in full. Names and kinds of modules are those that transformers loads by the base's
+    `config.json`. For a model that another library loads, `as_stored` uses the stored names and
+    treats every matrix as a layer.
     """
     base, model, target = to_path(base), to_path(model), to_path(output)
     how = {
@@ -192,7 +192,7 @@ class Extract(AdapterWork[ExtractionReport]):
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
                 count = times(len(self.chosen), "module")
-                raise InputError(f"nothing to extract: {count} as in the base")
+                raise InputError(f"nothing to extract: {count} without a change")
             saved, left_out = _sort_others(change, set(ranks), self.how["save_others"])
             for tensor in saved:
                 name, shape = change.places[tensor].name, change.base.tensors[tensor].shape

@@ -181,7 +181,7 @@ def plan_adapters(
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`. `parameters` are those of
     stages (`drop_rate`, `keep_ratio`, …) and `model_seed`: one value, or a list with one for each
     adapter. `space = "core"` merges in the small space that the adapters span.
-    `max_memory` is for the buffers and factors of methods that work on single elements.
+    `max_memory` limits the buffers and factors of methods that work on single elements.
     """
     if isinstance(adapters, str | PathLike):
         raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
@@ -203,7 +203,7 @@ def plan_adapters(
     kind = weight_type(dtype)
     plan = AdapterPlan(recipe, request.options, opened, modules, wanted, plain, kind, space)
     if not modules:
-        raise InputError("no adapter has a LoRA module and a weight other than 0")
+        raise InputError("no adapter with a weight other than 0 has a LoRA module")
     _check_method(plan)
     return replace(plan, notes=tuple(_notes(plan)))
 
@@ -219,11 +219,11 @@ def _check_method(plan: AdapterPlan) -> None:
     for module in plan.modules if plan.space == "core" else ():
         stages = [stage for stage, _ in recipe.chain_for(module.tensor) if stage.sees == "matrix"]
         if module.experts > 1 and stages:
-            fault = f"{stages[0].name} would take the experts of {module.name} for one matrix"
+            fault = f"{stages[0].name} would treat the experts of {module.name} as one matrix"
             raise RecipeError(f"{where}: {fault}; use a method without it for them, {HOW_ELSE}")
     if plan.wanted is None and not plan.is_additive and plan.space == "full":
         remedy = 'set rank = 16 or energy = 0.9, or merge in the core space: space = "core"'
-        raise RecipeError(f"{where}: changes whole matrices; {remedy}")
+        raise RecipeError(f"{where}: its result may have full rank; {remedy}")
 
 
 def merge_adapters(
@@ -235,7 +235,7 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one; settings are those of `plan_adapters`.
 
-    `linear` and `sum` are exact without `rank` and `energy`, and the ranks add up.
+    Without `rank` and `energy`, `linear` and `sum` are exact, and the ranks add up.
     """
     return run_plan(plan_adapters(adapters, **settings), output, overwrite=overwrite)
 
@@ -332,7 +332,7 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
     if plan.adapters[0].saved.tensors:
         total = math.fsum(plan.weights)
         if total == 0:
-            raise RecipeError("weights: they sum to 0, and what is stored in full is averaged")
+            raise RecipeError("weights: they sum to 0, so what is stored in full has no average")
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
         yield notice("averaged_in_full", how=how)
     if plan.is_stacked:

@@ -157,7 +157,7 @@ def _find_problems(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     biases = {module for adapter in adapters for module in adapter.biases}
     if biases and modules - biases:
         some, others = min(biases), min(modules - biases)
-        yield f"{some} has a lora_bias, {others} none; leave it out, {HOW_ELSE}"
+        yield f"{some} has a lora_bias, {others} has none; leave it out, {HOW_ELSE}"
 
 
 def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
@@ -169,7 +169,7 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             layer = f"{'an embedding' if pair.is_embedding else kind} of {form}"
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
-                yield f"{module}: {expected} in {name}, {layer} in {adapter.name}; give one base's"
+                yield f"{module}: {expected} in {name}, {layer} in {adapter.name}; use one base"
 
 
 def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
                 ends = (module[place:] for place, char in enumerate(module) if char == ".")
                 if end := next((end for end in ends if end in shorter), None):
                     both = f"{module} in {adapter.name} is {end[1:]} in {other.name}"
-                    yield f"{both}; save both from one class, {HOW_ELSE}"
+                    yield f"{both}; save both from the same class, {HOW_ELSE}"
                     break
 
 

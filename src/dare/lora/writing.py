@@ -52,12 +52,12 @@ class ModuleReport:
 
     name: str
     ranks: tuple[int, ...]
-    """The rank in each input that has the module; none where it was extracted from weights."""
+    """The rank in each input that has the module; empty if it was extracted from weights."""
     rank: int
     norm: float
     """The Frobenius norm of the change that was asked for."""
     error: float
-    """The loss by the low rank: the norm of the difference, as a share of `norm`."""
+    """The loss caused by the low rank: the norm of the difference, as a share of `norm`."""
 
     @property
     def energy(self) -> float:
@@ -243,7 +243,7 @@ class AdapterWork(Work[AnyReport]):
             raw = np.empty(piece.size, self._dtype.carrier)
             if reference.encode(piece, raw) >= self._dtype.overflow_bits:
                 kind = self._dtype.name
-                raise InputError(f"{name}: has values that {kind} cannot hold; store a wider dtype")
+                raise InputError(f"{name}: has values that {kind} cannot hold; use a wider dtype")
             self._stored[key].append((self._sink.append(raw.view(np.uint8)), raw.nbytes))
             self.bytes_written += raw.nbytes
 

@@ -74,10 +74,10 @@ def moe(
     verbose: bool = True,
     **settings: Any,
 ) -> Report:
-    """Build a mixture of experts from fine-tunes, and say what was done.
+    """Build a mixture of experts from fine-tunes; return a report.
 
     The recipe is a TOML file, its tables, a configuration of mergekit-moe or an earlier output.
-    Settings are fields of the recipe and of `RunOptions`, and change what it says.
+    Settings are fields of the recipe and of `RunOptions`; they override the recipe's own.
     """
     mixture, options = load_mixture(recipe, output=output, verbose=verbose, **settings)
     return run(plan_mixture(mixture, options), overwrite=overwrite, resume=resume)
@@ -97,7 +97,7 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
     kind = str(config.get("model_type"))
     for model, other in zip(inputs.names, others, strict=True):
         if (found_kind := other.get("model_type", kind)) != kind:
-            raise MismatchError(f"{model}: is of type {found_kind}, and the base of {kind}")
+            raise MismatchError(f"{model}: is of type {found_kind}, but the base is {kind}")
     name = choose_layout(mixture, kind)
     models = dict(zip(given, inputs.models, strict=True))
     source, gates = _stack(mixture, LAYOUTS[name], inputs, models)
@@ -138,7 +138,7 @@ def _problem(mixture: Mixture, layout: Mapping[str, Any], kind: str) -> str:
     is_gated, takes_gate = len(mixture.gated) > len(mixture.experts), "shared_gate" in layout
     problems = {
         f"a base of type {kind} is not supported (only {bases})": kind not in layout["bases"],
-        f"{count} is not supported (only {least} to {most})": not least <= len(shared) <= most,
+        f"{count} given, but {least} to {most} allowed": not least <= len(shared) <= most,
         "a shared expert without prompts is not supported": takes_gate and not is_gated,
         "prompts of a shared expert are not supported": not takes_gate
         and any(expert.prompts for expert in shared),

@@ -95,7 +95,7 @@ def _sum_embeddings(_mixture: Mixture, base: Source, folder: Path) -> Callable[.
         total = np.zeros((1, width))
         for token in (token for ids in _tokenized(folder, prompts) for token in ids):
             if token >= rows:
-                raise InputError(f"{folder}: token {token} has none of the {rows} embeddings")
+                raise InputError(f"{folder}: token {token} is not among the {rows} embeddings")
             total += read_floats(base, EMBEDDING, token * width, width)
         return _normalised(total)
 

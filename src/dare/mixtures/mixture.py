@@ -48,11 +48,11 @@ class Mixture(Strict, init=False):
     base: AnyPath = Field(description="The model that everything but the MLPs comes from.")
     experts: Experts = Field(description="The models that a layer's gate chooses from.")
     shared_experts: Experts = Field((), description="Experts that every token goes through.")
-    architecture: str | None = Field(None, description="The layout; else the first that fits.")
+    architecture: str | None = Field(None, description="The layout; default: the first that fits.")
     experts_per_token: int = Field(2, ge=1, description="Experts that each token goes through.")
     gates: GateKind = Field("hidden", description="How gates are made.")
     seed: int = Field(42, ge=0, description="Seed of random gates and of noise.")
-    dtype: WeightType = Field(None, description="Storage type; else that of most of the base.")
+    dtype: WeightType = Field(None, description="Storage type; default: the base's.")
     output: AnyPath | None = Field(None, description="The directory of the mixture.")
     shard_size: Size | None = Field(None, description="Largest output file, such as 5GB.")
     allow_pickle: bool = Field(False, description="Also read pytorch_model.bin, weights only.")
@@ -66,7 +66,7 @@ class Mixture(Strict, init=False):
         for expert in self.experts if self.gates not in RANDOM else ():
             if not expert.prompts:
                 remedy = 'give it some, or set gates = "random" and train them'
-                raise RecipeError(f"{expert.model}: has no prompts to make gates of; {remedy}")
+                raise RecipeError(f"{expert.model}: has no prompts to make gates from; {remedy}")
         texts = {(expert.prompts, expert.negative_prompts) for expert in self.experts}
         if self.gates not in RANDOM and len(texts) == 1 < given:
             raise RecipeError("prompts: are the same for all experts; give each its own")

@@ -109,7 +109,7 @@ class JournalContent:
 
     @property
     def stranger(self) -> str:
-        """Say whose it is, if it is of another fingerprint."""
+        """Say who left it, for a journal with another fingerprint."""
         theirs, ours = self.writer or "unknown", _describe_writer(WRITER)
         return f"was left by another merge or version of dare ({theirs}; this is {ours})"
 
@@ -129,7 +129,7 @@ class JournalContent:
 
 
 def read_journal(text: bytes) -> JournalContent:
-    """Believe what can be believed of a journal."""
+    """Read a journal; lines that do not match their check are ignored."""
     lines = checked_lines(text)
     first = next(lines, {})
     found = JournalContent(first.get("fingerprint"), _describe_writer(first))

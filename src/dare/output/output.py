@@ -55,7 +55,7 @@ from dare.tensors.system import rename, sync_folder
 
 
 class Identity(NamedTuple):
-    """The making of an output: what must be the same for chunks of an earlier try to be of use."""
+    """The identity of an output: it must be the same for chunks of an earlier try to be reused."""
 
     fingerprint: str
     stamps: str = ""  # by what its inputs are known here and now
@@ -102,7 +102,7 @@ class Alone:
 
 
 class Publisher:
-    """The way of an output to its name on this machine, from a folder beside that."""
+    """Gives an output its name on this machine; until then it is in a folder beside that."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -361,7 +361,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
 
 
 def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
-    """Refuse to replace what has come since the merge began, unless that is allowed."""
+    """Refuse to replace what appeared since the merge began, unless that is allowed."""
     if not overwrite:
         what = "appeared during the merge; move it away and run the same merge again"
         raise OutputError(f"{layout.target}: {what}")

@@ -63,7 +63,7 @@ class ModelReport:
     """The rate of all dropping stages, 1 - Π(1 - p), with p the mean over the elements that reach
     the stage; None without a dropping stage."""
     drop_rate_realised: float | None
-    """The share that was dropped of the elements that reached the dropping stages."""
+    """The share of elements that were dropped, among those that reached the dropping stages."""
     largest_delta: float
     largest_delta_in: str
     over_threshold: int

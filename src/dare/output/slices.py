@@ -156,7 +156,7 @@ class OneSlice(Alone):
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
                     f"{folder}: this merge is running in {running[0].of} slices "
-                    f"({_first_of(running)}); use as many, or stop them first"
+                    f"({_first_of(running)}); use that number, or stop them first"
                 )
             main.absorb(former)
             found = main.read()

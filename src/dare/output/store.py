@@ -64,7 +64,7 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
     largest = max(layout.sizes, default=0)
     if largest > uploading.MAX_OBJECT_BYTES:
         raise OutputError(
-            f"{target}: a file would have {show_size(largest)}, and an object can have at most "
+            f"{target}: a file would be {show_size(largest)}, and an object can be at most "
             f"{show_size(uploading.MAX_OBJECT_BYTES)}; set shard_size"
         )
     for file in inputs:
@@ -338,7 +338,7 @@ class StoreSink(FileSink):
 
 
 class StorePublisher(Publisher):
-    """The way of an output to a store: file by file from the scratch folder, the manifest last."""
+    """Publishes an output in a store: file by file from the scratch folder, the manifest last."""
 
     def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:
         _check_place(self.layout, inputs)
@@ -349,11 +349,12 @@ class StorePublisher(Publisher):
             found = _noted(self.layout)
         except OutputError:
             return None
+        if found.finished is None:
+            return None
         manifest = uploading.read_object(
             _place(self.layout, manifest_path(self.layout.target).name)
         )
-        is_finished = manifest is not None and bytes_digest(manifest) == found.finished
-        return found if is_finished else None
+        return found if bytes_digest(manifest or b"") == found.finished else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
         if finished:

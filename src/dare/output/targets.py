@@ -163,8 +163,8 @@ def check_replaceable(layout: Layout) -> None:
     digests = read_sealed(manifest)["files"].values() if manifest.exists() else ()
     if not _is_as_written(target, digests):
         raise OutputError(
-            f"{target}: was not made by dare, or has changed since (neither a check in its header "
-            f"nor {manifest.name} fits it), so it is not replaced; choose another output"
+            f"{target}: was not made by dare, or has changed since (neither its header's check "
+            f"nor {manifest.name} matches it), so it is not replaced; choose another output"
         )
 
 
@@ -250,7 +250,7 @@ def _identities(paths: Iterable[Path]) -> Iterator[tuple[Identity | None, Path]]
 
 
 def _check_manifest(target: Path) -> None:
-    """Refuse to replace a file that only is called like a manifest."""
+    """Refuse to replace a file that only has the name of a manifest."""
     manifest = manifest_path(target)
     if manifest.parent == target or not os.path.lexists(manifest):
         return
@@ -334,7 +334,7 @@ def _with_seal(text: bytes, digest: str) -> bytes:
 
 
 def has_fitting_check(header: bytes) -> bool:
-    """Tell whether the check in a header, which merges and delta files have, fits the header."""
+    """Tell whether the check in a header, which merges and delta files have, matches the header."""
     found = re.search(rb'\\"%b\\":\s?\\"([0-9a-f]{%d})\\"' % (SEAL.encode(), DIGEST_LENGTH), header)
     if found is None:
         return False
@@ -376,7 +376,7 @@ def claim(folder: Path) -> list[Path]:
         folder.mkdir()
     except FileExistsError:
         if folder.is_symlink() or not folder.is_dir():
-            what = "the output is made in this folder, but this is not a folder; move it away"
+            what = "must be a folder, in which the output is made; move it away"
             raise OutputError(f"{folder}: {what}") from None
         found = next(folder.iterdir(), None)
         if found is not None and not has_mark(folder):

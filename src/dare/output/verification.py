@@ -88,9 +88,9 @@ def verify(
 ) -> Verification:
     """Hash an output again and compare it with its manifest; `verbose` shows progress.
 
-    `sha256` also takes the SHA-256 of a merged model's weights: of the bytes of all tensors in
-    order of name, which any other program can take too. One core computes it (up to 4.4 s for a
-    gigabyte), while the rest uses all. Raises VerificationError if there is no manifest.
+    `sha256` also computes the SHA-256 of a merged model's weights: of the bytes of all tensors in
+    order of name, which any other program can compute too. It uses one core (up to 4.4 s for a
+    gigabyte), everything else uses all. Raises VerificationError if there is no manifest.
     """
     path = to_path(path)
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
@@ -139,7 +139,7 @@ def _has_whole_digests(path: Path) -> bool:
 
 
 def _verify_files(path: Path) -> Verification:
-    """The same for what is known by digests of whole files: not a plain merge."""
+    """Verify what has digests of whole files, which plain merges do not have."""
     manifest = manifest_path(path)
     if not manifest.exists():
         raise VerificationError(f"{path}: was not made by dare; it has no {MANIFEST_NAME}")
@@ -164,7 +164,7 @@ def _verify_files(path: Path) -> Verification:
 
 
 def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification:
-    """The same for a delta file, which has the digests of its chunks in itself."""
+    """Verify a delta file, which contains the digests of its chunks."""
     problems: list[Notice] = []
     nbytes = sum(info.nbytes for info in source.tensors.values())
     tensors = 0

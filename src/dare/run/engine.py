@@ -167,7 +167,7 @@ class Work(Generic[R]):
 
 
 def publisher_of(layout: Layout) -> Publisher:
-    """Return the way of an output to its name: on this machine, or in a store."""
+    """Return what gives an output its name: on this machine, or in a store."""
     return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 

@@ -147,13 +147,13 @@ def check_digests(plan: Plan, digests: Digests) -> None:
         if digest != expected:
             raise InputError(
                 f"{file}: is not what it was when the manifest was written "
-                f"(digest {digest}, then {expected}); to merge it anyway, write the recipe "
+                f"(digest {digest} now, {expected} then); to merge it anyway, write the recipe "
                 "out with `dare init --config` and take input_digests out of it"
             )
     if recipe.output_digest not in (None, digests.output):
         raise VerificationError(
             f"{recipe.output}: the merge gives other weights than its manifest says (digest "
-            f"{digests.output}, then {recipe.output_digest}); the manifest was edited, or "
+            f"{digests.output}, not {recipe.output_digest}); the manifest was edited, or "
             "written by another version. Nothing was written"
         )
 

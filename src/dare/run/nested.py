@@ -244,7 +244,7 @@ def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
     """Refuse a stack whose embedding and head are of different tokens, or that takes others'."""
     given = [recipe.vocabulary_of, *(number for number, _ in recipe.token_rows.values())]
     if any(isinstance(number, int) and number > 0 for number in given):
-        raise RecipeError("vocabulary, tokens: those of a stack are of its first range")
+        raise RecipeError("vocabulary, tokens: a stack takes both from its first range")
     both = Recipe(base=recipe.layers[0].base, models=[recipe.layers[-1].base])
     try:
         align_rows(both, first, [last], [first.folder, last.folder])
@@ -298,7 +298,7 @@ class _Stack:
             like = at_layer(tensor, 0) if stack == self._name else tensor
             shape = self._shapes.setdefault(like, info.shape)
             if shape != info.shape:
-                raise MismatchError(f"{tensor}: is {info.shape}, and {shape} in layers before it")
+                raise MismatchError(f"{tensor}: is {info.shape}, but {shape} in earlier layers")
         self.parts.append(source)
         own = [(origin.folder, layer) for layer in range(*span)]
         self.layers += origin.layers[slice(*span)] or own

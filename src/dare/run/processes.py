@@ -89,7 +89,7 @@ class Presence:
             return False
 
     def close(self) -> None:
-        """Be gone."""
+        """Release the lock, so that others no longer see this worker."""
         with _opening:
             if self.mark not in self._file.marks:
                 return

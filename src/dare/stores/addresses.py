@@ -30,8 +30,8 @@ TABLES = tomllib.loads(files("dare.stores").joinpath("stores.toml").read_text("u
 # The kinds of stores, by the beginning of their addresses.
 STORES = {scheme: Store(**kind) for scheme, kind in TABLES["kinds"].items()}
 
-_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
-_QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")
+_PASSWORD = re.compile(r"(\w\w:/{1,2})[^/\s@'\"]*@")  # a path has one slash
+_QUERY = re.compile(r"(https?:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]*")
 
 if TYPE_CHECKING:
     from pathlib import Path as _LocalPath
@@ -145,9 +145,9 @@ def _restored(kind: type[Address], text: str, place: str, access: Access) -> Add
 def without_credentials(text: str) -> str:
     """Return a text without the passwords, signatures and tokens of its addresses.
 
-    >>> without_credentials("no answer from https://me:secret@hub.example/x")
-    'no answer from https://hub.example/x'
+    >>> without_credentials("https://me:secret@host/x, Path('s3:/me:secret@bucket')")
+    "https://host/x, Path('s3:/bucket')"
     >>> without_credentials("'https://host/file?X-Amz-Signature=secret' is wrong")
     "'https://host/file?…' is wrong"
     """
-    return _QUERY.sub(r"\1?…", _PASSWORD.sub("", text))
+    return _QUERY.sub(r"\1?…", _PASSWORD.sub(r"\1", text))

@@ -115,7 +115,7 @@ def upload(
         or stored.size != size
         or (stored.version != expected and not _is_same(path, content))
     ):
-        raise OutputError(f"{path}: the store holds other bytes than it was sent; run it again")
+        raise OutputError(f"{path}: the store's copy is not what was sent; run the merge again")
     return stored
 
 

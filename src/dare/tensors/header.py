@@ -45,7 +45,7 @@ def json_bytes(value: Any, indent: int) -> bytes:
 
 
 def parse_json(text: bytes, where: Path) -> Any:
-    """Read JSON; raise InputError, which names its origin `where`, if it is none."""
+    """Read JSON; raise InputError, which names its origin `where`, if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -135,9 +135,9 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     if name == METADATA:
         raise HeaderError(f"{where}: a tensor is called {METADATA}; rename it")
     if name in known:
-        raise HeaderError(f"{where}: {name} is there twice; leave one of them out")
+        raise HeaderError(f"{where}: {name} occurs twice; leave one of them out")
     if as_weight and not info.dtype.is_weight:
-        must = "must be of a type that can be computed with"
+        must = "must have one of these types"
         kinds = ", ".join(kind.name for kind in WEIGHT_TYPES)
         raise HeaderError(f"{where}: {name} is {info.described}, and {must}: {kinds}")
 
@@ -224,10 +224,10 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             limit = MAX_METADATA if name == METADATA else MAX_ENTRY
             try:  # no more of it is read, whatever follows
                 value, length = decode(text[place : place + limit])
-            except ValueError:
+            except json.JSONDecodeError as error:
                 if len(text) - place < limit:
-                    raise
-                what = f"what the header says of it is longer than {limit} characters, or not JSON"
+                    raise json.JSONDecodeError(error.msg, text, place + error.pos) from None
+                what = f"its entry in the header is longer than {limit} characters, or not JSON"
                 raise HeaderError(f"{where}: {name}: {what}") from None
             yield name, value
             place = _after_space(text, place + length)
@@ -235,7 +235,7 @@ def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
             place = place if mark == "}" else _expect(",", text, place)
         rest = _after_space(text, place + 1)
         if rest < len(text):
-            raise json.JSONDecodeError("more after the end", text, rest)
+            raise json.JSONDecodeError("text after the end", text, rest)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
 
@@ -298,13 +298,13 @@ def _check_spans(
         if begin < position:
             raise HeaderError(f"{where}: {name} overlaps {previous}")
         if begin > position:
-            raise HeaderError(f"{where}: {begin - position} bytes before {name} belong to nothing")
+            raise HeaderError(f"{where}: {begin - position} bytes before {name} are unused")
         position, previous = begin + info.nbytes, name
     if position > data_bytes:
         what = f"ends at byte {position} of the data, and there are only {data_bytes}"
         raise HeaderError(f"{where}: {previous} {what}; the file is truncated")
     if position < data_bytes:
-        raise HeaderError(f"{where}: {data_bytes - position} bytes at the end belong to nothing")
+        raise HeaderError(f"{where}: {data_bytes - position} bytes at the end are unused")
 
 
 def build_header(

@@ -1,6 +1,6 @@
 """The system: memory, files at any position, locks, names, and processes that can be ended.
 
-Linux and macOS are POSIX systems, and Windows is none. There a file has one position, at which
+Linux and macOS are POSIX systems, and Windows is not. There a file has one position, at which
 threads take turns. What is open can be neither renamed nor removed, a folder cannot be synced, only
 sockets can be selected on, and processes have no groups. Other modules ask here, and never for the
 name of a system.

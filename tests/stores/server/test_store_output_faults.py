@@ -58,7 +58,7 @@ LASTING = {
     "full": (Fault("status", "PUT", PARTS, after=4, code=507), "make room"),
     "region": (Fault("status", code=301, reason="PermanentRedirect"), "set AWS_REGION"),
     "resets": (Fault("reset", "PUT", PARTS, after=4), "check the address and the network"),
-    "other bytes": (Fault("flip", "GET", "safetensors$"), "other bytes"),
+    "other bytes": (Fault("flip", "GET", "safetensors$"), "run the merge again"),
 }
 
 
