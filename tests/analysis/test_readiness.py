@@ -29,10 +29,11 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue
-from dare.planning.make import LeftOut, Misfit
+from dare.planning.make import Form, LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()
+COUNTER = Form((), "I64")
 ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 
@@ -486,6 +487,7 @@ def test_cancelling():
         (("layers.9.w", Misfit.NOT_IN_BASE, ("a", "b")), "extra_tensors", ("a", "b")),
         (("lm_head.weight", Misfit.NOT_IN_BASE, ("b",)), "extra_tensors", ("b",)),
         (("position_ids", Misfit.NOT_WEIGHTS, ("a", "b")), None, ()),
+        (("steps", Misfit.NOT_WEIGHTS, ("b",), COUNTER, COUNTER), "integers_differ", ("b",)),
     ],
 )
 def test_what_was_left_out(given, rule, models):

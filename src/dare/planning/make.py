@@ -66,16 +66,19 @@ class LeftOut:
 
     tensor: str
     reason: Misfit
-    models: tuple[str, ...]  # the models that have it, or lack it; one, if it is unlike the base's
+    # The models that have it, or lack it; one, if it is unlike the base's. Where it is not weights,
+    # only those whose values differ from the base's, if any do.
+    models: tuple[str, ...]
     base: Form | None = None  # the base's copy, if it matters
-    found: Form | None = None  # the model's copy that is unlike the base's
+    found: Form | None = None  # the models' copies that differ from the base's
 
     @property
     def reason_text(self) -> str:
         """The reason in a few words."""
         models = ", ".join(self.models)
         return {
-            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is not a type of weights",
+            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is not a type of weights"
+            + (f"; the values in {models} differ from the base's" if self.found else ""),
             Misfit.UNLIKE_BASE: f"base is {self.base}, {models} is {self.found}",
             Misfit.NOT_IN_BASE: f"in {models}, not in the base",
             Misfit.MISSING: f"not in {models}",

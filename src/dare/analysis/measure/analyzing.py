@@ -46,7 +46,7 @@ from dare.documents.shown import COMPILING, Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
-from dare.inputs.sources import Source, check_unchanged, read_config
+from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing, working_seconds
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
@@ -297,12 +297,15 @@ def find_subjects(
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
         fit = fit_tensor(info, named)
-        if not info.dtype.is_weight:
-            owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
-            if owners:
-                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
-            continue
         left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
+        if not info.dtype.is_weight:
+            copies = [named[number] for number in fit.fitting]
+            differing = tuple(label for label, model in copies if _differs(name, base, model))
+            owners, form = differing or tuple(label for label, _ in copies), Form.of(info)
+            if owners:
+                found = form if differing else None
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, found))
+            continue
         unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
             subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
@@ -311,6 +314,13 @@ def find_subjects(
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
+
+
+def _differs(name: str, *sources: Source) -> bool:
+    """Tell if two sources store different values in a tensor that is not weights."""
+    with hold_open(sources):
+        pairs = (raws for _, raws in read_chunks(sources, name))
+        return any(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
 def choose_matrices(
