@@ -189,7 +189,8 @@ def mistakes(folder: Path) -> Path:
 
 BASE = "base.safetensors"
 MODEL_FILES: dict[str, tuple[str, ...]] = {
-    "maths.safetensors": ("InputError", "maths.safetensors: no such file"),
+    "maths.safetensors": ("InputError", "maths.safetensors: no such file", "'math.safetensors'?"),
+    "math": ("InputError", "math: no such file", "'math.safetensors'?"),
     "text.safetensors": ("HeaderError", "text.safetensors: "),
     "empty.safetensors": ("HeaderError", "empty.safetensors: 0 bytes", "download"),
     "cut.safetensors": ("HeaderError", "cut.safetensors: norm ", "truncated"),

@@ -32,7 +32,7 @@ from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
-from dare.errors import DareError, InputError, RecipeError, printable
+from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.inputs.sources import SINGLE_NAME
@@ -508,7 +508,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
     """Return a manifest's recipe, which demands the same inputs and output."""
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
-            raise InputError(f"{path}: no such file")
+            raise no_such_file(path)
         raise InputError(
             f"{path}: is not a recipe, and there is no manifest to repeat it from "
             f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"

@@ -378,12 +378,9 @@ def stage_named(name: str, file: str = "") -> Stage:
     elif name not in STAGES:
         load_installed_stages()
     if name not in STAGES:
-        known = [*STAGES, *ALIASES]
-        others = [alias for alias in ALIASES if alias not in STAGES]
         raise RecipeError(
-            f"there is no stage {name!r}{did_you_mean(name, known)}; "
-            f"stages: {', '.join(STAGES)}; other names: {', '.join(others)}; "
-            "a stage of your own is given with --stage FILE"
+            f"there is no stage {name!r}{did_you_mean(name, [*STAGES, *ALIASES])}; "
+            "`dare methods` lists all; name the file of a stage of your own with --stage FILE"
         )
     return STAGES[name]
 
