@@ -46,6 +46,7 @@ MOST_NAMES = 3  # names and groups of models that a sentence lists; more are cou
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
 TOO_FAR = ("not_homologous", "large_change")  # findings about models that DARE does not suit
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
+DROP_COLUMNS = ("seed >", "drop rate >", "dropped >")  # they say nothing where nothing is dropped
 ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 FIGURE_SECTIONS = (
     Section("drop-rate", "Drop rate", figures=("predicted-error",)),
@@ -198,7 +199,10 @@ def _recipe(advice: Advice) -> Code | None:
 def _merge_section(outcome: Outcome) -> Section:
     where = f" to {short_name(outcome.output)}" if outcome.output else ""
     parts: list[Part] = [f"Merged by {outcome.method}{where} in {number(outcome.seconds)} s."]
-    parts.append(fill_table(**TEXTS["merged"], items=outcome.models, of_models=True))
+    columns = TEXTS["merged"]["columns"]
+    if all(model.drop_rate_asked is None for model in outcome.models):
+        columns = {name: text for name, text in columns.items() if name not in DROP_COLUMNS}
+    parts.append(fill_table(columns, outcome.models, of_models=True))
     if outcome.warnings:
         parts.append(Listing("Warnings", outcome.warnings))
     return Section("merge", "The merge", tuple(parts), ("survival", "kept"))

@@ -158,16 +158,17 @@ class Report(Shown):
 
     def document(self) -> Document:
         """Return what was done, and what to do next."""
+        drops = any(model.drop_rate_asked is not None for model in self.models)
         columns: Columns = {
             "model": lambda model: model.name,
             "weight >": lambda model: weight_text(model.weight),
-            "dropped >": lambda model: rate_text(model.drop_rate_realised),
-            "asked >": lambda model: rate_text(model.drop_rate_asked),
-            "largest |δ| >": lambda model: f"{model.largest_delta:.3g}",
-            f"above {self.delta_threshold:g} >": _count_over,
-            "largest in": lambda model: model.largest_delta_in or NOTHING,
+            "drop rate >": lambda model: rate_text(model.drop_rate_asked) if drops else "",
+            "dropped >": lambda model: rate_text(model.drop_rate_realised) if drops else "",
+            f"changes over {self.delta_threshold:g} >": _count_over,
+            "largest change >": lambda model: f"{model.largest_delta:.3g}",
+            "in tensor": lambda model: model.largest_delta_in or NOTHING,
         }
-        models = tabulate(self.models, columns, optional=("weight >", "largest in"))
+        models = tabulate(self.models, columns, optional=("weight >", "in tensor"))
         sections = (Section("models", "Models", (models,), is_brief=True),)
         merged = f"Merged {times(len(self.tensors), 'tensor')}"
         output = shlex.quote(str(self.output))
