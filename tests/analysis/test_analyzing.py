@@ -529,7 +529,7 @@ def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
 
     monkeypatch.setattr(analyzing, "show_progress", watched)
     found = analyze_arrays(base, models, spectra=spectra)
-    assert promised == [(found.bytes_read, "analyzing", False)]
+    assert promised == [(found.bytes_read, "analysing", False)]
     assert sum(seen) == found.bytes_read
     once = 4 * 4 * 7941
     assert found.bytes_read == once if spectra == "none" else found.bytes_read > once

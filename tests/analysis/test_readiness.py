@@ -220,7 +220,7 @@ def test_an_older_file_without_the_product_goes_by_the_ratio():
 def test_a_model_trained_apart_is_unrelated():
     assert of({"m": make_base(seed=9)}) == {"unrelated"}
     seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
-    assert seen.severity is Severity.WARNING
+    assert seen.severity is Severity.SEVERE
     assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
     assert seen.figures["limit.unrelated_ratio"] == LIMIT.unrelated_ratio
     alien = {"other.weight": np.ones((3, 3), np.float32)}

@@ -133,7 +133,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     f"{MERGE_TWO} --max-memory lots": ("max_memory = 'lots': ", "'1GiB'"),
     f"{MERGE_TWO} --max-memory 1k": ("max_memory = 1024: ", "22.025 MB"),
     f"{MERGE_TWO} --shard-size 5GB": ("shard_size", "merged.safetensors", "directory"),
-    "methods tie": ("tie: ", "'ties'", "karcher"),
+    "methods tie": ("tie: ", "'ties'", "dare methods"),
 }
 
 

@@ -389,6 +389,7 @@ def test_a_weight_that_is_not_given_is_the_methods_own(method, weights):
         ("models/math", "math"),
         ("model.safetensors", "model"),
         ("models/qwen-2.5", "qwen-2.5"),
+        ("runs/low.pt", "low"),
     ],
 )
 def test_a_model_is_called_by_its_file_or_directory(file, name):

@@ -90,7 +90,7 @@ def make_document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"{times(len(analysis.models), 'model')} onto {base} ({parameters} parameters)",
+        lead=f"merging {times(len(analysis.models), 'model')} into {base}, {parameters} parameters",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),
@@ -119,10 +119,13 @@ def _facts(
     far = [name for f in readiness.findings if f.code in TOO_FAR for name in f.subjects]
     if undroppable := tuple(name for name in far if name not in advice.left_out):
         change = "its change is" if len(undroppable) == 1 else "their changes are"
-        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for it"
+        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for that"
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
-        lost, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
+        lost, chance = (
+            share(round(analysis.together.cancelled, 5)),
+            share(chance_cancelled(analysis)),
+        )
         yield "In a sum", f"{lost} of all change cancels out; about {chance} is normal"
 
 

@@ -336,12 +336,12 @@ def _left_to_make_up(
     was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
     if droppers != [0] or not stages[0].redrops(settings[0]):
         method = recipe.method_for(tensor)
-        return f"{was}, and {method} would drop by another mask; take a method without dare"
+        return f"{was}, and {method} would drop by another mask; use a method without dare"
     rate, seed = settings[0]["drop_rate"], recipe.seeds()[model]
     if (rate, seed, tensor) != drop:
         return (
             f"{was}, and the recipe has drop_rate = {rate:g} and seed = {seed}; set these for it, "
-            "leave both out, or take a method without dare"
+            "leave both out, or use a method without dare"
         )
     return None
 
@@ -407,11 +407,10 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[s
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
             strangers.append(
                 f"{idle}none of its {len(model.tensors)} tensors{held} fits one of the base's "
-                f"({some_of(sorted(base.tensors))}); give the model that belongs to this base, or "
-                "leave it out"
+                f"({some_of(sorted(base.tensors))}); use a model of this base, or leave it out"
             )
         elif number not in used:
-            displaced.append(f"{idle}where it fits the base, others do not; leave those out")
+            displaced.append(f"{idle}wherever it fits the base, another does not; leave that out")
     return strangers, displaced
 
 

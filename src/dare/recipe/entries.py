@@ -436,7 +436,7 @@ class TensorRule(Strict, init=False):
         None, description="A text in the name, or a list of them; with match, both must hold."
     )
     model: Words = Field(
-        None, description="The model or models that it is for, by name or file; else all."
+        None, description="The model or models that it is for, by name or file; default: all."
     )
     method: Method | None = Field(None, description="The method for these tensors, if it differs.")
     weight: Weight = Field(None, description="The models' weight for these tensors.")

@@ -364,7 +364,7 @@ IMPLIED = {("ties", "keep_ratio"): "trim"}
 # The kinds of stages in the order of a chain, each with what its stages do.
 KINDS: dict[Kind, str] = {
     "delta": "Delta stages change each model's delta; any number, in the order given.",
-    "combine": "Combine stages make one delta of all; exactly one, after the delta stages.",
+    "combine": "Combine stages merge all the deltas into one; exactly one, after the delta stages.",
     "refine": "Refine stages change the merged delta; any number, after the combine stage.",
 }
 GROUP = "dare.stages"

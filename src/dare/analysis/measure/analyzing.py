@@ -1,4 +1,4 @@
-"""Analyze models that are to be merged: open them, measure all weights once, sum up."""
+"""Analyse models that are to be merged: open them, measure all weights once, sum up."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def analyze(
 ) -> Analysis:
     """Look at all weights of a base and its fine-tunes once, and say what their deltas look like.
 
-    Anything that `merge` reads can be analyzed. Tensors that do not fit together are left out and
+    Anything that `merge` reads can be analysed. Tensors that do not fit together are left out and
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
     The nodes of a Ray `cluster` do it if one is named.
     """
@@ -117,7 +117,7 @@ def analyze_arrays(
     max_memory: int | str | None = None,
     threads: int | None = None,
 ) -> Analysis:
-    """Analyze dicts of NumPy arrays or torch tensors; models may have names.
+    """Analyse dicts of NumPy arrays or torch tensors; models may have names.
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
@@ -229,7 +229,7 @@ def measure(study: Study, spectra: Spectra = "none", request: Request | None = N
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
     steps = list(list_steps(models, study.subjects, matrices))
     study.bytes_read = sum(step.nbytes for step in steps)
-    with show_progress(study.bytes_read, "analyzing", visible=options.verbose) as display:
+    with show_progress(study.bytes_read, "analysing", visible=options.verbose) as display:
         if request is not None and options.cluster is not None:
             _measure_there(study, steps, request, options.cluster, display)
             return
@@ -247,7 +247,7 @@ def _measure_there(
     least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
     options = request.options
     limit = memory_limit(options.max_memory, least)
-    display.announce(f"analyzing on the cluster {address}")
+    display.announce(f"analysing on the cluster {address}")
     with connect(address, verbose=options.verbose) as cluster:
         cluster.share_out(least, limit, options.max_memory, options.threads)
         there = task_request(request.recipe, options, cluster.task_memory)
