@@ -2,7 +2,7 @@
 
 They are thin: each turns its arguments into a recipe and hands it to `merge` or `merge_arrays`.
 Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind; a torch
-module stands for its `state_dict()`. Those that analyze are in `dare.analysis.sparsity`.
+module stands for its `state_dict()`. Those that analyse are in `dare.analysis.sparsity`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ and tensors come from outside: what a terminal would act on is escaped wherever 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import warnings
@@ -129,6 +130,20 @@ def install_command(extra: str) -> str:
     "pip install '.[search]' (in your clone of the repository)"
     """
     return f"pip install '.[{extra}]' (in your clone of the repository)"
+
+
+def no_such_file(path: Path) -> InputError:
+    """Return the error about a file that is not there, with the nearest name in its folder.
+
+    A file that differs in a number only is another part of a model, and is not named.
+    """
+    try:
+        names = sorted(os.listdir(path.parent), key=len)
+    except (OSError, ValueError):
+        names = []
+    others = [name for name in names if re.sub(r"\d", "", name) != re.sub(r"\d", "", path.name)]
+    longer = next((name for name in others if name.startswith(f"{path.name}.")), path.name)
+    return InputError(f"{path}: no such file{did_you_mean(longer, others)}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

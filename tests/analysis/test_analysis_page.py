@@ -138,7 +138,7 @@ def test_the_recipe_is_whole(text, subject):
 
 def test_the_merge_is_told_to_three_digits(outline):
     (table,) = (table for table in outline.tables if "dropped" in table[0])
-    assert table[1] == ["math", "0.3333", "42", "90.040%", "90.000%", "0.01", "layers.5.norm"]
+    assert table[1] == ["math", "0.3333", "42", "90.000%", "90.040%", "0.01", "layers.5.norm"]
 
 
 def test_no_path_of_a_machine_is_told(subject):

@@ -325,8 +325,10 @@ def test_what_does_not_fit_is_left_out():
         "kept": np.ones(2, np.float32),
         "lost": np.ones(2, np.float32),
     }
+    base |= {"steps": np.array(3), "table": np.arange(4)}
     math_model = {**base, "a": np.ones(4, np.float32), "new": np.ones(1, np.float32)}
     code_model = {**base, "b": np.ones((2, 3), np.int32), "a": 2 * base["a"]}
+    code_model |= {"steps": np.array(4), "table": np.arange(5)}
     del math_model["lost"], code_model["lost"]
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
     assert Analysis.from_json(found.to_json()).left_out == found.left_out
@@ -335,17 +337,15 @@ def test_what_does_not_fit_is_left_out():
         LeftOut("b", Misfit.UNLIKE_BASE, ("code",), Form((2, 3), "F32"), Form((2, 3), "I32")),
     )
     assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
-    assert (found.left_out[3].reason, found.left_out[3].models) == (Misfit.NOT_IN_BASE, ("math",))
-    assert tuple(map(str, found.left_out)) == (
-        "a: base is 3 F32, math is 4 F32",
-        "b: base is 2×3 F32, code is 2×3 I32",
-        "ids: I64 is not a type of weights",
-        "new: in math, not in the base",
-    )
+    scalar = Form((), "I64")
+    steps, table, _, new = found.left_out[3:]
+    assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), scalar, scalar)
+    assert (table.tensor, table.reason, table.models) == ("table", Misfit.UNLIKE_BASE, ("code",))
+    assert (new.tensor, new.reason, new.models) == ("new", Misfit.NOT_IN_BASE, ("math",))
     assert [t.name for t in found.model("math").tensors] == ["b", "kept"]
     assert [t.name for t in found.model("code").tensors] == ["a", "kept"]
     assert found.model("math").missing == found.model("code").missing == ("lost",)
-    assert found.base_dtypes == {"F32": 13, "I64": 4}
+    assert found.base_dtypes == {"F32": 13, "I64": 9}
 
 
 def test_nothing_in_common_is_an_error():
@@ -529,7 +529,7 @@ def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
 
     monkeypatch.setattr(analyzing, "show_progress", watched)
     found = analyze_arrays(base, models, spectra=spectra)
-    assert promised == [(found.bytes_read, "analyzing", False)]
+    assert promised == [(found.bytes_read, "analysing", False)]
     assert sum(seen) == found.bytes_read
     once = 4 * 4 * 7941
     assert found.bytes_read == once if spectra == "none" else found.bytes_read > once

@@ -29,10 +29,11 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue
-from dare.planning.make import LeftOut, Misfit
+from dare.planning.make import Form, LeftOut, Misfit
 from dare.stages import STAGES
 
 ROOT = make_base()
+COUNTER = Form((), "I64")
 ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 
@@ -219,7 +220,7 @@ def test_an_older_file_without_the_product_goes_by_the_ratio():
 def test_a_model_trained_apart_is_unrelated():
     assert of({"m": make_base(seed=9)}) == {"unrelated"}
     seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
-    assert seen.severity is Severity.WARNING
+    assert seen.severity is Severity.SEVERE
     assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
     assert seen.figures["limit.unrelated_ratio"] == LIMIT.unrelated_ratio
     alien = {"other.weight": np.ones((3, 3), np.float32)}
@@ -486,6 +487,7 @@ def test_cancelling():
         (("layers.9.w", Misfit.NOT_IN_BASE, ("a", "b")), "extra_tensors", ("a", "b")),
         (("lm_head.weight", Misfit.NOT_IN_BASE, ("b",)), "extra_tensors", ("b",)),
         (("position_ids", Misfit.NOT_WEIGHTS, ("a", "b")), None, ()),
+        (("steps", Misfit.NOT_WEIGHTS, ("b",), COUNTER, COUNTER), "integers_differ", ("b",)),
     ],
 )
 def test_what_was_left_out(given, rule, models):

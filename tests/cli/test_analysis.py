@@ -158,9 +158,9 @@ def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
     given = ("base.safetensors", "copy.safetensors")
     found = dare("advise", *given, "--quiet")
     assert (found.status, found.out) == (1, "")
-    assert "copy: It equals the base" in found.err
+    assert "copy: It is equal to the base" in found.err
     command = found.err[found.err.rindex("`dare ") + 6 :].partition("`")[0]
-    assert "It equals the base" in dare(*shlex.split(command)).out
+    assert "It is equal to the base" in dare(*shlex.split(command)).out
     assert dare("analyze", *given, "-o", "a.json", "--quiet").status == 1
     found = dare("init", "--from-analysis", "a.json", "--output", "m.safetensors")
     assert found.status == 1

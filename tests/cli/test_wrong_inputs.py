@@ -133,7 +133,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     f"{MERGE_TWO} --max-memory lots": ("max_memory = 'lots': ", "'1GiB'"),
     f"{MERGE_TWO} --max-memory 1k": ("max_memory = 1024: ", "22.025 MB"),
     f"{MERGE_TWO} --shard-size 5GB": ("shard_size", "merged.safetensors", "directory"),
-    "methods tie": ("tie: ", "'ties'", "karcher"),
+    "methods tie": ("tie: ", "'ties'", "dare methods"),
 }
 
 
@@ -189,7 +189,8 @@ def mistakes(folder: Path) -> Path:
 
 BASE = "base.safetensors"
 MODEL_FILES: dict[str, tuple[str, ...]] = {
-    "maths.safetensors": ("InputError", "maths.safetensors: no such file"),
+    "maths.safetensors": ("InputError", "maths.safetensors: no such file", "'math.safetensors'?"),
+    "math": ("InputError", "math: no such file", "'math.safetensors'?"),
     "text.safetensors": ("HeaderError", "text.safetensors: "),
     "empty.safetensors": ("HeaderError", "empty.safetensors: 0 bytes", "download"),
     "cut.safetensors": ("HeaderError", "cut.safetensors: norm ", "truncated"),

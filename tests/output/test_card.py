@@ -132,7 +132,7 @@ def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     assert f"| 0.5 | 43 | {second.drop_rate_realised:.4%} | 90.0000% | 0.001 | `w` |" in card
     for digest in (report.digests.base, *report.digests.models, report.digests.output):
         assert f"`{digest}` |" in card
-    assert "- **large deltas**: math: |δ| exceeds".replace("|", "\\|") in card
+    assert "- large deltas: math: |δ| exceeds".replace("|", "\\|") in card
     assert "Mask version 1." in card
     assert "dare merged --output again" in card
 

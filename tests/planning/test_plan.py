@@ -279,6 +279,11 @@ def test_passes_and_bytes_read(settings, passes, bytes_read):
     assert made.cost.bytes_read == bytes_read
 
 
+@pytest.mark.parametrize(("method", "is_random"), [("dare+linear", True), ("linear", False)])
+def test_seeds_are_shown_where_something_is_random(method, is_random):
+    assert ("seed" in str(plan_of(BASE, BASE, method=method))) == is_random
+
+
 def test_bytes_written():
     assert plan_of(BASE, BASE).cost.bytes_written == 16 + 12 + 16
     assert plan_of(BASE, BASE, dtype="F64").cost.bytes_written == 32 + 48 + 16

@@ -46,6 +46,7 @@ MOST_NAMES = 3  # names and groups of models that a sentence lists; more are cou
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
 TOO_FAR = ("not_homologous", "large_change")  # findings about models that DARE does not suit
 BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
+DROP_COLUMNS = ("seed >", "drop rate >", "dropped >")  # they say nothing where nothing is dropped
 ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 FIGURE_SECTIONS = (
     Section("drop-rate", "Drop rate", figures=("predicted-error",)),
@@ -89,7 +90,7 @@ def make_document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"{times(len(analysis.models), 'model')} onto {base} ({parameters} parameters)",
+        lead=f"merging {times(len(analysis.models), 'model')} into {base}, {parameters} parameters",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),
@@ -118,10 +119,13 @@ def _facts(
     far = [name for f in readiness.findings if f.code in TOO_FAR for name in f.subjects]
     if undroppable := tuple(name for name in far if name not in advice.left_out):
         change = "its change is" if len(undroppable) == 1 else "their changes are"
-        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for it"
+        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for that"
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
-        lost, chance = share(analysis.together.cancelled), share(chance_cancelled(analysis))
+        lost, chance = (
+            share(round(analysis.together.cancelled, 5)),
+            share(chance_cancelled(analysis)),
+        )
         yield "In a sum", f"{lost} of all change cancels out; about {chance} is normal"
 
 
@@ -198,7 +202,10 @@ def _recipe(advice: Advice) -> Code | None:
 def _merge_section(outcome: Outcome) -> Section:
     where = f" to {short_name(outcome.output)}" if outcome.output else ""
     parts: list[Part] = [f"Merged by {outcome.method}{where} in {number(outcome.seconds)} s."]
-    parts.append(fill_table(**TEXTS["merged"], items=outcome.models, of_models=True))
+    columns = TEXTS["merged"]["columns"]
+    if all(model.drop_rate_asked is None for model in outcome.models):
+        columns = {name: text for name, text in columns.items() if name not in DROP_COLUMNS}
+    parts.append(fill_table(columns, outcome.models, of_models=True))
     if outcome.warnings:
         parts.append(Listing("Warnings", outcome.warnings))
     return Section("merge", "The merge", tuple(parts), ("survival", "kept"))

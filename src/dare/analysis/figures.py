@@ -151,7 +151,7 @@ def magnitude_rows(analysis: AnalysisData) -> list[Row]:
 
 def changes(analysis: AnalysisData) -> Figure | None:
     """Draw where each of many models differs from the base: models × layers."""
-    if len(analysis.models) <= MOST_MAPS:
+    if len(analysis.models) <= MOST_MAPS or len(analysis.layers) == 1:
         return None
     by_model = {model.name: model.by_layer for model in analysis.models}
     rows = [
@@ -171,9 +171,9 @@ def changes(analysis: AnalysisData) -> Figure | None:
 
 
 def relative_change(analysis: AnalysisData, model: ModelAnalysis) -> Figure | None:
-    """Draw where a model differs from the base: layers × kinds."""
+    """Draw where a model differs from the base: layers × kinds, if there are several of these."""
     rows, kinds = change_rows(model), _kinds(analysis)
-    if not rows:
+    if len(rows) < 2:
         return None
     axis = alt.Y("kind:N", title=None, sort=kinds)
     everywhere = [row for each in analysis.models for row in change_rows(each)]

@@ -62,7 +62,7 @@ NAME = "delta"
 
 @dataclass(frozen=True)
 class Configuration:
-    """Settings: which tensors to analyze, and what to allow.
+    """Settings: which tensors to analyse, and what to allow.
 
     >>> Configuration.aggressive().droppable_percentile
     0.99
@@ -73,7 +73,7 @@ class Configuration:
     droppable_percentile: float = 0.95
     """The highest drop rate that is recommended."""
     analysis_layers: tuple[str, ...] | None = None
-    """Patterns for the names of tensors to analyze, with * and ? as in a shell; None: all."""
+    """Patterns for the names of tensors to analyse, with * and ? as in a shell; None: all."""
     compute_per_layer_metrics: bool = True
     output_error: float = LIMIT.output_error
     """The largest acceptable error of the layers' outputs due to dropping, relative to them."""
@@ -97,7 +97,7 @@ class Configuration:
         return cls(sparsity_threshold=0.001, droppable_percentile=0.99)
 
     def selects(self, layer: str) -> bool:
-        """Tell whether a tensor is analyzed."""
+        """Tell whether a tensor is analysed."""
         patterns = self.analysis_layers
         return patterns is None or any(fnmatchcase(layer, pattern) for pattern in patterns)
 
@@ -156,7 +156,7 @@ class SparsityAnalysis:
     has_base: bool
     """True if a base was given; otherwise weights of the assumed size were used."""
     left_out: tuple[str, ...]
-    """Tensors that could not be analyzed, each with the reason."""
+    """Tensors that could not be analysed, each with the reason."""
     readiness: Readiness
     """The verdict of `assess`."""
     computed_at: datetime
@@ -174,7 +174,7 @@ class SparsityAnalysis:
         """The main figures, in a few lines."""
         return (
             f"{self.total_parameters:,} parameters, {self.non_zero_parameters:,} changed, "
-            f"{self.effective_sparsity:.1%} of all nearly zero\n"
+            f"{self.effective_sparsity:.1%} of all are nearly zero\n"
             f"the change is {_size(self)}\n"
             f"recommended drop rate {self.recommended_drop_rate}: {_promise(self, 'the layers')}"
         )
@@ -207,7 +207,7 @@ class DARESparsityAnalyzer:
         study.left_out = [each for each in study.left_out if selects(each.tensor)]
         if not study.subjects:
             reasons = map(str, study.left_out[:1])
-            raise InputError(": ".join(["there are no weights to analyze", *reasons]))
+            raise InputError(": ".join(["there are no weights to analyse", *reasons]))
         measure(study)
         file = str(second) if isinstance(second, str | PathLike) else NAME
         analysis = study.conclude(started, NAME, [file])

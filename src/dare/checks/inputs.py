@@ -108,7 +108,7 @@ def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
     ]
     return (
         f"{', '.join(found)}, which would spoil the output; `dare analyze` shows every such "
-        "tensor. Use a sound copy of the model, or set allow_not_finite = true "
+        "tensor. Use an intact copy of the model, or set allow_not_finite = true "
         "(--allow-not-finite) to merge it anyway"
     )
 
@@ -146,7 +146,7 @@ def check_inputs(
             again = "is among the models twice"
             if one.file != other.file:
                 again = f"is the file {one.file}, which is among the models too"
-            remedy = "take one of them out, or give each a seed if two masks of it are meant"
+            remedy = "take one of them out, or give each a seed if you want it twice with two masks"
             raise RecipeError(f"{other.file}: {again}; {remedy}")
     for entry in recipe.models:
         rest = [other for other in recipe.models if other is not entry and other not in bases]
@@ -155,7 +155,7 @@ def check_inputs(
             meant = "weight" if recipe.chain.combine.default_weight else "seed"
             raise RecipeError(
                 f"{entry.file}: was made by dare from this base and {' and '.join(merged)}; take "
-                f"this output out of models, or give it a {meant} if that is meant"
+                f"this output out of models, or give it a {meant} to merge it all the same"
             )
     return recipe
 

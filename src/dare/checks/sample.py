@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.checks.inputs import find_copies
-from dare.documents.notices import LIMIT, Notice, Severity, notice
+from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import times
 from dare.inputs.sources import Floats, Source, decoded, hold_open
 from dare.kernels.linalg import NOISE, Doubles, one_blas_thread, squared_values
@@ -302,7 +302,6 @@ DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 
 # A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
 # threshold, |δ| is on average half of the threshold.
 FEWEST_LARGE = 0.1
-MOSTLY_LARGE = 0.5  # from here on it is severe: |δ| is above the threshold on average too
 # How many times its bound the error may be. It is predicted from parts of a few matrices: of the
 # demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
 # to 1.25 times the error that an analysis of the whole model gives.
@@ -435,7 +434,6 @@ def find_large_deltas(
     yield notice(
         "large_deltas",
         plan.model_names[merged[0].model],
-        severity=Severity.SEVERE if share >= MOSTLY_LARGE and not is_borne else Severity.WARNING,
         threshold=plan.recipe.delta_threshold,
         over=over,
         elements=elements,

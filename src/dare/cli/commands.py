@@ -258,8 +258,8 @@ def methods(
     names = [] if chain is None else chain.split("+")
     if unknown := [stage for stage in names if stage not in STAGES]:
         known = list(dict.fromkeys([*STAGES, *ALIASES]))
-        others = f"{did_you_mean(unknown[0], known)}; there are {', '.join(known)}"
-        raise RecipeError(f"{unknown[0]}: no such stage or method{others}")
+        hint = f"{did_you_mean(unknown[0], known)}; `dare methods` lists all"
+        raise RecipeError(f"{unknown[0]}: no such stage or method{hint}")
     console = make_console(json=json)
     if json:
         print_json(catalogue(names or STAGES))

@@ -32,7 +32,7 @@ from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
-from dare.errors import DareError, InputError, RecipeError, printable
+from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.inputs.sources import SINGLE_NAME
@@ -158,16 +158,17 @@ class Report(Shown):
 
     def document(self) -> Document:
         """Return what was done, and what to do next."""
+        drops = any(model.drop_rate_asked is not None for model in self.models)
         columns: Columns = {
             "model": lambda model: model.name,
             "weight >": lambda model: weight_text(model.weight),
-            "dropped >": lambda model: rate_text(model.drop_rate_realised),
-            "asked >": lambda model: rate_text(model.drop_rate_asked),
-            "largest |δ| >": lambda model: f"{model.largest_delta:.3g}",
-            f"above {self.delta_threshold:g} >": _count_over,
-            "largest in": lambda model: model.largest_delta_in or NOTHING,
+            "drop rate >": lambda model: rate_text(model.drop_rate_asked) if drops else "",
+            "dropped >": lambda model: rate_text(model.drop_rate_realised) if drops else "",
+            f"changes over {self.delta_threshold:g} >": _count_over,
+            "largest change >": lambda model: f"{model.largest_delta:.3g}",
+            "in tensor": lambda model: model.largest_delta_in or NOTHING,
         }
-        models = tabulate(self.models, columns, optional=("weight >", "largest in"))
+        models = tabulate(self.models, columns, optional=("weight >", "in tensor"))
         sections = (Section("models", "Models", (models,), is_brief=True),)
         merged = f"Merged {times(len(self.tensors), 'tensor')}"
         output = shlex.quote(str(self.output))
@@ -508,7 +509,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
     """Return a manifest's recipe, which demands the same inputs and output."""
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
-            raise InputError(f"{path}: no such file")
+            raise no_such_file(path)
         raise InputError(
             f"{path}: is not a recipe, and there is no manifest to repeat it from "
             f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"

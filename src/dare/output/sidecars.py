@@ -294,7 +294,7 @@ def _table(*rows: Sequence[str]) -> str:
 def _models(plan: Plan, report: Report) -> str:
     if not report.models:
         return ""
-    head = "| model | from | weight | seed | dropped | asked | largest change | in |"
+    head = "| model | from | weight | seed | dropped | drop rate | largest change | in tensor |"
     rows = []
     for entry, model in zip(plan.recipe.models, report.models, strict=True):
         weights = model.weight if isinstance(model.weight, list) else [model.weight]

@@ -66,16 +66,19 @@ class LeftOut:
 
     tensor: str
     reason: Misfit
-    models: tuple[str, ...]  # the models that have it, or lack it; one, if it is unlike the base's
+    # The models that have it, or lack it; one, if it is unlike the base's. Where it is not weights,
+    # only those whose values differ from the base's, if any do.
+    models: tuple[str, ...]
     base: Form | None = None  # the base's copy, if it matters
-    found: Form | None = None  # the model's copy that is unlike the base's
+    found: Form | None = None  # the models' copies that differ from the base's
 
     @property
     def reason_text(self) -> str:
         """The reason in a few words."""
         models = ", ".join(self.models)
         return {
-            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is not a type of weights",
+            Misfit.NOT_WEIGHTS: f"{self.base and self.base.dtype} is not a type of weights"
+            + (f"; the values in {models} differ from the base's" if self.found else ""),
             Misfit.UNLIKE_BASE: f"base is {self.base}, {models} is {self.found}",
             Misfit.NOT_IN_BASE: f"in {models}, not in the base",
             Misfit.MISSING: f"not in {models}",
@@ -333,12 +336,12 @@ def _left_to_make_up(
     was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
     if droppers != [0] or not stages[0].redrops(settings[0]):
         method = recipe.method_for(tensor)
-        return f"{was}, and {method} would drop by another mask; take a method without dare"
+        return f"{was}, and {method} would drop by another mask; use a method without dare"
     rate, seed = settings[0]["drop_rate"], recipe.seeds()[model]
     if (rate, seed, tensor) != drop:
         return (
             f"{was}, and the recipe has drop_rate = {rate:g} and seed = {seed}; set these for it, "
-            "leave both out, or take a method without dare"
+            "leave both out, or use a method without dare"
         )
     return None
 
@@ -404,11 +407,10 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[s
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
             strangers.append(
                 f"{idle}none of its {len(model.tensors)} tensors{held} fits one of the base's "
-                f"({some_of(sorted(base.tensors))}); give the model that belongs to this base, or "
-                "leave it out"
+                f"({some_of(sorted(base.tensors))}); use a model of this base, or leave it out"
             )
         elif number not in used:
-            displaced.append(f"{idle}where it fits the base, others do not; leave those out")
+            displaced.append(f"{idle}wherever it fits the base, another does not; leave that out")
     return strangers, displaced
 
 

@@ -44,6 +44,7 @@ from dare.recipe.layers import Gradient
 from dare.stages import STAGES, parse_method
 from dare.stages.registry import Parameter
 from dare.stores.locations import (
+    WEIGHT_SUFFIXES,
     home_folder,
     is_stored,
     looks_like_name,
@@ -383,7 +384,7 @@ class ModelEntry(Strict, init=False):
         elif is_stored(path) and path.scheme == "hf":
             name = parse_address(str(path))
             path = Path(name.repo, name.inside)
-        if path.suffix != ".safetensors":
+        if path.suffix not in WEIGHT_SUFFIXES:
             return path
         folder = path.parent
         is_generic = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
@@ -435,7 +436,7 @@ class TensorRule(Strict, init=False):
         None, description="A text in the name, or a list of them; with match, both must hold."
     )
     model: Words = Field(
-        None, description="The model or models that it is for, by name or file; else all."
+        None, description="The model or models that it is for, by name or file; default: all."
     )
     method: Method | None = Field(None, description="The method for these tensors, if it differs.")
     weight: Weight = Field(None, description="The models' weight for these tensors.")

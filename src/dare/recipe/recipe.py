@@ -143,7 +143,8 @@ class Recipe(Strict, init=False):
     seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has its own.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: WeightType = Field(
-        None, description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); else the base's."
+        None,
+        description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); default: the base's.",
     )
     format: Literal["input"] | None = Field(
         None, description='"input" stores quantised weights as the base does, not as plain ones.'
@@ -206,7 +207,7 @@ class Recipe(Strict, init=False):
     @classmethod
     def unknown(cls, name: str) -> str:
         if name in RunOptions.model_fields:
-            return f"{name}: says how a merge runs, not what: give it to merge(…, {name}=…)"
+            return f"{name}: is an option of a run, not of a recipe: pass it to merge(…, {name}=…)"
         known = (*cls.model_fields, *RunOptions.model_fields)
         return f"{name}: not known{did_you_mean(name, known)}"
 

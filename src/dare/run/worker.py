@@ -447,7 +447,7 @@ class Merger:
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(
                     f"{tensor.name}: the {whose} differ from the base's and cannot be merged; set "
-                    'on_integer_mismatch = "base" to keep the base\'s'
+                    'on_integer_mismatch = "base" (--on-integer-mismatch base) to keep the base\'s'
                 )
 
     def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Bytes, bool]]:

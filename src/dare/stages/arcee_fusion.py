@@ -116,7 +116,7 @@ def _survey_bytes(shape: tuple[int, ...], _models: int) -> int:
     needs_base=always,
 )
 def arcee_fusion(deltas: Deltas) -> Floats:
-    """Take over the most important changes of one model, and leave the rest as in the base.
+    """Adopt the most important changes of one model, and leave the rest as in the base.
 
     δ̂ is kept where its importance |δ̂|·KL(p‖q) is at least the tensor's median + 1.5·(Q₃ - Q₁) of
     it. p and q are the softmax of the model's and the base's row, with 10⁻⁸ added to each element;

@@ -32,15 +32,15 @@ Rescaling = Annotated[bool, meaning("Multiply what is kept by m/n.")]
 
 @combine_stage(paper="arXiv:2503.01874")
 def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = False) -> Floats:
-    """Let each model keep n of every m neighbours that no model before it has taken, and add up.
+    """Let each model in turn keep n of every m neighbours that are still free, and add these up.
 
     Σ wᵢ·mᵢ·δᵢ, where mᵢ has the n largest magnitudes of each group among the places that are free;
     once none is free, among all. The models come in the recipe's order, so put the most important
     one first. As long as n times their number is at most m, no two change the same element.
     Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equals the
-    first is taken. Each weight is 1 unless given. The authors' code drops what does not fill a
-    group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s elements
-    of a group, of which k are kept, by s/k.
+    first is taken. Each weight is 1 unless given. The authors' code drops elements that do not fill
+    a whole group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s
+    elements of a group, of which k are kept, by s/k.
     """
     free = np.ones(deltas.size, np.bool_)
     for block in deltas.blocks:

@@ -17,10 +17,10 @@ from dare.tensors.mask import check_drop_rate
 
 Divisor = Annotated[
     Annotated[float, Field(gt=0, le=1)] | None,
-    meaning("What is kept is divided by this, q; 1 - p if not given."),
+    meaning("Divide what is kept by this, q; default: 1 - p."),
 ]
 Excess = Annotated[
-    Annotated[float, Field(ge=0, lt=1)] | None, meaning("In place of q: what q is above 1 - p, ε.")
+    Annotated[float, Field(ge=0, lt=1)] | None, meaning("In place of q: q's excess over 1 - p, ε.")
 ]
 LargestVariance = Annotated[
     Annotated[float, Field(gt=0)] | None,

@@ -18,7 +18,7 @@ KeepAligned = Annotated[
 ]
 MaxRatio = Annotated[
     float | None,
-    meaning("Largest over smallest singular value of a model, at most; 1 levels them.", ge=1),
+    meaning("Bound on a model's largest singular value over its smallest; 1 levels them.", ge=1),
 ]
 
 
@@ -50,14 +50,12 @@ def dc_merge(
     so for LoRA adapters alone, with 1 (all equal) for most, and 5 for CLIP ViT-B/32, and take 16
     directions of each.
     Mᵢ has as many rows and columns as there are directions of all models together, so of a few
-    adapters the usual `keep_ratio` keeps next to nothing: raise it. Of n equal models a part of
-    1/n remains. Singular values below 1e-6 of a matrix's largest are left out with their vectors.
-    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
-    `embeddings = "matrices"`.
-    In our trials it beat the plain average on 38 of 125 sets and lost on 43; tuned, it stayed below
-    `tsv`.
-    To 1e-4 of the norm for models whose directions are not all but parallel, unless elements near
-    the cut are equal. Costs as much as `tsv` and a little more.
+    adapters the usual `keep_ratio` keeps next to nothing: raise it. If all n models are equal, 1/n
+    of their change remains. Singular values below 1e-6 of a matrix's largest are left out with
+    their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads,
+    unless `embeddings = "matrices"`. In our trials it beat the plain average on 38 of 125 sets and
+    lost on 43; tuned, it stayed below `tsv`. Accurate to 1e-4 of the norm, unless directions of
+    models are nearly parallel or elements near the cut are equal. Costs a little more than `tsv`.
     """
     multiply_by_weights(deltas, weights)
     rank, shape = max(1, min(deltas[0].shape) // len(deltas)), deltas[0].shape

@@ -23,7 +23,7 @@ from dare.stages.registry import Settings, delta_stage, meaning
 from dare.tensors.mask import THRESHOLD_BITS
 
 Window = Annotated[
-    float, meaning("How far drop rates reach, ε: from p - ε/2 to p + ε/2.", ge=0, lt=1)
+    float, meaning("How far drop rates spread, ε: from p - ε/2 to p + ε/2.", ge=0, lt=1)
 ]
 
 
@@ -69,7 +69,7 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
 def della(
     block: Block, *, drop_rate: DropRate = 0.9, window: Window = 0.14, rescale: Rescale = True
 ) -> None:
-    """Drop small elements more often than large ones; divide each by its probability to be kept.
+    """Drop small elements more often than large ones; divide each by its probability of being kept.
 
     δ̂ᵢ = mᵢ·δᵢ / kᵢ, mᵢ = 1 with probability kᵢ = 1 - p + ε·(rᵢ/(n - 1) - ½), else 0, where rᵢ is
     the rank of |δᵢ| among the n elements of its row, 0 for the smallest. So E[δ̂] = δ, and p is the

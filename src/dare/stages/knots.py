@@ -28,16 +28,16 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
 def knots(
     deltas: list[Floats], weights: Sequence[float], *, keep_ratio: KeepAligned = 0.2
 ) -> Floats:
-    """Vote on signs among the models' parts in directions that all share (KnOTS with TIES).
+    """Vote on signs among the models' parts, in directions that all share (KnOTS with TIES).
 
     [δ₁ … δₙ] = U·S·[V₁ … Vₙ], one decomposition for all models side by side. Each Vᵢ is trimmed to
     the `keep_ratio` of its elements that are largest, the rest as in `ties`: the sign of Σ wᵢ·Vᵢ
     wins for each element, and the weighted mean V of those that agree is taken. The result is
     U·S·V. Made for LoRA adapters, whose changes have few directions; averaging instead of voting
     would be the same as `linear`, so it is not offered. Vectors and scalars are averaged:
-    Σ wᵢ·δᵢ / n; so are embeddings and heads, unless `embeddings = "matrices"`. To 1e-4 of the norm
-    where no two singular values are equal; where they are, their directions are not unique, nor is
-    the result.
+    Σ wᵢ·δᵢ / n; so are embeddings and heads, unless `embeddings = "matrices"`. Accurate to 1e-4 of
+    the norm where no two singular values are equal; where they are, their directions are not
+    unique, nor is the result.
 
     The authors' configurations trim by S·Vᵢ, over all matrices of a model together, and for
     language models not at all (`keep_ratio = 1`).

@@ -35,8 +35,8 @@ def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
     """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given.
 
     `normalize` divides the weights by their sum, which must not be 0. `on = "weights"` averages the
-    models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ), and the base counts only as far as it is
-    one of the models, with a weight.
+    models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ), and the base counts only if it is also listed
+    as a model, with a weight.
     """
     if normalize and _cancel(deltas):
         raise RecipeError(

@@ -59,7 +59,7 @@ def _distance(count: int, products: Sequence[float]) -> float:
     is_lazy=lambda settings: settings["each"] == "tensor",
 )
 def model_stock(deltas: Deltas, *, each: Each = "tensor") -> Floats:  # noqa: ARG001
-    """Go from the base towards the mean of the models, the farther the more they agree.
+    """Go from the base towards the mean of the models: the more they agree, the farther.
 
     t·Σ δ̂ᵢ/n with t = n·cos θ / (1 + (n - 1)·cos θ), for each tensor, where cos θ is the mean
     cosine of two models' deltas; that of a delta of zeros to any other is 0. t is 1 where all

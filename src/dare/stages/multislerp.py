@@ -38,12 +38,12 @@ def multislerp(
     on: Space = "weights",
     normalize: Normalized = True,  # noqa: ARG001 (read by the survey)
 ) -> Floats:
-    """Go to the weighted mean of the models' directions, and of their lengths.
+    """Take the weighted mean of the models' directions, and of their lengths.
 
     The result has the direction of m = Σ wᵢ·aᵢ/‖aᵢ‖ and the length Σ wᵢ·‖aᵢ‖, where the weights
     are divided by their sum unless `normalize = false`. The aᵢ are the whole tensors after the
-    delta stages (`on = "weights"`) or their deltas (`on = "deltas"`); one alone is taken as it is.
-    Σ wᵢ·aᵢ, straight, where the directions cancel (‖m‖ < 10⁻⁵). It is mergekit's `multislerp`,
+    delta stages (`on = "weights"`) or their deltas (`on = "deltas"`); a single model is taken as it
+    is. Σ wᵢ·aᵢ, straight, where the directions cancel (‖m‖ < 10⁻⁵). It is mergekit's `multislerp`,
     which takes a step from m in its tangent space: but seen from their mean, the directions cancel,
     and the step is 0. `karcher` goes on to the mean on the sphere.
     """

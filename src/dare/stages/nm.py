@@ -70,10 +70,10 @@ def nm(
     """Keep n of every m neighbours in the last dimension (2:4, 4:8, …), multiplied by m/n.
 
     A row whose length is no multiple of m ends in a group of r < m, of which ⌈n·r/m⌉ are kept and
-    multiplied by r/⌈n·r/m⌉. By magnitude, of equals the first is kept, and a group of which earlier
-    stages have left s elements is likewise one of s: ⌈n·s/m⌉ are kept, multiplied by s/⌈n·s/m⌉. At
-    random, every element has the chance n/m, so that E[δ̂] = δ; the n with the lowest numbers of
-    the mask are kept.
+    multiplied by r/⌈n·r/m⌉. By magnitude, the first of equal elements is kept. A group of which
+    earlier stages have left s elements counts as a group of s: ⌈n·s/m⌉ are kept, multiplied by
+    s/⌈n·s/m⌉. At random, every element has the chance n/m, so that E[δ̂] = δ; the n with the lowest
+    numbers of the mask are kept.
 
     `turn` makes models take different places: at random and with one seed for all models, those
     with the turns 0, 1, 2, … keep different elements of each group. By magnitude, a model's turn 1

@@ -41,12 +41,12 @@ def _fraction(weights: Sequence[float]) -> float:
 def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> Floats:
     """Interpolate along the arc between two models' deltas, at the second's share of the weights.
 
-    As `slerp`, at t = w₂/(w₁ + w₂). With `each = "row"` every row of a matrix has its own angle,
+    Like `slerp`, at t = w₂/(w₁ + w₂). With `each = "row"` every row of a matrix has its own angle,
     with `each = "column"` every column; of a tensor with more than two dimensions a row is all
     that has one first index, and a vector is taken as a whole. `on = "weights"` interpolates the
     models' tensors instead of their deltas, and is the default where one of them is the base.
-    Straight interpolation where the two are (anti)parallel (|cos Ω| > 0.9995) or zero; halfway
-    where w₁ + w₂ = 0.
+    Interpolates in a straight line where the two are (anti)parallel (|cos Ω| > 0.9995) or zero;
+    halfway where w₁ + w₂ = 0.
     """
     found: tuple[float, float] | Lines = deltas.summary
     if not isinstance(found, Lines):

@@ -137,11 +137,11 @@ def _all_scores(
 def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: ARG001
     """Let the models compete for each element, and average the winners by their scores.
 
-    βᵢ = exp(n·(δ̂ᵢ/max|δ̂ᵢ|)²)·tanh(δ̂ᵢ·Σⱼ δ̂ⱼ): what is large within its tensor and goes where all
-    together go scores high (PCB-Merging). Of each model the k = max(1, ⌊score_ratio · size⌋)
-    highest scores of a tensor are kept, if they are above 0, and spread from 0, the highest that
-    is not kept (cᵢ), to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and 0
-    where nobody scores. Where more than k share the highest score, they all have sᵢ = 1.
+    βᵢ = exp(n·(δ̂ᵢ/max|δ̂ᵢ|)²)·tanh(δ̂ᵢ·Σⱼ δ̂ⱼ): an element scores high if it is large within its
+    tensor and has the sign of the sum (PCB-Merging). Of each model the k = max(1, ⌊score_ratio ·
+    size⌋) highest scores of a tensor are kept, if they are above 0, and spread from 0, the highest
+    that is not kept (cᵢ), to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and
+    0 where no model scores. Where more than k share the highest score, they all have sᵢ = 1.
 
     The authors' code has one competition over the whole model, draws in the 0.01 % largest
     magnitudes (1 % in their vision code), and spreads from the k-th score, which then counts for

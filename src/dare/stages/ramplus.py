@@ -12,11 +12,9 @@ from dare.stages.registry import combine_stage, meaning
 
 Boost = Annotated[
     float,
-    meaning("How much a model's own changes grow with what it shares, r.", allow_inf_nan=False),
+    meaning("How much a model's own changes grow with those it shares, r.", allow_inf_nan=False),
 ]
-Most = Annotated[
-    float, meaning("The most that shared/own changes count for, α.", ge=0, allow_inf_nan=False)
-]
+Most = Annotated[float, meaning("Upper bound on shared/own changes, α.", ge=0, allow_inf_nan=False)]
 
 
 def survey_overlap(
@@ -41,7 +39,7 @@ def ramplus(
     boost: Boost = 0.1,  # noqa: ARG001 (read by the survey)
     most: Most = 0.2,  # noqa: ARG001 (likewise)
 ) -> Floats:
-    """Do as `ram`, and enlarge what a model alone has changed, for what it loses where it shares.
+    """Like `ram`, but enlarge what only one model changed, to make up for what it loses elsewhere.
 
     What model i alone has changed is multiplied by 1 + r·min(sᵢ/oᵢ, α), where it has changed oᵢ
     elements of the tensor alone and sᵢ together with others. It is mergekit's `ramplus_tl`.

@@ -364,7 +364,7 @@ IMPLIED = {("ties", "keep_ratio"): "trim"}
 # The kinds of stages in the order of a chain, each with what its stages do.
 KINDS: dict[Kind, str] = {
     "delta": "Delta stages change each model's delta; any number, in the order given.",
-    "combine": "Combine stages make one delta of all; exactly one, after the delta stages.",
+    "combine": "Combine stages merge all the deltas into one; exactly one, after the delta stages.",
     "refine": "Refine stages change the merged delta; any number, after the combine stage.",
 }
 GROUP = "dare.stages"
@@ -378,12 +378,9 @@ def stage_named(name: str, file: str = "") -> Stage:
     elif name not in STAGES:
         load_installed_stages()
     if name not in STAGES:
-        known = [*STAGES, *ALIASES]
-        others = [alias for alias in ALIASES if alias not in STAGES]
         raise RecipeError(
-            f"there is no stage {name!r}{did_you_mean(name, known)}; "
-            f"stages: {', '.join(STAGES)}; other names: {', '.join(others)}; "
-            "a stage of your own is given with --stage FILE"
+            f"there is no stage {name!r}{did_you_mean(name, [*STAGES, *ALIASES])}; "
+            "`dare methods` lists all; name the file of a stage of your own with --stage FILE"
         )
     return STAGES[name]
 

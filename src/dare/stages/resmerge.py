@@ -14,8 +14,8 @@ from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 from dare.stages.registry import meaning
 
-Ratio = Annotated[float, meaning("Size of the leading part, at most, relative to the rest.", ge=0)]
-Exponent = Annotated[float, meaning("Power of the agreement where it is full.", ge=0, le=1)]
+Ratio = Annotated[float, meaning("Largest size of the leading part, relative to the rest.", ge=0)]
+Exponent = Annotated[float, meaning("Power of the agreement where models agree fully.", ge=0, le=1)]
 
 BLOCK, STEPS, ROUNDS = 8, 8, 12  # vectors that are iterated together, how often, and restarts
 ITERATED_FROM = 256  # the shortest side for which iterating is worth it
@@ -38,25 +38,24 @@ def resmerge(
     head_ratio: Ratio = 0.2,
     min_exponent: Exponent = 0.7,
 ) -> Floats:
-    """Merge what is left beside each model's leading direction, and add little of that (ResMerge).
+    """Merge all but each model's leading direction, and add a little of that back (ResMerge).
 
     wᵢ·δᵢ = Hᵢ + Rᵢ, where Hᵢ is the first singular triple. qᵢ = Rᵢ/‖Rᵢ‖, q = Σ qᵢ/‖Σ qᵢ‖, and c is
     the mean cosine of the qᵢ with q. A = c^β·(mean of ‖Rᵢ‖)·q with β = 1 - (1 - min_exponent)·s,
     s = ((p + 1)/2 + (c + 1)/2)/2 and p the mean cosine of two of the Rᵢ; A is the mean of the Rᵢ
     where c ≤ 1/√n, that is, p ≤ 0. The result is A + head_ratio·a·‖A‖·H/‖H‖, where H = Σ Hᵢ and
     a is the mean of the cosines of two of the Hᵢ, negative ones counting as 0.
-    Made for language models that were trained by reinforcement. One model is not itself: of its
-    leading direction a part remains that is as large as head_ratio of the rest. Changes of rank
-    one are lost.
-    The authors' code has s = 0 in matrices that belong neither to attention nor to a perceptron;
-    here all matrices are treated alike. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are
-    embeddings and heads, unless `embeddings = "matrices"`.
-    In our trials, none of them with reinforcement, it beat the plain average on 22 of 125 sets and
-    lost on 48; tuned, it stayed below the tuned average.
-    The leading direction comes from an iteration that ends when it is known to 1e-5 of its singular
-    value; the result is then within 1e-4 of its norm, unless the first two singular values are
-    equal, when either direction may be taken, or p is 0, where A jumps. No matrix is decomposed:
-    half of `tsv`'s time for random numbers, and less where a direction stands out.
+    Made for language models that were trained by reinforcement. A single model does not stay as it
+    is: of its leading direction, a part as large as head_ratio of the rest remains. Changes of rank
+    one are lost. The authors' code has s = 0 in matrices that belong neither to attention nor to a
+    perceptron; here all matrices are treated alike. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n;
+    so are embeddings and heads, unless `embeddings = "matrices"`. In our trials, none of them with
+    reinforcement, it beat the plain average on 22 of 125 sets and lost on 48; tuned, it stayed
+    below the tuned average. The leading direction comes from an iteration that ends when it is
+    known to 1e-5 of its singular value; the result is then within 1e-4 of its norm, unless the
+    first two singular values are equal, when either direction may be taken, or p is 0, where A
+    jumps. No matrix is decomposed: half of `tsv`'s time for random numbers, and less where a
+    direction stands out.
     """
     multiply_by_weights(deltas, weights)
     rests = np.stack(deltas)

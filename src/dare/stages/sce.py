@@ -82,7 +82,7 @@ def _select(deltas: Deltas, cut: Cut | None) -> None:
     votes=True,
 )
 def sce(deltas: Deltas, *, select_ratio: SelectRatio = 1.0) -> Floats:  # noqa: ARG001
-    """Keep the elements in which models differ, and average those that go where the sum goes.
+    """Keep elements in which models differ most, and average the models that agree with the sum.
 
     Of the elements of a tensor whose variance over the models is not 0, the share `select_ratio`
     with the largest is kept, of equals the first; with 1, all elements. A model's weight wᵢ is its

@@ -26,7 +26,7 @@ def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats
     """Interpolate along the arc between two models' tensors: t = 0 is the first, 1 the second.
 
     a·sin((1 - t)·Ω)/sin Ω + b·sin(t·Ω)/sin Ω with Ω the angle between a and b, which are the
-    whole tensors after DARE (`on = "weights"`) or their deltas (`on = "deltas"`). Straight
-    interpolation where they are (anti)parallel (|cos Ω| > 0.9995) or zero.
+    whole tensors after DARE (`on = "weights"`) or their deltas (`on = "deltas"`). Interpolates in a
+    straight line where they are (anti)parallel (|cos Ω| > 0.9995) or zero.
     """
     return sum_in(deltas, deltas.summary, on)

@@ -31,22 +31,20 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
 def swudi(
     deltas: list[Floats], weights: Sequence[float], *, time: Time = 1300.0, rank_share: Share = 0.65
 ) -> Floats:
-    """Take interference out of the sum, where it is best known (SWUDI: WUDI in closed form).
+    """Remove interference from the sum, in the directions used most (SWUDI: WUDI in closed form).
 
     With τᵢ = wᵢ·δᵢ, θ = Σ τᵢ, C = Σ τᵢᵀ·τᵢ/‖τᵢ‖² = V·diag(λ)·Vᵀ and D = Σ τᵢ·τᵢᵀ·τᵢ/‖τᵢ‖², the
     result is θ + (D - θ·C)·V·diag(f/λ)·Vᵀ. There f = 1 - exp(-λ·time) for the first
     ⌈rank_share·columns⌉ eigenvalues, and 0 for the others: as far as gradient descent on the
     interference that `wudi` reduces would get in that time, but only in directions that models use
-    much. Σ λ is the number of models, so `time` does not depend on the size of the deltas.
-    The authors chose 1300 and 0.65 for eight tasks of CLIP ViT-B/32, and 300 and 0.85 for Llama 3.2
-    3B. The result is of the size of a sum; for multimodal language models they used it with `scale`
-    0.1 to 0.2.
-    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
-    `embeddings = "matrices"`.
-    In our trials it beat the plain average on 39 of 125 sets and lost on 47; tuned, it was level
-    with `tsv`. Give it a scale: 0.5 was best.
-    One decomposition for each matrix, of its columns; no steps and no random numbers. To 1e-4 of
-    the norm, unless the last eigenvalue that counts has an equal that does not.
+    a lot. Σ λ is the number of models, so `time` does not depend on the size of the deltas. The
+    authors chose 1300 and 0.65 for eight tasks of CLIP ViT-B/32, and 300 and 0.85 for Llama 3.2 3B.
+    The result is of the size of a sum; for multimodal language models they used it with `scale` 0.1
+    to 0.2. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
+    `embeddings = "matrices"`. In our trials it beat the plain average on 39 of 125 sets and lost on
+    47; tuned, it was level with `tsv`. Give it a scale: 0.5 was best. One decomposition for each
+    matrix, of its columns; no steps and no random numbers. To 1e-4 of the norm, unless the last
+    eigenvalue that counts has an equal that does not.
     """
 
     def shares(values: Doubles, columns: int) -> Doubles:
@@ -58,7 +56,7 @@ def swudi(
 
 @matrix_combine_stage(paper="arXiv:2606.07289", work_bytes=_work_bytes)
 def aswudi(deltas: list[Floats], weights: Sequence[float]) -> Floats:
-    """Take interference out of the sum in as many directions as each matrix really has (ASWUDI).
+    """Remove interference from the sum, in as many directions as each matrix has (ASWUDI).
 
     As `swudi`, with f = 1 for the first ⌈(Σ √λ)² / Σ λ⌉ eigenvalues and 0 for the others: a number
     that is large where the models' changes spread evenly over directions, and small where a few

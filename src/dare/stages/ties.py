@@ -13,7 +13,7 @@ from dare.stages.trim import KeepRatio
 
 TrimFirst = Annotated[
     KeepRatio | None,
-    meaning("Trim to this share of each delta's elements before the vote; else not."),
+    meaning("Trim each delta to this share of its elements first; default: no trimming."),
 ]
 Divisor = Annotated[
     Literal["weights", "signed", "count", "nothing"],

@@ -36,7 +36,7 @@ Scope = Annotated[
     meaning("Keep that share of each tensor, or of all tensors of a model together."),
 ]
 Rescaled = Annotated[
-    Literal[False, "l1"], meaning("l1: scale what is kept to the delta's L1 norm; else not.")
+    Literal[False, "l1"], meaning("l1: scale what is kept to the delta's L1 norm.")
 ]
 
 

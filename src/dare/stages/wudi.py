@@ -30,7 +30,7 @@ def _work_bytes(rows: int, columns: int, models: int) -> int:
 def wudi(
     deltas: Sequence[Floats], weights: Sequence[float], *, steps: Steps = 300, rate: Rate = 1e-5
 ) -> Floats:
-    """Search for the delta that disturbs no model where that model has learnt (WUDI-Merging).
+    """Search for the delta that disturbs each model least where it has learned (WUDI-Merging).
 
     `steps` steps of Adam from τ = Σ τᵢ, with τᵢ = wᵢ·δᵢ, towards the least of
     Σ ‖(τ - τᵢ)·τᵢᵀ‖² / ‖τᵢ‖². An element moves by about `rate` in a step, so that `steps · rate` is
@@ -38,8 +38,8 @@ def wudi(
     The start and the slope there are exact; no random numbers are involved.
     Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
     `embeddings = "matrices"`.
-    A step is a product of rows·columns² pairs for each matrix, however many models there are, and
-    no step can be left out: `steps`·2·rows·columns² operations are the floor. For 0.3 billion
+    A step multiplies rows·columns² pairs for each matrix, however many models there are, and no
+    step can be left out: it takes at least `steps`·2·rows·columns² operations. For 0.3 billion
     parameters (hidden size 1024, 2784 between, 21 layers) these are 2·10¹⁴, or an hour of processor
     time at 60 billion a second; on 16 cores 4 minutes. `swudi` has no steps.
     """

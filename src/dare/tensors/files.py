@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import HeaderError, InputError
+from dare.errors import HeaderError, InputError, no_such_file
 from dare.stores.locations import StorePath
 from dare.tensors.system import IS_POSIX, NO_LINKS, NO_WAIT, read_some, system_call, write_some
 
@@ -172,7 +172,7 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
     try:
         file_descriptor = os.open(file, os.O_RDONLY | NO_WAIT)
     except FileNotFoundError:
-        raise InputError(f"{where}: no such file") from None
+        raise no_such_file(where) from None
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
             raise InputError(f"{where}: is not an ordinary file") from None

@@ -160,8 +160,8 @@ def read_header(file: InputFile, where: str) -> Header:
         raise HeaderError(f"{where}: {what}; the download is probably incomplete")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        what = f"the header claims {length} bytes, and the limit is {MAX_HEADER_BYTES}"
-        raise HeaderError(f"{where}: {what}; this is not a safetensors file")
+        what = f"its header would take {length} bytes, more than the limit of {MAX_HEADER_BYTES}"
+        raise HeaderError(f"{where}: is not a safetensors file: {what}; save it as safetensors")
     if _LENGTH_BYTES + length > file_size:
         what = f"the header claims {length} bytes, and the file has {file_size} in all"
         raise HeaderError(f"{where}: {what}; the file is truncated")

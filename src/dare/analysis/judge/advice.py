@@ -119,7 +119,8 @@ def advise(
     founded = source, Evidence.STRONG if outcome.models else Evidence.FAIR
     settings = [Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", *founded)]
     if outcome.scale != 1:
-        settings.append(Suggestion("scale", outcome.scale, None, outcome.record, *founded))
+        reason = f"{outcome.method} was tried at this scale"
+        settings.append(Suggestion("scale", outcome.scale, None, reason, *founded))
     recipe = {
         "base": analysis.base,
         "models": [model.file for model in models],

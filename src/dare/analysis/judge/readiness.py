@@ -65,8 +65,8 @@ RULES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("outliers", "same_model", "multiple", "other_base", "contained"), bool),
     **dict.fromkeys(("alike", "opposed", "outweighed"), bool),
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
-    **dict.fromkeys(("vocabulary", "mismatched", "extra_tensors", "tied"), bool),
-    "other_configuration": bool,
+    **dict.fromkeys(("vocabulary", "mismatched", "integers_differ", "extra_tensors"), bool),
+    **dict.fromkeys(("tied", "other_configuration"), bool),
 }
 
 
@@ -252,10 +252,13 @@ def _together(analysis: AnalysisData) -> Iterator[Values]:
 
 def _unfit(analysis: AnalysisData) -> Iterator[Values]:
     """Tensors that do not fit the base's, by what can be done about them."""
-    unfit: dict[str, list[LeftOut]] = {"vocabulary": [], "mismatched": [], "extra_tensors": []}
+    rules = ("vocabulary", "mismatched", "integers_differ", "extra_tensors")
+    unfit: dict[str, list[LeftOut]] = {rule: [] for rule in rules}
     for tensor in analysis.left_out:
         if tensor.reason is Misfit.NOT_IN_BASE:
             unfit["extra_tensors"].append(tensor)
+        elif tensor.reason is Misfit.NOT_WEIGHTS and tensor.found:
+            unfit["integers_differ"].append(tensor)
         elif tensor.reason is Misfit.UNLIKE_BASE:
             is_vocabulary = is_embedding(tensor.tensor)
             unfit["vocabulary" if is_vocabulary else "mismatched"].append(tensor)

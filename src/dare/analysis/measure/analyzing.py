@@ -1,4 +1,4 @@
-"""Analyze models that are to be merged: open them, measure all weights once, sum up."""
+"""Analyse models that are to be merged: open them, measure all weights once, sum up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from dare.documents.shown import COMPILING, Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
-from dare.inputs.sources import Source, check_unchanged, read_config
+from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing, working_seconds
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
@@ -81,7 +81,7 @@ def analyze(
 ) -> Analysis:
     """Look at all weights of a base and its fine-tunes once, and say what their deltas look like.
 
-    Anything that `merge` reads can be analyzed. Tensors that do not fit together are left out and
+    Anything that `merge` reads can be analysed. Tensors that do not fit together are left out and
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
     The nodes of a Ray `cluster` do it if one is named.
     """
@@ -117,7 +117,7 @@ def analyze_arrays(
     max_memory: int | str | None = None,
     threads: int | None = None,
 ) -> Analysis:
-    """Analyze dicts of NumPy arrays or torch tensors; models may have names.
+    """Analyse dicts of NumPy arrays or torch tensors; models may have names.
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
@@ -229,7 +229,7 @@ def measure(study: Study, spectra: Spectra = "none", request: Request | None = N
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
     steps = list(list_steps(models, study.subjects, matrices))
     study.bytes_read = sum(step.nbytes for step in steps)
-    with show_progress(study.bytes_read, "analyzing", visible=options.verbose) as display:
+    with show_progress(study.bytes_read, "analysing", visible=options.verbose) as display:
         if request is not None and options.cluster is not None:
             _measure_there(study, steps, request, options.cluster, display)
             return
@@ -247,7 +247,7 @@ def _measure_there(
     least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
     options = request.options
     limit = memory_limit(options.max_memory, least)
-    display.announce(f"analyzing on the cluster {address}")
+    display.announce(f"analysing on the cluster {address}")
     with connect(address, verbose=options.verbose) as cluster:
         cluster.share_out(least, limit, options.max_memory, options.threads)
         there = task_request(request.recipe, options, cluster.task_memory)
@@ -297,12 +297,15 @@ def find_subjects(
     layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
         fit = fit_tensor(info, named)
-        if not info.dtype.is_weight:
-            owners = tuple(label for number, label in enumerate(models) if number not in fit.absent)
-            if owners:
-                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, Form.of(info)))
-            continue
         left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
+        if not info.dtype.is_weight:
+            copies = [named[number] for number in fit.fitting]
+            differing = tuple(label for label, model in copies if _differs(name, base, model))
+            owners, form = differing or tuple(label for label, _ in copies), Form.of(info)
+            if owners:
+                found = form if differing else None
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, found))
+            continue
         unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
             subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
@@ -311,6 +314,13 @@ def find_subjects(
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
+
+
+def _differs(name: str, *sources: Source) -> bool:
+    """Tell if two sources store different values in a tensor that is not weights."""
+    with hold_open(sources):
+        pairs = (raws for _, raws in read_chunks(sources, name))
+        return any(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
 def choose_matrices(

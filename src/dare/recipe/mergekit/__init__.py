@@ -58,7 +58,7 @@ class Conversion:
     def to_toml(self) -> str:
         """Return the recipe as TOML, with the differences and notes as comments."""
         lines = [f"Converted from {self.source.name}, a configuration for mergekit."]
-        for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
+        for head, texts in (("Different in mergekit:", self.differences), ("Notes:", self.notes)):
             lines += ["", head, *(f"- {text}" for text in texts)] if texts else []
         comments = [f"# {printable(line)}".rstrip() for line in lines]
         return "\n".join(comments) + "\n\n" + self.recipe.to_toml()
@@ -89,7 +89,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
 
 def _twice(name: str | None) -> str:
     if name is None:
-        return "name is missing: of several merges in a file only the last needs none"
+        return "name is missing: if a file has several merges, all but the last need one"
     return f"name: a merge before this one is called {name} too"
 
 

@@ -80,7 +80,7 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     for part in parts:
         for given in part.inputs:
             first = next(other for other in part.inputs if other.model == given.model)
-            text = f"{given.model}: is given on line {first.node.line} already"
+            text = f"{given.model}: is already given on line {first.node.line}"
             given.node.require(given is first, text)
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
     models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
@@ -269,7 +269,7 @@ def _vocabulary(node: Node, base: str, models: list[str]) -> dict[str, Any]:
 def _origin(node: Node, base: str, models: list[str]) -> str:
     """Return the file of a model that is merged, or `base`."""
     model = _reference(node)
-    text = f"{model}: is none of the models that are merged; take one of them, base or union"
+    text = f"{model}: is not one of the merged models; use one of them, base or union"
     node.require(model in models or model == base, text)
     return "base" if model == base else model
 
