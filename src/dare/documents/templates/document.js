@@ -172,21 +172,27 @@ if (document.getElementById("sortable")) (() => {
 })();
 
 // By keyboard, arrows go from mark to mark of a figure and show the details of each.
+function pointAt(mark) {
+  document.getElementById("vg-tooltip-element")?.classList.remove("visible");
+  const { left, top, width, height } = mark.getBoundingClientRect();
+  const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
+  for (const kind of ["pointermove", "mousemove"]) mark.dispatchEvent(new PointerEvent(kind, place));
+  return document.querySelector("#vg-tooltip-element.visible")?.innerText;
+}
+
 document.addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step || !event.target.matches(".chart")) return;
   event.preventDefault();
-  const marks = [...event.target.querySelectorAll("path, line, text")]
-    .filter((mark) => mark.__data__?.tooltip);
+  const marks = [...event.target.querySelectorAll("path, line, text")];
   const before = marks.findIndex((mark) => mark.matches(".pointed"));
-  const mark = marks[(before + step + marks.length) % marks.length];
   marks[before]?.classList.remove("pointed");
+  const next = step > 0 ? marks : marks.reverse();
+  const from = step > 0 ? before + 1 : marks.length - before;
+  const mark = [...next.slice(from), ...next.slice(0, from)].find(pointAt);  // axes have no details
   mark?.classList.add("pointed");
   mark?.scrollIntoView({ behavior: "instant", block: "nearest" });
-  const { left, top, width, height } = mark?.getBoundingClientRect() ?? {};
-  const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
-  for (const kind of ["pointermove", "mousemove"]) mark?.dispatchEvent(new PointerEvent(kind, place));
-  darePage.say(document.getElementById("vg-tooltip-element")?.innerText ?? "");
+  darePage.say((mark && pointAt(mark)) ?? "");
 });
 document.addEventListener("focusout", ({ target }) => {
   for (const kind of ["pointerout", "mouseout"]) {
