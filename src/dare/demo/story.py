@@ -244,8 +244,7 @@ def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
     if find_spec("matplotlib") is None:
         return None
     file = output / PICTURE
-    seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
-    draw_curves(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
+    draw_curves(curves, extent, file)
     return str(file)
 
 
@@ -371,11 +370,13 @@ def _percentage(figure: Figure) -> str:
     return f"{figure.mean:.1f}{spread}"
 
 
-def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
+def draw_curves(curves: Sequence[Curve], extent: Extent, file: Path) -> None:
     """Draw the curves with their spread over seeds, as PNG, SVG or whatever the name ends in."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
+    seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
+    caption = f"Three tasks, mean of {extent.prompts} prompts each, {seeds}"
     figure = Canvas(figsize=(7.2, 4.4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
