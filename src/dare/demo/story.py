@@ -224,10 +224,10 @@ def _conclusion(rows: Mapping[Key, Row]) -> str:
         if kind == "merge"
     }
     return (
-        f"{mean['sum', rate]} right with {rate:.0%} of every change dropped; three separate models "
-        f"have {alone:.0f}%. Here a plain sum is as good ({mean['sum', 0.0]}). "
+        f"It gets {mean['sum', rate]} right with {rate:.0%} of every change dropped; three "
+        f"separate models get {alone:.0f}%. Here a plain sum does as well ({mean['sum', 0.0]}). "
         f"DARE rescues TIES: {mean['ties', 0.0]} without it, "
-        f"{mean['ties', rate]} with it; trimming does so too ({mean['trim+ties', 0.0]})."
+        f"{mean['ties', rate]} with it; so does trimming ({mean['trim+ties', 0.0]})."
     )
 
 
@@ -262,7 +262,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
     ]
-    lead = f"fine-tunes of a base of {parameters:,} parameters that has read the Bible"
+    lead = f"fine-tunes of one base: {parameters:,} parameters, trained on the Bible and exercises"
     return answered(writings, "Three models become one", lead, tuple(tasks))
 
 
@@ -333,7 +333,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     rates = Table(
         ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
         tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
-        title="Right answers over drop rates, in %; the bars are of the first column",
+        title="Right answers over drop rates, in %; the bars show the first column",
         bars=tuple(at[0][1].mean for at in points),
         optional=(BARS,),
     )

@@ -143,7 +143,7 @@ class Recipe(Strict, init=False):
     seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has its own.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: WeightType = Field(
-        None, description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); else the base's."
+        None, description="Type of the merged weights (F32, BF16; GGUF: Q8_0); default: the base's."
     )
     format: Literal["input"] | None = Field(
         None, description='"input" stores quantised weights as the base does, not as plain ones.'

@@ -55,7 +55,7 @@ function verdict({ base, models, readiness }) {
   list.setAttribute("aria-label", "Verdict on each model");
   return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
     make("h3", { tabIndex: -1 }, headline(readiness)),
-    paragraph("lead", make("b", {}, names), " onto ", make("b", {}, shortName(base)),
+    paragraph("lead", "Merging ", make("b", {}, names), " into ", make("b", {}, shortName(base)),
       `: ${counted(readiness.findings)}.`),
     list);
 }
