@@ -185,11 +185,10 @@ document.addEventListener("keydown", (event) => {
   if (!step || !event.target.matches(".chart")) return;
   event.preventDefault();
   const marks = [...event.target.querySelectorAll("path, line, text")];
-  const before = marks.findIndex((mark) => mark.matches(".pointed"));
-  marks[before]?.classList.remove("pointed");
-  const next = step > 0 ? marks : marks.reverse();
-  const from = step > 0 ? before + 1 : marks.length - before;
-  const mark = [...next.slice(from), ...next.slice(0, from)].find(pointAt);  // axes have no details
+  if (step < 0) marks.reverse();
+  const from = marks.findIndex((mark) => mark.matches(".pointed")) + 1;
+  marks[from - 1]?.classList.remove("pointed");
+  const mark = [...marks.slice(from), ...marks.slice(0, from)].find(pointAt);  // axes have no details
   mark?.classList.add("pointed");
   mark?.scrollIntoView({ behavior: "instant", block: "nearest" });
   darePage.say((mark && pointAt(mark)) ?? "");

@@ -131,8 +131,7 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
     make("div", { className: "head" },
       make("h4", {}, make("code", {}, `${setting} = ${value}`), whose),
       make("span", { className: "badge" }, `${evidence} evidence`)),
-    paragraph("", ...coded(`${reason}.`)),
-    paragraph("figures", source));
+    paragraph("", ...coded(`${reason}.`)), paragraph("figures", source));
 }
 
 const advice = ({ advice: { suggestions, doubts } }) => [

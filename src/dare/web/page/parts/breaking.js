@@ -152,8 +152,7 @@ function finding({ severity, subjects, text, remedy }) {
   const who = [...new Set(subjects)].join(", ");
   const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), ...coded(`${text}.`));
   const badge = make("span", { className: "badge" }, TONES[severity]);
-  const head = make("div", { className: "head" }, badge, title);
-  const item = make("li", { className: severity }, head);
+  const item = make("li", { className: severity }, make("div", { className: "head" }, badge, title));
   if (remedy) item.append(make("p", {}, make("b", {}, "What to do: "), ...coded(`${remedy}.`)));
   return item;
 }
