@@ -23,7 +23,7 @@ WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
-.PHONY: help demo test lint types unit coverage docs playground test-attack test-browser \
+.PHONY: help demo test lint types unit coverage docs pictures playground test-attack test-browser \
 	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
 	check-workflows wasm clean experiment release
 # How many times the attacks of `make test`, and from which seed on.
@@ -35,6 +35,7 @@ help:
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make pictures    make every picture of the pages again, and what the notebook shows (minutes)"
 	@echo "make playground  build the playground as static files into site/playground/"
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
@@ -109,6 +110,22 @@ coverage: $(VENV)/dev-ready $(STORES)/ready
 
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
+
+# Models, report and playground are made in a folder that is removed again. Needs chromium.
+pictures: $(VENV)/tools-ready
+	$(BIN)/python docs/images/architecture.py
+	$(BIN)/python docs/make_method_pictures.py
+	$(BIN)/python experiments/report.py
+	$(BIN)/python docs/images/terminal.py
+	$(BIN)/python docs/make_terminal_pictures.py
+	$(BIN)/python docs/make_recording.py
+	dare=$(abspath $(BIN))/dare; made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && cd "$$made" && \
+		$$dare demo --models models && \
+		$$dare report models/base models/add models/sort models/say -q && \
+		$$dare playground --build playground && cd - && \
+		$(BIN)/python docs/make_screenshots.py "$$made/report.html" --until 'section[aria-label="In short"]' && \
+		$(BIN)/python docs/make_screenshots.py "$$made/playground" --height 1000 --wait 10 --sizes desktop phone
+	$(BIN)/python examples/run_notebook.py examples/merge.ipynb
 
 playground: $(VENV)/dev-ready
 	$(BIN)/dare playground --build site/playground

@@ -56,13 +56,20 @@ def find_chromium() -> str:
     sys.exit("no chromium found; install it (Debian: apt install chromium)")
 
 
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Hands out files and says nothing about it."""
+
+    def log_message(self, *_: object) -> None:
+        """Leave the terminal alone."""
+
+
 @contextmanager
 def served(page: Path) -> Iterator[str]:
     """The address of a page: a file's own, or that of a server for a folder."""
     if page.is_file():
         yield page.resolve().as_uri()
         return
-    handler = partial(SimpleHTTPRequestHandler, directory=str(page))
+    handler = partial(QuietHandler, directory=str(page))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"

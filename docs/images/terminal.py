@@ -1,6 +1,7 @@
 """Draw the demonstration in a terminal: `python docs/images/terminal.py`.
 
-Writes demo.svg, all that `dare demo` shows, and writings.svg, what each model writes.
+Writes demo.svg, all that `dare demo` shows, writings.svg, what each model writes, and demo.png, the
+picture that `dare demo --output` draws.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dare.demo.story import opening, run_demo
+from dare.demo.story import FULL, PICTURE, draw_curves, opening, run_demo
 from dare.documents.terminal import print_document
 
 HERE = Path(__file__).parent
@@ -26,6 +27,7 @@ def main() -> None:
     console = make_console(66)
     print_document(console, opening(result.parameters, result.mean_change, result.writings))
     draw(console, "writings")
+    draw_curves(result.curves, FULL, HERE / PICTURE)
 
 
 def make_console(columns: int) -> Console:

@@ -87,7 +87,7 @@ def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
 
 def test_picture(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    story.draw_curves(ran[0].curves, "caption", tmp_path / "demo.png")
+    story.draw_curves(ran[0].curves, story.QUICK, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert ran[0].picture is not None
 

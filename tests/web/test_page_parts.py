@@ -173,7 +173,7 @@ def test_one_weight_moves_by_slider_number_and_seed(static_site, open_tab):
     page.mouse.move(box["x"] + 5 - 3 * 59, box["y"] + 5, steps=3)
     page.mouse.up()
     page.click("#one-weight button")
-    eventually(lambda: check(0.2, 45, "50 % of the change"))
+    eventually(lambda: check(0.2, 45, "50\u00a0% of the change"))
     assert page.input_value("#control-top-p") == "0.2"
 
     page.click("#drop a[href*=rescale]")  # a link to a setting sets it

@@ -59,8 +59,8 @@ MOST_LAYERS_BESIDE = 48  # heat maps with more layers need the whole width
 MOST_SPECTRA, MOST_SPECTRA_OF_A_MODEL = 96, 24
 # Singular values below this share of the largest are not drawn: a LoRA's line just ends.
 FAINTEST = 1e-4
-# Models whose matrices have a text in every cell; of more only what is notable has one.
-ROOM_FOR_TEXT = 5
+# The most models whose matrix has large cells, and a number in each; else only in notable ones.
+MOST_LARGE_CELLS, MOST_NUMBERED = 5, 16
 NOISE = 0.05  # shares that differ by less look alike, and their figures are folded
 # Ends of a scale of changes are so many times apart at least, so that noise looks like noise.
 LEAST_RANGE = 2.0
@@ -358,7 +358,7 @@ def _matrix(
     ]
     if not rows:
         return None
-    few = len(names) <= ROOM_FOR_TEXT
+    few = len(names) <= MOST_LARGE_CELLS
     angle = 0 if len(names) <= 3 and max(map(len, names)) <= 8 else -90
     place = alt.Chart().encode(
         x=_model_axis(alt.X, names, "other", orient="top", labelAngle=angle),
@@ -369,11 +369,14 @@ def _matrix(
     colour = colour.legend(format=form, gradientLength=160, gradientThickness=10, tickCount=4)
     cells = place.mark_rect(cornerRadius=3).encode(color=colour)
     contrast = alt.expr(CONTRAST.format(field=field))
-    size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
+    narrow = "bandwidth('x') < 32"  # pixels: two digits fit, `31` for 0.31 and 31%
+    digits = f"abs(datum.{field}) >= 0.995 ? '1.0' : format(round(100 * abs(datum.{field})), '02d')"
+    text = alt.expr(f"{narrow} ? ({digits}) : format(datum.{field}, '{form}')")
+    wide = "clamp(bandwidth('x') / 3.2, 7, 13)"
+    size = alt.expr(f"{narrow} ? min(11, bandwidth('x') / 1.7) : {wide}")
     is_notable = f"abs(datum.{field} - {chance}) >= {notable:g}"
-    texts = place.transform_filter("true" if few else is_notable)
-    texts = texts.mark_text(fontSize=size, color=contrast, aria=False)
-    texts = texts.encode(text=alt.Text(f"{field}:Q", format=form))
+    texts = place.transform_filter("true" if len(names) <= MOST_NUMBERED else is_notable)
+    texts = texts.mark_text(fontSize=size, color=contrast, aria=False, text=text)
     largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field) - chance))
     table = fill_table(TEXTS[name]["columns"], analysis.pairs)
     return _figure(

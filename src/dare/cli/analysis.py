@@ -58,7 +58,7 @@ def _of_recipe(name: str) -> Parameter:
 class Options:
     """Flags for how the weights are measured.
 
-    :param spectra: Singular values of which matrices: a spread that is quick, all, or none.
+    :param spectra: Matrices to take singular values of: a quick selection, all, or none.
     :param allow_pickle: Read .bin files, weights only.
     """
 
@@ -94,7 +94,7 @@ def analyze(
     print_document(console, replace(document, steps=_next_steps(advice, same)))
     if output is not None:
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
-        said = f"The analysis is in {output}; `dare report {output}` makes a page of it"
+        said = f"The analysis is in {output}; `dare report {output}` turns it into a page"
         console.print(printable(said), soft_wrap=True)
     if html is not None:
         write_file(html, render_page(document).encode(), "page")
@@ -140,7 +140,7 @@ def advise(
     """Print a recipe that suits the models."""
     if study is not None:
         if inputs:
-            raise UsageError("models and --study given; a study knows its models: leave one out")
+            raise UsageError("give models or --study, not both: a study knows its models")
         from dare.studies.document import read_result
 
         result = read_result(study)

@@ -214,7 +214,7 @@ def verify(
     """Compare outputs with their manifests.
 
     :param outputs: Outputs of finished merges, files or directories.
-    :param sha256: Also take the SHA-256; it is slower.
+    :param sha256: Also compute the SHA-256, which is slower.
     """
     if not outputs:
         raise UsageError("nothing to verify: name the output of a merge")
@@ -341,7 +341,7 @@ def demo(
 ) -> int:
     """Run the demonstration.
 
-    :param quick: Fewer prompts and seeds: rough figures, sooner.
+    :param quick: Use fewer prompts and seeds: rough numbers, sooner.
     :param models: Only write the models here: 15 MB.
     """
     if models is not None:

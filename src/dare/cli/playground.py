@@ -54,7 +54,7 @@ def playground(
         if json:
             print_json(jsonlib.dumps({"address": address, "pid": os.getpid()}))  # on one line
         else:
-            steps = {"open": address, "end": "Ctrl-C"}
+            steps = {"open": address, "stop": "Ctrl-C"}
             print_steps(make_console(), "The playground is running", steps)
         sys.stdout.flush()
 
@@ -72,5 +72,5 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
         print_json({"folder": str(folder), "files": written})
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
-        print_steps(make_console(), f"{folder} is written", {"look": command})
+        print_steps(make_console(), f"{folder} is written", {"view": command})
     return DONE

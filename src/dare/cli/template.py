@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SEARCH = "dare search {} --eval score.py:score"
 COMPARED = (
     "# Compare before you rely on it: this scores the base, each model, their average, their sum",
-    "# and this recipe on data of your own, and says which to take. You write score.py:",
+    "# and this recipe on your own data, and says which one to use. You write score.py:",
     f"#   {SEARCH.format('THIS_FILE')}",
 )
 
@@ -43,7 +43,7 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
     document = Request(recipe, plan.options).to_tables()
     lines = [
         "# A recipe for dare. `dare plan FILE` says what it would do, `dare FILE` does it.",
-        "# What is commented out is at its default, or an example.",
+        "# Lines that are commented out show a default or an example.",
         *(["#", "# Chosen after an analysis:", *reasons(advice)] if advice else []),
         "",
         f"# {_described(plan)}",

@@ -5,7 +5,7 @@ A search can score them too, by prompts to choose by, and by others to test:
     dare search recipe.toml --eval dare.demo.merges:validation --holdout dare.demo.merges:holdout
 
 The scores are shares of right answers on each task, and `english`, the bits needed for a byte of
-English, of which fewer are better; an item is a prompt. The objective is `add sort say`.
+English (lower is better); an item is a prompt. The objective is `add sort say`.
 
 To show what spoils a merge, and what is found then, there are broken models too:
 

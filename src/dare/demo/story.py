@@ -224,10 +224,10 @@ def _conclusion(rows: Mapping[Key, Row]) -> str:
         if kind == "merge"
     }
     return (
-        f"{mean['sum', rate]} right with {rate:.0%} of every change dropped; three separate models "
-        f"have {alone:.0f}%. Here a plain sum is as good ({mean['sum', 0.0]}). "
+        f"It gets {mean['sum', rate]} right with {rate:.0%} of every change dropped; three "
+        f"separate models get {alone:.0f}%. Here a plain sum does as well ({mean['sum', 0.0]}). "
         f"DARE rescues TIES: {mean['ties', 0.0]} without it, "
-        f"{mean['ties', rate]} with it; trimming does so too ({mean['trim+ties', 0.0]})."
+        f"{mean['ties', rate]} with it; so does trimming ({mean['trim+ties', 0.0]})."
     )
 
 
@@ -244,8 +244,7 @@ def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
     if find_spec("matplotlib") is None:
         return None
     file = output / PICTURE
-    seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
-    draw_curves(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
+    draw_curves(curves, extent, file)
     return str(file)
 
 
@@ -263,7 +262,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
     ]
-    lead = f"fine-tunes of a base of {parameters:,} parameters that has read the Bible"
+    lead = f"fine-tunes of one base: {parameters:,} parameters, trained on the Bible and exercises"
     return answered(writings, "Three models become one", lead, tuple(tasks))
 
 
@@ -334,7 +333,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     rates = Table(
         ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
         tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
-        title="Right answers over drop rates, in %; the bars are of the first column",
+        title="Right answers over drop rates, in %; the bars show the first column",
         bars=tuple(at[0][1].mean for at in points),
         optional=(BARS,),
     )
@@ -371,11 +370,13 @@ def _percentage(figure: Figure) -> str:
     return f"{figure.mean:.1f}{spread}"
 
 
-def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
+def draw_curves(curves: Sequence[Curve], extent: Extent, file: Path) -> None:
     """Draw the curves with their spread over seeds, as PNG, SVG or whatever the name ends in."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
+    seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
+    caption = f"Three tasks, mean of {extent.prompts} prompts each, {seeds}"
     figure = Canvas(figsize=(7.2, 4.4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

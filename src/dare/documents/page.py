@@ -119,7 +119,16 @@ def _environment(package: str) -> Any:
     compact = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     environment.policies["json.dumps_kwargs"] = compact
     environment.filters.update(number=number, listed=listed, cell=value_text, grouped=_grouped)
+    environment.filters["unbroken"] = _unbroken
     return environment
+
+
+def _unbroken(text: str) -> str:
+    """Return text as HTML in which no line ends within a flag."""
+    from markupsafe import Markup, escape
+
+    marked = r'<span class="flag">\g<0></span>'
+    return Markup(re.sub(r"(?<![\w-])--[\w-]+", marked, str(escape(text))))  # noqa: S704
 
 
 def _grouped(parts: Iterable[Part]) -> Iterator[tuple[str, list[Part]]]:

@@ -172,21 +172,26 @@ if (document.getElementById("sortable")) (() => {
 })();
 
 // By keyboard, arrows go from mark to mark of a figure and show the details of each.
+function pointAt(mark) {
+  document.getElementById("vg-tooltip-element")?.classList.remove("visible");
+  const { left, top, width, height } = mark.getBoundingClientRect();
+  const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
+  for (const kind of ["pointermove", "mousemove"]) mark.dispatchEvent(new PointerEvent(kind, place));
+  return document.querySelector("#vg-tooltip-element.visible")?.innerText;
+}
+
 document.addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step || !event.target.matches(".chart")) return;
   event.preventDefault();
-  const marks = [...event.target.querySelectorAll("path, line, text")]
-    .filter((mark) => mark.__data__?.tooltip);
-  const before = marks.findIndex((mark) => mark.matches(".pointed"));
-  const mark = marks[(before + step + marks.length) % marks.length];
-  marks[before]?.classList.remove("pointed");
+  const marks = [...event.target.querySelectorAll("path, line, text")];
+  if (step < 0) marks.reverse();
+  const from = marks.findIndex((mark) => mark.matches(".pointed")) + 1;
+  marks[from - 1]?.classList.remove("pointed");
+  const mark = [...marks.slice(from), ...marks.slice(0, from)].find(pointAt);  // axes have no details
   mark?.classList.add("pointed");
   mark?.scrollIntoView({ behavior: "instant", block: "nearest" });
-  const { left, top, width, height } = mark?.getBoundingClientRect() ?? {};
-  const place = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
-  for (const kind of ["pointermove", "mousemove"]) mark?.dispatchEvent(new PointerEvent(kind, place));
-  darePage.say(document.getElementById("vg-tooltip-element")?.innerText ?? "");
+  darePage.say((mark && pointAt(mark)) ?? "");
 });
 document.addEventListener("focusout", ({ target }) => {
   for (const kind of ["pointerout", "mouseout"]) {

@@ -2,7 +2,7 @@
 // for a file that was dropped on the page and for an analysis that the server made.
 //
 // Every name in an analysis comes from outside: it is only ever put into the page as text.
-import { listOf, paragraph, wideTable } from "./analysis/elements.js";
+import { coded, listOf, paragraph, wideTable } from "./analysis/elements.js";
 import * as figures from "./analysis/figures.js";
 import {
   amount, bytes, cosine, duration, listed, number, origin, share, shortName, times, told,
@@ -55,7 +55,7 @@ function verdict({ base, models, readiness }) {
   list.setAttribute("aria-label", "Verdict on each model");
   return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
     make("h3", { tabIndex: -1 }, headline(readiness)),
-    paragraph("lead", make("b", {}, names), " onto ", make("b", {}, shortName(base)),
+    paragraph("lead", "Merging ", make("b", {}, names), " into ", make("b", {}, shortName(base)),
       `: ${counted(readiness.findings)}.`),
     list);
 }
@@ -82,8 +82,8 @@ function finding({ code, severity, subjects, text, remedy, figures: numbers }) {
   const whose = subjects.length ? [make("b", {}, listed(subjects)), " "] : [];
   const badge = make("span", { className: "badge" }, severity[0].toUpperCase() + severity.slice(1));
   return make("li", { className: severity },
-    make("div", { className: "head" }, badge, make("h4", {}, ...whose, `${text}.`)),
-    ...(remedy ? [paragraph("", make("b", {}, "What to do:"), " ", `${remedy}.`)] : []),
+    make("div", { className: "head" }, badge, make("h4", {}, ...whose, ...coded(`${text}.`))),
+    ...(remedy ? [paragraph("", make("b", {}, "What to do:"), " ", ...coded(`${remedy}.`))] : []),
     make("details", {}, make("summary", {}, "Code and numbers"),
       paragraph("figures", [code, measured].filter(Boolean).join(" · "))));
 }
@@ -131,8 +131,7 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
     make("div", { className: "head" },
       make("h4", {}, make("code", {}, `${setting} = ${value}`), whose),
       make("span", { className: "badge" }, `${evidence} evidence`)),
-    paragraph("", reason),
-    paragraph("figures", source));
+    paragraph("", ...coded(`${reason}.`)), paragraph("figures", source));
 }
 
 const advice = ({ advice: { suggestions, doubts } }) => [

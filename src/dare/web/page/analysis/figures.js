@@ -5,7 +5,8 @@ export const KINDS = ["attention", "mlp", "norm", "embedding", "head", "other"];
 const DASHES = [[1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3]];
 
 const MANTISSA = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))";
-const color = { field: "model", type: "nominal", title: null, sort: null };
+const legend = { columns: { expr: "max(1, floor(width / 190))" } };  // labels are cut at 150
+const color = { field: "model", type: "nominal", title: null, sort: null, legend };
 const place = {
   x: {
     field: "rate",

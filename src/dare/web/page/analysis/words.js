@@ -2,7 +2,7 @@
 
 const NOTHING = "–";
 const UNITS = ["", "k", "M", "B", "T"];
-const SIZES = ["bytes", "KB", "MB", "GB", "TB"];
+const SIZES = ["bytes", "kB", "MB", "GB", "TB"];
 const ORIGINS = {
   unchanged: "unchanged",
   lora: "LoRA",

@@ -1,5 +1,6 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
 /* global darePage */
+import { coded } from "../analysis/elements.js";
 import { choice, DROP_RATE, make, slider, toggle } from "../controls.js";
 import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
 import { mounted, whenRested } from "../pace.js";
@@ -131,7 +132,7 @@ async function showFindings(section, state) {
   const list = section.querySelector("#breaking-findings");
   const broken = await loadJson("broken.json");
   for (const place of section.querySelectorAll("[data-command]")) {
-    place.textContent = broken[place.dataset.command].command;
+    place.replaceChildren(...coded(broken[place.dataset.command].command));
   }
   const show = () => {
     const { findings = [], warnings = [], seed } = broken[FOUND[state.get("breaking.way")]];
@@ -149,10 +150,9 @@ async function showFindings(section, state) {
 
 function finding({ severity, subjects, text, remedy }) {
   const who = [...new Set(subjects)].join(", ");
-  const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), text);
+  const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), ...coded(`${text}.`));
   const badge = make("span", { className: "badge" }, TONES[severity]);
-  const head = make("div", { className: "head" }, badge, title);
-  const item = make("li", { className: severity }, head);
-  if (remedy) item.append(make("p", {}, make("b", {}, "Remedy: "), `${remedy}.`));
+  const item = make("li", { className: severity }, make("div", { className: "head" }, badge, title));
+  if (remedy) item.append(make("p", {}, make("b", {}, "What to do: "), ...coded(`${remedy}.`)));
   return item;
 }

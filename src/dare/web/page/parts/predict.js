@@ -76,7 +76,7 @@ export async function mount(section, { state }) {
     at("verdict").textContent = isShown ? inWords(offBy(guess, found)) : "Not revealed yet";
     at("why").textContent = isShown ? WHY[state.get("predict.q")] :
       isDrawn ? "Now press “Show what happens”." :
-      "You see the measured curve, with its spread over five seeds, after your guess.";
+      "After your guess you see the measured curve, with its spread over five seeds.";
     at("next").hidden = !isShown || state.get("predict.q") !== "on";
     section.querySelector("#predict-larger").hidden = !seen().length;
   }

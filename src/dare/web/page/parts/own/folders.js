@@ -79,7 +79,7 @@ export function mountFolders(section, recipe, { onRecipe }) {
     const rest = entries.filter((entry) => entry.path !== found?.path);
     const rows = [...(found ? [found] : []), ...rest].map(row);
     if (more) rows.push(make("li", {}, `and ${more} more; type the path to open one of them`));
-    if (!rows.length) rows.push(make("li", { className: "own-nothing" }, "No model here."));
+    if (!rows.length) rows.push(make("li", { className: "own-nothing" }, "No models here."));
     list.replaceChildren(...rows);
   }
 

@@ -1,5 +1,5 @@
 // What a job is called, how far it is and what came of it, in words and elements.
-import { paragraph, tableOf } from "../../analysis/elements.js";
+import { coded, paragraph, tableOf } from "../../analysis/elements.js";
 import { bytes, duration, listed, number, share, shortName, times, told } from "../../analysis/words.js";
 import { make } from "../../controls.js";
 
@@ -38,7 +38,7 @@ export function progressOf(job) {
 
 const sha = (code) =>
   code ? [paragraph("own-sha", "SHA-256 of the weights ", make("code", {}, code))] : [];
-const warnings = (texts) => texts.map((text) => paragraph("own-warning", text));
+const warnings = (texts) => texts.map((text) => paragraph("own-warning", ...coded(text)));
 
 function reportOf({ number: merge, result }) {
   const rows = result.models.map((model) => {
