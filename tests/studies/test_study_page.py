@@ -204,7 +204,7 @@ def test_without_trials_the_baselines_are_shown():
     assert list(drawn_figures(sample.make_search(0))) == ["ranking", "pareto"]
     nothing = sample.make_search(0, baselines=())
     assert drawn_figures(nothing) == {}
-    assert "No trials yet" in assemble(nothing)
+    assert "Not finished yet" in assemble(nothing)
 
 
 def test_one_trial_makes_a_page():

@@ -118,7 +118,7 @@ def test_letters_that_cannot_be_written_are_replaced():
 
 def test_without_trials_there_are_the_baselines():
     text = shown(sample.make_search(0))
-    assert text.startswith("No trials yet  0 of 0 trials done.\n")
+    assert text.startswith("Not finished yet  0 of 0 trials done.\n")
     assert "average" in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
@@ -238,7 +238,7 @@ def study_document(
     matters = (_importance(conclusion.importance),)
     said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
-    unfinished = () if data.is_finished else (("Continue it", data.command or "search again"),)
+    unfinished = () if data.is_finished else (("To continue", data.command or "search again"),)
     conclusive = f"so far, {conclusive}" if unfinished and conclusive else conclusive
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (
@@ -257,7 +257,7 @@ def study_document(
     return Document(
         title="Not finished yet" if unfinished else title,
         kind="search",
-        tone=tone,
+        tone=Tone.PLAIN if unfinished else tone,
         lead=f"{conclusive[:1].upper()}{conclusive[1:]}{'. ' * bool(conclusive)}{counted(data)}.",
         facts=(*unfinished, *facts(conclusion)),
         sections=sections,
@@ -282,8 +282,6 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
         if chosen is None or no_recipe:
             return no_recipe.partition(":")[0].capitalize(), Tone.POOR, reason
         return f"Merge: take {_noun(chosen)}", Tone.GOOD, f"nothing beats {_noun(chosen)}"
-    if not data.candidates:
-        return "No trials yet", Tone.PLAIN, ""
     if best is None:
         title = "Every setting breaks a guard" if conclusion.ranking else "No setting is scored yet"
         return title, Tone.POOR, ""
@@ -482,7 +480,7 @@ def _cell(value: Any) -> float | str | None:
 
 
 def _state(trial: Trial) -> str:
-    again = "" if trial.same_as is None else f", same weights as trial {trial.same_as}"
+    again = f", {trial.message}" if trial.is_done and trial.message else ""
     return f"{trial.state}{again}"
 
 
@@ -518,8 +516,9 @@ def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
     wanted = [(which, "best-recipe", chosen)]
     if simplest is not None and simplest != chosen:
         wanted.append(("The simplest that may be as good", "simplest-recipe", simplest))
+    found: dict[str, Code] = {}  # two that are the same are shown once
     for title, name, ranked in wanted:
-        try:
-            yield Code(title, name, write_toml(recipe_of(data, ranked).to_tables()))
-        except RecipeError:
-            continue
+        with suppress(RecipeError):
+            text = write_toml(recipe_of(data, ranked).to_tables())
+            found.setdefault(text, Code(title, name, text))
+    yield from found.values()
