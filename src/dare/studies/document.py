@@ -125,9 +125,7 @@ class SearchResult(Shown):
         }
         lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
         if self.simplest not in (None, recipe):
-            lines.append(
-                f"The simplest that may be as good: dare search best {self.study} --simplest"
-            )
+            lines.append(f"Simpler, may be as good: dare search best {self.study} --simplest")
         for sentence in grounds(self.conclusion):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
@@ -238,7 +236,9 @@ def study_document(
     matters = (_importance(conclusion.importance),)
     said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
-    unfinished = () if data.is_finished else (("To continue", data.command or "search again"),)
+    unfinished = (
+        () if data.is_finished else (("To continue", data.command or "run the same search"),)
+    )
     conclusive = f"so far, {conclusive}" if unfinished and conclusive else conclusive
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (

@@ -410,10 +410,9 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         sx="datum.x * signs[across]",
         sy="datum.y * signs[up]",
     )
+    x = alt.X("x:Q", title=None).scale(zero=False, padding=16, range=[0, alt.expr(PLOT_WIDTH)])
     placed = placed.transform_filter("isValid(datum.x) && isValid(datum.y)").encode(
-        x=alt.X("x:Q", title=None)
-        .scale(zero=False, padding=16, range=[0, alt.expr(PLOT_WIDTH)])
-        .axis(format="~g", tickCount=6),
+        x=x.axis(format="~g", tickCount=6),
         y=alt.Y("y:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=5),
     )
     fields = ("x:Q", "across", SHORT), ("y:Q", "up", SHORT), ("objective:Q", "", SHORT)
@@ -433,9 +432,8 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     diamonds = baselines.mark_point(shape="diamond", filled=True, size=110, color=GREY, aria=False)
     count = sum(row["kind"] == "setting" for row in rows)
     names_at = [{"at": KEY_PIXELS * n, "key": row["key"]} for n, row in enumerate(rows[count:], 1)]
-    keys = alt.Chart(rows_named("keys")).encode(text="key:N", y=alt.Y("at:Q", scale=None))
-    keys = keys.encode(x=alt.value(alt.expr(f"{PLOT_WIDTH} + 8")))
-    room = alt.expr(f"width - ({PLOT_WIDTH}) - 8")
+    gutter, room = alt.expr(f"{PLOT_WIDTH} + 8"), alt.expr(f"width - ({PLOT_WIDTH}) - 8")
+    keys = alt.Chart(rows_named("keys")).mark_text(align="left", limit=room, aria=False)
     of_settings = [
         front.encode(order=alt.Order("sx:Q")),
         rings.encode(color=alt.value(GREY)),
@@ -445,7 +443,7 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         *(of_settings if count else []),
         diamonds.encode(tooltip=tooltip),
         *staggered_names(baselines, "letter"),
-        keys.mark_text(align="left", limit=room, aria=False),
+        keys.encode(x=alt.value(gutter), y=alt.Y("at:Q", scale=None), text="key:N"),
         *corner_labels("across", "up"),
     ]
     chart = alt.layer(*layers).add_params(alt.param(name="signs", value=signs), *chosen)

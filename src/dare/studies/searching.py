@@ -170,7 +170,7 @@ def make_search(
     if sampler == "grid":
         if not space.is_listed:
             raise RecipeError(
-                "a grid needs lists or steps; use random, tpe, cmaes or gp for ranges"
+                "a grid needs lists or steps; for ranges use tpe, cmaes, gp or random"
             )
         planned = len(_grid_plan(space, table.seeds))
     judging = evaluate if evaluate is not None else table.eval
@@ -383,9 +383,7 @@ class _Search:
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
-                raise InputError(
-                    f"{self.study.path}: the models have changed; add `--study NEW.db`"
-                )
+                raise InputError(f"{self.study.path}: models have changed; add `--study NEW.db`")
         self._score_beside(scorers, BASELINE, {name: (r, {}) for name, r in recipes.items()})
 
     def _set_rules(self, scorer: Scorer) -> None:

@@ -67,9 +67,9 @@ def source_digest(evaluator: Evaluator) -> str:
     """
     source = b""
     if isinstance(evaluator, str):
-        module = evaluator.partition(":")[0].replace(".", "/") + ".py"
+        named = [Path(word) for word in re.split(r"[\s\"'=:;|&<>()]+", evaluator)]
+        module = f"{str(named[0]).replace('.', '/')}.py"
         places = (Path(folder, module) for folder in ("", *sys.path))
-        named = map(Path, re.split(r"[\s\"'=:;|&<>()]+", evaluator))
         files = [*filter(Path.is_file, named), *islice(filter(Path.is_file, places), 1)]
         source = b"\0".join(file.read_bytes() for file in files)
     elif getattr(evaluator, "__name__", "<lambda>") != "<lambda>":
