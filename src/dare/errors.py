@@ -51,7 +51,7 @@ class DareError(Exception):
     """Anything `dare` refuses to do or fails to do; catch this one to catch them all."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return "\n  ".join(printable(str(part)) for part in self.args)  # one to a line
 
 
 class RecipeError(DareError, ValueError):
@@ -72,9 +72,6 @@ class NotFiniteError(InputError):
 
 class MismatchError(DareError):
     """Base and models do not fit together; its arguments are the findings, shown one to a line."""
-
-    def __str__(self) -> str:
-        return "\n  ".join(printable(str(finding)) for finding in self.args)
 
 
 class OutputError(DareError):

@@ -182,7 +182,7 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
                 Difference(
                     name,
                     Estimate(value, value - 0.05, value + 0.05),
-                    "better" if value > 0.05 else "no difference shown",
+                    "better" if value > 0.05 else "no clear difference",
                 )
                 for name, value in gap.items()
             )
@@ -197,7 +197,7 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             "noise": 0.002,
             "holdout": Holdout(
                 Estimate(0.78, 0.7, 0.85),
-                (Difference("sum", Estimate(0.02, -0.04, 0.08), "no difference shown"),),
+                (Difference("sum", Estimate(0.02, -0.04, 0.08), "no clear difference"),),
                 validation=0.85,
                 loss=0.07,
                 usual_loss=0.01,

@@ -18,6 +18,7 @@ from dare.studies.results import (
     StudyData,
     Trial,
     group_means,
+    plain_name,
 )
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
@@ -101,10 +102,10 @@ def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
     ]
     found = conclude(study(rates(40, 70, 68), baselines))
     assert [(d.other, d.verdict) for d in found.against] == [
-        ("trial 2", "no difference shown"),
+        ("trial 2", "no clear difference"),
         ("base", "better"),
         ("math alone", "worse"),
-        ("average", "no difference shown"),
+        ("average", "no clear difference"),
     ]
     assert found.against[0].estimate.value == pytest.approx(0.02)
     assert found.against[1].estimate.low > 0.4
@@ -169,7 +170,7 @@ def test_seeds_alone_tell_chance():
         for s in range(5)
     ]
     found = conclude(study(trials, [baseline("average", Scored({"x": 1.02}))], seeds=range(5)))
-    assert [d.verdict for d in found.against] == ["better", "no difference shown"]
+    assert [d.verdict for d in found.against] == ["better", "no clear difference"]
     assert found.best.objective.low < 1.02 < found.best.objective.high
     assert mentions(found, "no_items", "per-item", "seeds")
 
@@ -327,8 +328,8 @@ def test_the_holdout_says_by_how_much_the_winner_was_flattered():
     assert found.loss == pytest.approx(0.1)
     assert found.usual_loss == pytest.approx((0.02 - 0.02) / 2)
     assert [(d.other, d.verdict) for d in found.against] == [
-        ("runner-up", "no difference shown"),
-        ("average", "no difference shown"),
+        ("runner-up", "no clear difference"),
+        ("average", "no clear difference"),
         ("base", "better"),
     ]
     assert found.looks == 1
@@ -415,7 +416,7 @@ def on_holdout(winner: int, plain: int, **more) -> Conclusion:
 
 def test_a_baseline_that_is_better_on_the_holdout_is_taken():
     found = on_holdout(60, 80)
-    assert [d.verdict for d in found.against if d.other == "sum"] == ["no difference shown"]
+    assert [d.verdict for d in found.against if d.other == "sum"] == ["no clear difference"]
     assert [d.verdict for d in found.holdout.against if d.other == "sum"] == ["worse"]
     assert found.best.settings == {"drop_rate": 0.1}
     assert [r.baseline for r in found.better] == ["sum"]
@@ -533,10 +534,10 @@ def test_without_a_space_the_best_baseline_is_taken(counts, taken):
     assert found.chosen == found.best == found.simplest
     assert found.ranking == ()
     verdicts = {item.other: item.verdict for item in found.against}
-    assert verdicts.keys() == set(SIMPLEST_FIRST) - {taken}
+    assert verdicts.keys() == set(map(plain_name, SIMPLEST_FIRST)) - {plain_name(taken)}
     assert "worse" not in verdicts.values()
-    assert {r.baseline for r in found.tied} == {
-        name for name, said in verdicts.items() if said == "no difference shown"
+    assert {r.short for r in found.tied} == {
+        name for name, said in verdicts.items() if said == "no clear difference"
     }
 
 
@@ -631,3 +632,14 @@ def test_of_equal_settings_the_best_is_rarely_called_better_than_the_runner_up()
         found = conclude(study(noisy(20, 1, 60, seed)), resamples=300)
         called += found.against[0].verdict == "better"
     assert called < 4
+
+
+def test_advice_with_the_weights_of_another_baseline_is_that_baseline():
+    found = [
+        baseline(n, right(50), digest=d)
+        for n, d in (("average", "a"), ("sum", "b"), ("advice", "a"))
+    ]
+    shown = conclude(study([], found, planned=3)).baselines
+    assert [(r.baseline, r.is_advice) for r in shown] == [("average", True), ("sum", False)]
+    found[2] = baseline("advice", right(50), digest="c")
+    assert len(conclude(study([], found, planned=3)).baselines) == 3

@@ -162,15 +162,15 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
     [
         ({"evaluator": "other.py:score"}, "evaluator: score.py:score before, other.py:score now"),
         ({"seeds": 5}, "seeds: 1 before, 5 now"),
-        ({"recipe": {"models": {}}}, "recipe: "),
-        ({"space": {"scale": [1.0]}}, "settings"),
-        ({"objective": {"math": 1.0}}, "objective: .*math"),
+        ({"recipe": {"models": {}}}, "base_file: "),
+        ({"space": {"scale": [1.0]}}, r"--over scale: .* before, \[1\] now"),
+        ({"objective": {"math": 1.0}}, r"objective\.math: .* now"),
     ],
 )
 def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, subject):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         finish(study.take_beside(BASELINE, {"base": {}}), 0.5)
-    with pytest.raises(InputError, match=f"{subject}.*--study"):
+    with pytest.raises(InputError, match=f"(?s){subject}.*--study"):
         Study(tmp_path / "study.db", replace(CHARTER, **changed))
     Study(tmp_path / "study.db", CHARTER).close()
 

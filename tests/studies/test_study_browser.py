@@ -104,7 +104,7 @@ def test_two_rows_are_compared(tab):
     by_name = {row[0]: row[1:] for row in rows[1:]}
     assert by_name["objective"] == ["0.6", "0.6", ""]
     assert by_name["method"] == ["–", "sum", ""]
-    assert by_name["english"] == ["1.325", "1.329", "-0.0044"]
+    assert by_name["english"] == ["1.325", "1.329", "-0.004"]
     tab.get_by_label("Compare base", exact=True).check()  # the third takes the first one's place
     assert not tab.get_by_label("Compare average", exact=True).is_checked()
 

@@ -199,12 +199,12 @@ def test_the_same_study_makes_the_same_page(text, all_drawn):
 
 def test_without_trials_the_baselines_are_shown():
     text = assemble(sample.make_search(0, planned=8))
-    assert "No trials yet" in text
+    assert "Not finished yet" in text
     assert "0 of 8 trials done" in text
     assert list(drawn_figures(sample.make_search(0))) == ["ranking", "pareto"]
     nothing = sample.make_search(0, baselines=())
     assert drawn_figures(nothing) == {}
-    assert "No trials yet" in assemble(nothing)
+    assert "Not finished yet" in assemble(nothing)
 
 
 def test_one_trial_makes_a_page():
@@ -298,7 +298,7 @@ def test_a_sweep_has_a_line_through_its_means_with_bands(all_drawn):
     figure = all_drawn["sweep"]["curve-1"]
     means = figure.spec["datasets"]["means"]
     assert [row["x"] for row in means] == [0.5, 0.7, 0.9, 0.95]
-    assert {row["seeds"] for row in means} == {5}
+    assert {row["trials"] for row in means} == {5}
     assert all(row["low"] < row["objective"] < row["high"] for row in means)
     assert len(figure.spec["datasets"]["rows"]) == 20
     assert figure.width == 1.0

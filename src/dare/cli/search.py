@@ -1,7 +1,9 @@
-"""`dare search` and `dare sweep`: which settings give the best merge, and is it one?"""
+"""`dare search` and `dare sweep`: which settings give the best merge, and is it really best?"""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
@@ -31,6 +33,7 @@ from dare.cli.flags import (
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import times
 from dare.errors import OutputError, RecipeError
+from dare.output.targets import check_free, write_file
 from dare.recipe.document import read_value
 from dare.recipe.search import Choices, Range, Sampler, Search
 from dare.stores.locations import usual_output
@@ -76,9 +79,9 @@ class Question:
 class Means:
     """Flags for how a search is run.
 
-    :param study: An SQLite file. By default RECIPE.study.db.
+    :param study: The file of the study. By default RECIPE.study.db.
     :param jobs: Candidates scored at a time.
-    :param work: Folder for the candidates of commands.
+    :param work: Folder for candidates that a command scores.
     :param retry: Also try failed trials again.
     :param advice: Analyse the models first and start with the advice.
     """
@@ -109,7 +112,7 @@ def run(
     """Search.
 
     :param recipe: The same as --config.
-    :param write: The best recipe; - for none.
+    :param write: Where to write the recipe with the best score; - for nowhere.
     :param html: Also write the study as a page.
     :param dry_run: Check the settings and count trials.
     """
@@ -127,10 +130,14 @@ def run(
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
     how["study"] = study_place(place or merge, how["study"])
+    _check_place(write, how["study"], overwrite=overwrite)
+    check_free(html, "page", overwrite=overwrite)
+    if sys.argv[1:2] in (["search"], ["sweep"]):
+        how["command"] = shlex.join(["dare", *sys.argv[1:]])
     result = run_search(merge, **asked, **how, verbose=not quiet)
     print_document(console, result.document())
     if str(write) != "-":
-        console.print(_written(result, write, overwrite=overwrite))
+        console.print(_written(result, write))
     _write_beside(console, result, html, overwrite=overwrite, json=json)
     return DONE if result.best is not None else FAILED
 
@@ -191,7 +198,7 @@ def show(
     :param html: Write a page with figures and a table.
     :param rows: How many settings to show.
     :param failed: Also show what failed evaluators printed.
-    :param watch: Show it again and again until the study is complete.
+    :param watch: Keep showing it until the study is complete.
     """
     console = make_console(json=json, quiet=quiet)
     while True:
@@ -199,8 +206,7 @@ def show(
         if watch and console.is_terminal:
             console.clear()
         print_document(console, result.document(rows=rows, outputs=failed))
-        ended = sum(trial.state.is_final for trial in result.data.candidates)
-        if not watch or ended >= result.data.planned:
+        if not watch or result.data.is_finished:
             break
         time.sleep(WATCH_SECONDS)
     _write_beside(console, result, html, overwrite=overwrite, json=json)
@@ -220,40 +226,44 @@ def best(
 
     :param study: The study.
     :param write: Where to write the recipe; - for stdout.
-    :param simplest: Take the simplest one within noise of the best.
+    :param simplest: Take the simplest one that may be as good as the best.
     """
     text = read_result(study).to_toml(simplest=simplest)
     if str(write) == "-":
         print(text, end="")
     else:
-        _write_recipe(write, text, overwrite=overwrite)
+        _check_place(write, study, overwrite=overwrite)
+        write_file(write, text.encode(), "recipe", overwrite=True)
         make_console().print(f"{write} is written")
     return DONE
 
 
-def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
+def _written(result: SearchResult, path: Path) -> str:
     if result.best is None:
-        earlier = f"; {path} is of an earlier search" if path.exists() else ""
+        earlier = f"; {path} is from an earlier search" if path.exists() else ""
         return f"No recipe is written: {result}{earlier}"
     try:
-        _write_recipe(path, result.to_toml(), overwrite=overwrite)
+        write_file(path, result.to_toml().encode(), "recipe", overwrite=True)
     except OutputError as error:
         return f"The best recipe was not written: {error}"
     output = Path(str(result.best.output or usual_output(result.best.base)))
     place = f" --output {path.stem}{output.suffix}" if output.exists() else ""
-    return f"The best recipe is {path}; run it with `dare {path}{place}`"
+    text = f"The best recipe is {path}; run it with `dare {path}{place}`"
+    other = f"\nThe simplest that may be as good: `dare search best {result.study} --simplest`"
+    return text + other * (result.simplest != result.best)
 
 
-def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a recipe, also over one that a search has written."""
-    from dare.output.targets import write_file
-
+def _check_place(path: Path, study: Path, *, overwrite: bool) -> None:
+    """Refuse to write a recipe over another file, unless a search wrote that for the same study."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            overwrite |= file.readline().rstrip().endswith(SIGNED)
+            first = file.readline().rstrip()
     except OSError:
-        pass  # there is none, or what is there will say so
-    write_file(path, text.encode(), "recipe", overwrite=overwrite)
+        return  # there is none, or what is there will say so
+    _, _, owner = first.removesuffix(SIGNED).partition(" of ")
+    if not overwrite and Path(owner).resolve() != study.resolve():
+        remedy = "add --write OTHER.toml (or --write - for none), or --overwrite to replace it"
+        raise OutputError(f"{path}: exists, and was not written for {study}; {remedy}")
 
 
 def _write_beside(

@@ -93,20 +93,29 @@ class Judge:
 
 
 def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
-    """Put done trials together by name or setting, but for the one that tells the noise."""
+    """Put done trials together by name or setting, but for the one that tells the noise.
+
+    If the advice has the weights of another baseline, the two are one.
+    """
     found: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
             found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
-    return [_entry(recipe, same, same[0].name) for same in found.values()]
+    advised = {trial.digest for trial in found.get(Role.ADVICE, ()) if trial.digest}
+    others = [n for n, (one, *_) in found.items() if one.name and one.role is not Role.ADVICE]
+    twins = [name for name in others if found[name][0].digest in advised][:1]
+    if twins:
+        del found[Role.ADVICE]
+    return [_entry(recipe, same, same[0].name, name in twins) for name, same in found.items()]
 
 
-def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
+def _entry(recipe: Recipe, trials: Sequence[Trial], name: str, is_advice: bool = False) -> Entry:
     """Return trials of one setting or baseline; tell if another seed would give other weights."""
     settings, role = trials[0].settings, trials[0].role
+    is_drawn = role in (Role.ADVICE, Role.RECIPE)
     if settings or role is Role.SETTING:
-        return Entry(tuple(trials), name, is_random(with_settings(recipe, settings)))
-    return Entry(tuple(trials), name, role in (Role.ADVICE, Role.RECIPE))
+        is_drawn = is_random(with_settings(recipe, settings))
+    return Entry(tuple(trials), name, is_drawn, is_advice)
 
 
 def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, int, bool, int]:
@@ -156,6 +165,7 @@ class _Contest:
                 scores=entry.scores,
                 broken=judge.broken(entry.scores, self.singles),
                 baseline=entry.name,
+                is_advice=entry.is_advice,
             )
             for place, entry in enumerate(entries)
         ]
@@ -185,10 +195,9 @@ class _Contest:
         """Return one minus each of the others, by intervals that hold for all of them at once."""
         if (place := self.places.get(one.key)) is None:
             return ()
-        others = {name: n for name, n in self.places.items() if n != place}
-        every = list(others.values())
-        found = ((name, -self.table.difference(n, place, every)) for name, n in others.items())
-        return tuple(Difference(name, value, verdict(value)) for name, value in found)
+        every = [n for n in self.places.values() if n != place]
+        found = [(n, -self.table.difference(n, place, every)) for n in every]
+        return tuple(Difference(self.standing[n].short, v, verdict(v)) for n, v in found)
 
 
 def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
@@ -297,13 +306,13 @@ def _among_baselines(data: StudyData, contest: _Contest) -> Conclusion:
         baselines=tuple(contest.standing),
         best=best,
         against=against,
-        tied=tuple(ranked for ranked in rivals if ranked.baseline in tied),
+        tied=tuple(ranked for ranked in rivals if ranked.short in tied),
         chosen=chosen,
         simplest=chosen,
         noise=_noise(data.baselines, contest.judge),
         holdout=holdout,
         notices=(
-            *_of_simpler(chosen, against),
+            *_of_simpler(chosen, rivals, against),
             *_of_chance(contest),
             *_of_failures(data),
             *_of_scores(contest),
@@ -368,9 +377,12 @@ def _holdout(
 # ------------------------------------------------------------------------------------- notices
 
 
-def _of_simpler(chosen: Ranked | None, against: Sequence[Difference]) -> Iterator[Notice]:
+def _of_simpler(
+    chosen: Ranked | None, rivals: Sequence[Ranked], against: Sequence[Difference]
+) -> Iterator[Notice]:
     """Warn if a merge is not shown to be better than what needs none."""
-    unbeaten = [d.other for d in against if d.verdict != BETTER and Role.of(d.other) in NOT_MERGED]
+    unmerged = [ranked.short for ranked in rivals if ranked.role in NOT_MERGED]
+    unbeaten = [d.other for d in against if d.verdict != BETTER and d.other in unmerged]
     if chosen is not None and chosen.role not in NOT_MERGED and unbeaten:
         yield notice("not_shown_better", names=listed(unbeaten))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
@@ -24,13 +24,12 @@ from dare.documents.document import (
     SortableTable,
     Table,
     Tone,
-    finite,
     tabulate,
 )
 from dare.documents.notices import notice, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import NOTHING, listed, number, share, time_text, times, value_text
+from dare.documents.words import NOTHING, listed, share, time_text, times, value_text
 from dare.errors import InputError, RecipeError, printable
 from dare.output.targets import write_file
 from dare.recipe.document import request_from_document
@@ -51,7 +50,10 @@ from dare.studies.results import (
     Trial,
     is_number,
     key_of,
+    plain_name,
+    rounded,
     settings_text,
+    values_text,
 )
 from dare.studies.space import recipe_of, seed_shifts
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
@@ -59,7 +61,7 @@ from dare.studies.study import BASELINE, HOLDOUT, Study
 
 SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
-"""The end of a recipe's first line: a search writes over its own, and over no others."""
+"""The end of a recipe's first line, after its study: a search writes over that one's only."""
 MOST_NAMED = 8  # candidates that are named in a sentence; more are counted
 MOST_MESSAGES = 5  # different messages of failed trials in the terminal
 MOST_FAILED = 50  # failed trials that a page shows with their output
@@ -116,12 +118,14 @@ class SearchResult(Shown):
         recipe = self.simplest if simplest else self.best
         if recipe is None:
             raise InputError(f"{self.study}: {self}; so there is no recipe to write")
-        which = "simplest within noise" if simplest else "best"
+        which = "simplest that may be as good as the best" if simplest else "best"
         tables = {
             **recipe.to_tables(),
             "output": str(output or recipe.output or usual_output(recipe.base)),
         }
-        lines = [f"The {which} of {self.study.name}{SIGNED}"]
+        lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
+        if self.simplest not in (None, recipe):
+            lines.append(f"Simpler, may be as good: dare search best {self.study} --simplest")
         for sentence in grounds(self.conclusion):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
@@ -165,6 +169,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         advice=study.note("advice"),
         left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
+        command=study.note("command") or "",
         notices=(
             *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
             *map(notice_from_dict, study.note("notices") or ()),
@@ -231,6 +236,10 @@ def study_document(
     matters = (_importance(conclusion.importance),)
     said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
+    unfinished = (
+        () if data.is_finished else (("To continue", data.command or "run the same search"),)
+    )
+    conclusive = f"so far, {conclusive}" if unfinished and conclusive else conclusive
     what = Facts(tuple(_study_facts(data)), "What was searched")
     sections = (
         Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
@@ -246,11 +255,11 @@ def study_document(
         Section("study", "The study", (what,)),
     )
     return Document(
-        title=title,
+        title="Not finished yet" if unfinished else title,
         kind="search",
-        tone=tone,
+        tone=Tone.PLAIN if unfinished else tone,
         lead=f"{conclusive[:1].upper()}{conclusive[1:]}{'. ' * bool(conclusive)}{counted(data)}.",
-        facts=tuple(facts(conclusion)),
+        facts=(*unfinished, *facts(conclusion)),
         sections=sections,
         notices=tuple(n for n in (*conclusion.notices, *data.notices) if n.code != said),
         footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
@@ -273,8 +282,6 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
         if chosen is None or no_recipe:
             return no_recipe.partition(":")[0].capitalize(), Tone.POOR, reason
         return f"Merge: take {_noun(chosen)}", Tone.GOOD, f"nothing beats {_noun(chosen)}"
-    if not data.candidates:
-        return "No trials yet", Tone.PLAIN, ""
     if best is None:
         title = "Every setting breaks a guard" if conclusion.ranking else "No setting is scored yet"
         return title, Tone.POOR, ""
@@ -392,14 +399,9 @@ def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
     yield "Guards", "; ".join(data.guards) or "none"
     seconds = sum(trial.seconds for trial in data.all_trials)
     yield "Trials", f"{counted(data)}, in {time_text(seconds)} by {data.sampler}"
-    yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
-    for name, values in data.space.items():
-        if not isinstance(values, dict):
-            yield name, value_text(values)
-            continue
-        more = {key: how for key, how in values.items() if key not in ("from", "to")}
-        ways = [f", {key}" if how is True else f", {key} {how:g}" for key, how in more.items()]
-        yield name, f"{value_text(values['from'])} to {value_text(values['to'])}{''.join(ways)}"
+    if any(trial.is_random for trial in data.all_trials):
+        yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
+    yield from ((name, values_text(values)) for name, values in data.space.items())
 
 
 # ---------------------------------------------------------------- tables
@@ -433,10 +435,10 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) 
         "95% interval >": lambda item: item.objective.interval(),
     }
     more = [name for name in data.score_names if f"{name} >" not in columns]
-    scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in more}
+    scores = {f"{n} >": lambda item, n=n: value_text(item.scores.get(n)) for n in more}
     columns |= scores
     if any(len(item.trials) > 1 for item in ranked):
-        columns["seeds >"] = lambda item: str(len(item.trials))
+        columns["trials >"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards >"] = lambda item: "broken" if item.broken else "kept"
     optional = (*given, "95% interval >", *scores)
@@ -453,14 +455,14 @@ def _trials(data: StudyData) -> Iterator[Part]:
     def cells(trial: Trial) -> tuple[float | str | None, ...]:
         given = trial.scored.scores if trial.scored else {}
         return (
-            trial.name or trial.number,
+            plain_name(trial.name) or trial.number,
             _cell(trial.objective),
             *(_cell(given.get(name)) for name in scores),
             *(_cell(trial.settings.get(name)) for name in settings),
-            trial.seed,
+            str(trial.seed) if trial.is_random else None,
             _state(trial),
             "; ".join(trial.broken) or None,
-            finite(trial.seconds),
+            rounded(trial.seconds),
         )
 
     yield SortableTable(
@@ -473,12 +475,12 @@ def _trials(data: StudyData) -> Iterator[Part]:
 
 def _cell(value: Any) -> float | str | None:
     if is_number(value):
-        return finite(value)
+        return rounded(value)
     return None if value is None or isinstance(value, float) else value_text(value)
 
 
 def _state(trial: Trial) -> str:
-    again = "" if trial.same_as is None else f", same weights as trial {trial.same_as}"
+    again = f", {trial.message}" if trial.is_done and trial.message else ""
     return f"{trial.state}{again}"
 
 
@@ -513,9 +515,10 @@ def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
     which = "The baseline to take" if chosen.baseline else "The best"
     wanted = [(which, "best-recipe", chosen)]
     if simplest is not None and simplest != chosen:
-        wanted.append(("The simplest within noise", "simplest-recipe", simplest))
+        wanted.append(("The simplest that may be as good", "simplest-recipe", simplest))
+    found: dict[str, Code] = {}  # two that are the same are shown once
     for title, name, ranked in wanted:
-        try:
-            yield Code(title, name, write_toml(recipe_of(data, ranked).to_tables()))
-        except RecipeError:
-            continue
+        with suppress(RecipeError):
+            text = write_toml(recipe_of(data, ranked).to_tables())
+            found.setdefault(text, Code(title, name, text))
+    yield from found.values()

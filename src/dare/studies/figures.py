@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from string import ascii_uppercase
 from typing import Any
 
 from dare.documents.charts import (
@@ -29,10 +30,10 @@ from dare.documents.charts import (
     staggered_names,
     tooltip_of,
 )
-from dare.documents.document import Columns, Figure, Row, finite, tabulate
+from dare.documents.document import Columns, Figure, Row, tabulate
 from dare.documents.words import NOTHING, listed, times, value_text
 from dare.studies.conclusions import Judge
-from dare.studies.results import Conclusion, Ranked, StudyData, is_number, settings_text
+from dare.studies.results import Conclusion, Ranked, StudyData, is_number, rounded, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
 FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
@@ -42,12 +43,13 @@ MOST_GROUPS = 7  # lines in one figure that colours can tell apart
 MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
 WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
 NO_VALUE = -0.14  # the height of trials without a setting, on its axis
+KEY_PIXELS = 16  # the height of a name in the key of baselines
 GREY = "#888"  # stands out from light and dark grounds alike
 KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
 _figure = partial(make_figure, TEXTS)
-INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "seeds:Q")  # fields of tooltips
+INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "trials:Q")  # fields of tooltips
 
 
 def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
@@ -152,7 +154,7 @@ def _within(value: float, low: float, high: float, reach: float) -> float:
 def noise_band(conclusion: Conclusion) -> tuple[list[Row], str]:
     """Return a band around the best score that chance alone may fill, and what it means."""
     best, noise = conclusion.best, conclusion.noise
-    if best is None or finite(best.objective.value) is None:
+    if best is None or rounded(best.objective.value) is None:
         return [], ""
     row = _estimate(best)
     if row["low"] < row["high"]:
@@ -163,12 +165,12 @@ def noise_band(conclusion: Conclusion) -> tuple[list[Row], str]:
 
 def _estimate(ranked: Ranked) -> Row:
     """Return an objective with its interval; both ends are its value where it has none."""
-    value = finite(ranked.objective.value)
+    value = rounded(ranked.objective.value)
     low, high = (
-        value if end is None or not math.isfinite(end) else finite(end)
+        value if end is None or not math.isfinite(end) else rounded(end)
         for end in (ranked.objective.low, ranked.objective.high)
     )
-    return {"objective": value, "low": low, "high": high, "seeds": len(ranked.trials)}
+    return {"objective": value, "low": low, "high": high, "trials": len(ranked.trials)}
 
 
 # ---------------------------------------------------------------- settings
@@ -205,7 +207,7 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     colour = {"color": by_name(alt.Color, groups, field="group")} if len(groups) > 1 else {}
     opacity = 0.5 if means else 0.85
     dots = alt.Chart().mark_point(filled=True, size=40, opacity=opacity, aria=False, clip=True)
-    fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:Q", "settings:N")
+    fields = ("trial:Q", ("x:Q", name, SHORT), ("objective:Q", "", SHORT), "seed:N", "settings:N")
     dots = dots.encode(x=x, y=y, tooltip=tooltip_of(*fields), **colour)
     of_level = tooltip_of("baseline:N", ("objective:Q", "", SHORT))
     noise = alt.Chart(rows_named("band")).mark_rect(opacity=0.13, color=GREY, aria=False, clip=True)
@@ -246,7 +248,7 @@ def curve_rows(
     means: list[Row] = []
     if 0 < len(lines) <= MOST_GROUPS and any(len(line) > 1 for line in lines.values()):
         means = [
-            {"x": finite(ranked.settings[name]), **_estimate(ranked), "group": group}
+            {"x": rounded(ranked.settings[name]), **_estimate(ranked), "group": group}
             for group, line in lines.items()
             for ranked in sorted(line, key=lambda ranked: ranked.settings[name])
         ]
@@ -257,11 +259,11 @@ def curve_rows(
         others = [other for other in others if 1 < len(values[other]) < MOST_GROUPS][:1]
     points = [
         {
-            "x": finite(trial.settings[name]),
-            "objective": finite(trial.objective or 0.0),
+            "x": rounded(trial.settings[name]),
+            "objective": rounded(trial.objective or 0.0),
             "group": settings_text({o: v for o, v in trial.settings.items() if o in others}),
             "trial": trial.number,
-            "seed": trial.seed,
+            "seed": value_text(trial.seed if trial.is_random else None),
             "settings": settings_text(trial.settings),
         }
         for trial in data.trials
@@ -276,12 +278,12 @@ def level_rows(conclusion: Conclusion, low: float, high: float) -> list[Row]:
     Labels have places of their own: lines that lie close together would hide each other's.
     """
     rows: list[Row] = []
-    for name, value in ((r.baseline, finite(r.objective.value)) for r in conclusion.baselines):
+    for name, value in ((r.short, rounded(r.objective.value)) for r in conclusion.baselines):
         if value is not None:
             at = _within(value, low, high, 0.5)
             arrow = "" if at == value else "↓ " if value < at else "↑ "
             known = {"baseline": name, "objective": value, "is_beyond": at != value}
-            rows.append({**known, "label": f"{arrow}{name} {value:.3g}", "level": at})
+            rows.append({**known, "label": f"{arrow}{name} {value_text(value)}", "level": at})
     levels = [low, high, *(row["level"] for row in rows)]
     room, last = (max(levels) - min(levels)) / 15, -math.inf
     rows.sort(key=lambda row: row["objective"])
@@ -344,7 +346,7 @@ def parallel(data: StudyData) -> Figure | None:
         ticks += [{"place": place, "at": at, "text": value_text(value)} for value, at in few]
         for trial, value in zip(done, map(_axis_value, values), strict=True):
             row = {"place": place, "at": places[value], "value": value, "trial": trial.number}
-            row |= {"objective": finite(trial.objective or 0.0)}
+            row |= {"objective": rounded(trial.objective or 0.0)}
             rows.append(row | {"settings": settings_text(trial.settings)})
     x = alt.X("place:Q", title=None).scale(domain=[-0.35, len(axes) - 0.45], nice=False)
     known = {"values": list(range(len(axes))), "labelExpr": "axes[datum.value]"}
@@ -369,7 +371,7 @@ def parallel(data: StudyData) -> Figure | None:
 
 
 def _axis_value(value: Any) -> Any:
-    return finite(value) if is_number(value) else value_text(value)
+    return rounded(value) if is_number(value) else value_text(value)
 
 
 def _axis_places(values: Sequence[Any]) -> dict[Any, float]:
@@ -408,8 +410,9 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         sx="datum.x * signs[across]",
         sy="datum.y * signs[up]",
     )
+    x = alt.X("x:Q", title=None).scale(zero=False, padding=16, range=[0, alt.expr(PLOT_WIDTH)])
     placed = placed.transform_filter("isValid(datum.x) && isValid(datum.y)").encode(
-        x=alt.X("x:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=6),
+        x=x.axis(format="~g", tickCount=6),
         y=alt.Y("y:Q", title=None).scale(zero=False, padding=16).axis(format="~g", tickCount=5),
     )
     fields = ("x:Q", "across", SHORT), ("y:Q", "up", SHORT), ("objective:Q", "", SHORT)
@@ -428,6 +431,9 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     baselines = placed.transform_filter("datum.kind === 'baseline'")
     diamonds = baselines.mark_point(shape="diamond", filled=True, size=110, color=GREY, aria=False)
     count = sum(row["kind"] == "setting" for row in rows)
+    names_at = [{"at": KEY_PIXELS * n, "key": row["key"]} for n, row in enumerate(rows[count:], 1)]
+    gutter, room = alt.expr(f"{PLOT_WIDTH} + 8"), alt.expr(f"width - ({PLOT_WIDTH}) - 8")
+    keys = alt.Chart(rows_named("keys")).mark_text(align="left", limit=room, aria=False)
     of_settings = [
         front.encode(order=alt.Order("sx:Q")),
         rings.encode(color=alt.value(GREY)),
@@ -436,7 +442,8 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     layers = [
         *(of_settings if count else []),
         diamonds.encode(tooltip=tooltip),
-        *staggered_names(baselines, "baseline"),
+        *staggered_names(baselines, "letter"),
+        keys.encode(x=alt.value(gutter), y=alt.Y("at:Q", scale=None), text="key:N"),
         *corner_labels("across", "up"),
     ]
     chart = alt.layer(*layers).add_params(alt.param(name="signs", value=signs), *chosen)
@@ -448,7 +455,7 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     }
     return _figure(
         "pareto",
-        finish_chart(chart, rows, 360, corner=[{}]),
+        finish_chart(chart, rows, max(360, KEY_PIXELS * len(names_at)), corner=[{}], keys=names_at),
         tabulate(rows[:MOST_NUMBERS], columns),
         directions=f" (less of {listed(down)} is better)" if down else "",
         settings=times(count, "setting"),
@@ -462,12 +469,14 @@ def _score_rows(conclusion: Conclusion) -> list[Row]:
     return [
         {
             "label": ranked.label,
-            "baseline": ranked.baseline,
+            "letter": letter,
+            "key": f"{letter}  {ranked.label}",
             "kind": "baseline" if ranked.baseline else "setting",
-            "scores": {n: finite(value) for n, value in ranked.scores.items() if is_number(value)},
-            "objective": finite(ranked.objective.value),
+            "scores": {n: rounded(value) for n, value in ranked.scores.items() if is_number(value)},
+            "objective": rounded(ranked.objective.value),
             "front": not ranked.baseline and place in conclusion.front,
             "turn": place % 3,
         }
         for place, ranked in enumerate(found)
+        for letter in [(ascii_uppercase * len(found))[place - len(conclusion.ranking)]]
     ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from dare.documents.document import finite
 from dare.documents.notices import Notice
 from dare.documents.words import value_text
 
@@ -54,6 +55,18 @@ class Role(StrEnum):
         return cls.SINGLE if name.endswith(ALONE) else cls(name)
 
 
+PLAIN_NAMES: dict[str, str] = {
+    Role.WITHOUT_STRANGERS: "average of the advised models",
+    Role.PART: "40% of the sum",
+    Role.AGAIN: "average, scored again",
+}
+
+
+def plain_name(name: str) -> str:
+    """Return a baseline's name as people read it; studies and JSON keep the short one."""
+    return PLAIN_NAMES.get(name, name)
+
+
 NOT_MERGED = (Role.BASE, Role.SINGLE)
 """Baselines that exist already: if one of them is best, there is no need to merge."""
 
@@ -85,6 +98,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def rounded(value: float) -> float | None:
+    """Return a number as texts show it, so that none is rounded twice; None if it is not finite.
+
+    >>> rounded(0.90625), rounded(12345), rounded(math.inf)
+    (0.9062, 12345, None)
+    """
+    return value if isinstance(value, int) else finite(float(value_text(value)))
+
+
 def settings_text(settings: Settings) -> str:
     """Return settings in a line.
 
@@ -92,6 +114,21 @@ def settings_text(settings: Settings) -> str:
     'method=sum scale=0.5'
     """
     return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
+def values_text(value: Any) -> str:
+    """Return the values that a setting is searched over, or a value of another kind.
+
+    >>> values_text({"from": 0.5, "to": 2.0, "log": True}), values_text([{"scale": 0.5}, "sum"])
+    ('0.5 to 2, log', '[scale=0.5, sum]')
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(values_text, value))}]"
+    if not isinstance(value, dict) or "from" not in value:
+        return settings_text(value) if isinstance(value, dict) else value_text(value)
+    more = {key: how for key, how in value.items() if key not in ("from", "to")}
+    ways = [f", {key}" if how is True else f", {key} {how:g}" for key, how in more.items()]
+    return f"{value_text(value['from'])} to {value_text(value['to'])}{''.join(ways)}"
 
 
 def group_of(item_id: str) -> str:
@@ -170,6 +207,7 @@ class Trial:
     output: str = ""
     name: str = ""
     """A baseline's: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
+    is_random: bool = True  # False if its seed has no effect
 
     @property
     def role(self) -> Role:
@@ -177,12 +215,12 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return self.name or f"trial {self.number}"
+        return plain_name(self.name) or f"trial {self.number}"
 
     @property
     def text(self) -> str:
-        """Its settings and its seed."""
-        return f"{settings_text(self.settings)} seed={self.seed}"
+        """Its settings, and its seed if that has an effect."""
+        return settings_text(self.settings | ({"seed": self.seed} if self.is_random else {}))
 
     @property
     def is_done(self) -> bool:
@@ -197,6 +235,7 @@ class Entry:
     name: str = ""  # the name of a baseline
     is_random: bool = True
     """True if another seed would give other weights; if not, one trial is all there is."""
+    is_advice: bool = False  # a baseline with the weights of the advised merge
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -232,6 +271,7 @@ class StudyData:
     advice: dict[str, Any] | None = None
     left_out: tuple[str, ...] = ()  # the models that the advice leaves out
     output: str | None = None
+    command: str = ""  # the command that continues the study, if one began it
 
     @property
     def is_searched(self) -> bool:
@@ -242,6 +282,10 @@ class StudyData:
     def candidates(self) -> tuple[Trial, ...]:
         """The trials that are planned; the baselines, where nothing is searched over."""
         return self.trials if self.is_searched else self.baselines
+
+    @property
+    def is_finished(self) -> bool:
+        return 0 < self.planned <= sum(trial.state.is_final for trial in self.candidates)
 
     @property
     def all_trials(self) -> tuple[Trial, ...]:
@@ -299,6 +343,7 @@ class Ranked:
     scores: dict[str, float]  # means over the seeds
     broken: tuple[str, ...] = ()  # guards that it breaks, by its mean scores
     baseline: str = ""
+    is_advice: bool = False
 
     @property
     def role(self) -> Role:
@@ -307,14 +352,15 @@ class Ranked:
     @property
     def label(self) -> str:
         """Its name in tables: `method=dare+ties drop_rate=0.9`, or that of a baseline."""
-        return self.baseline or settings_text(self.settings)
+        return self.short if self.baseline else settings_text(self.settings)
 
     @property
     def short(self) -> str:
         """Its name where there is little room: the numbers of its trials, or that of a baseline."""
         some = ", ".join(map(str, self.trials[:MOST_NUMBERS]))
         more = ", …" if len(self.trials) > MOST_NUMBERS else ""
-        return self.baseline or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
+        name = plain_name(self.baseline) + " (also the advice)" * self.is_advice
+        return name or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
 
     @property
     def key(self) -> str:
@@ -331,7 +377,7 @@ class Difference:
     other: str
     estimate: Estimate
     verdict: str
-    """`better`, `worse`, `no difference shown`, or `not known` where nothing tells chance."""
+    """`better`, `worse`, `no clear difference`, or `not known` where nothing tells chance."""
 
 
 @dataclass(frozen=True)
@@ -383,10 +429,10 @@ class Conclusion:
             what = "the base" if chosen.baseline == Role.BASE else chosen.baseline[: -len(ALONE)]
             why = f"{what} is better than the best setting"
             if self.best is not None and self.best.baseline:
-                why = f"nothing is shown to be better than {what}"
+                why = f"nothing is clearly better than {what}"
             return f"do not merge: {why} ({chosen.objective}); use {what} as it is"
         if self.best is not None:
             return "the holdout contradicts the scores: in one of the two, something is better"
         if candidates and all(ranked.broken for ranked in candidates):
             return "every candidate breaks a guard"
-        return "not all is scored yet"
+        return "not everything is scored yet"

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +34,7 @@ from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
 from dare.studies.document import SearchResult, counted, read_study, result_of, winners
-from dare.studies.evaluators import Scorer, check_evaluator, open_scorer
+from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
 from dare.studies.evaluators.kinds import Evaluator, compare_items
 from dare.studies.results import (
     Conclusion,
@@ -46,6 +46,7 @@ from dare.studies.results import (
     Trial,
     group_means,
     key_of,
+    plain_name,
 )
 from dare.studies.space import Space, baseline_recipes, is_random, recipe_of, seed_shifts
 from dare.studies.statistics import rungs
@@ -72,6 +73,7 @@ def search(
     advice: bool = True,
     work: str | PathLike[str] | None = None,
     verbose: bool = True,
+    command: str = "",
     **settings: Any,
 ) -> SearchResult:
     """Search around a recipe for the settings whose merge scores best, and say whether it is best.
@@ -79,15 +81,17 @@ def search(
     `over` has a list or a range for each setting; without it, only the baselines are scored.
     `evaluate` scores a candidate: a function, or a text as on the command line. All else is laid
     over the recipe's table `[search]`: `sampler`, `trials`, `seeds`, `objective`, `guards`, `race`,
-    `time_limit`. The study is a file; the same call resumes it.
+    `time_limit`. The study is a file; the same call resumes it. A study that is not finished shows
+    the `command` that continues it.
     """
     place = study_place(recipe, study)
     request = make_search(
         make_request(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
     )
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
-        raise RecipeError("jobs: give the function by name, as in 'score.py:score'")
+        raise RecipeError("jobs: more than one needs an evaluator by name, as in 'score.py:score'")
     with closing(Study(place, request.charter)) as opened:
+        opened.keep("command", command)
         display = SearchProgress(visible=verbose)
         running = _Search(request, opened, display, jobs, None if work is None else Path(work))
         with nullcontext() if display.bar.disable else display.bar:
@@ -127,6 +131,7 @@ class SearchRequest:
             space=table.get("over", {}),
             sampler=self.sampler,
             evaluator=_evaluator_name(self.evaluator),
+            evaluator_code=source_digest(self.evaluator),
             guards=tuple(guard.text for guard in self.judge.guards),
             **{name: getattr(self.table, name) for name in ("seeds", "objective", "race")},
         )
@@ -164,7 +169,9 @@ def make_search(
     planned = table.trials or DEFAULT_TRIALS
     if sampler == "grid":
         if not space.is_listed:
-            raise RecipeError("a grid needs lists or steps; else use random, tpe, cmaes or gp")
+            raise RecipeError(
+                "a grid needs lists or steps; for ranges use tpe, cmaes, gp or random"
+            )
         planned = len(_grid_plan(space, table.seeds))
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
@@ -241,7 +248,7 @@ class _Rules:
     ) -> Trial:
         """Score a candidate and write down the outcome; `known` are scored weights by digest."""
         began = time.perf_counter()
-        notes: dict[str, Any] = {"seed": recipe.seed}
+        notes: dict[str, Any] = {"seed": recipe.seed, "is_random": is_random(recipe)}
         stopped = ""
         try:
             notes["digest"] = digest = scorer.make(recipe)
@@ -376,14 +383,8 @@ class _Search:
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
-                raise InputError(f"{self.study.path}: inputs have changed; give another --study")
+                raise InputError(f"{self.study.path}: models have changed; add `--study NEW.db`")
         self._score_beside(scorers, BASELINE, {name: (r, {}) for name, r in recipes.items()})
-        found = self.study.beside(BASELINE)
-        failed = [trial for trial in found if not trial.is_done]
-        if len(failed) == len(found):
-            last = failed[0].output.strip().rpartition("\n")[2]
-            printed = f"; its last line was: {last}" if last else ""
-            raise InputError(f"no baseline could be scored: {failed[0].message}{printed}")
 
     def _set_rules(self, scorer: Scorer) -> None:
         """Learn from the baselines which items there are, and whether they can be compared."""
@@ -409,7 +410,7 @@ class _Search:
             self._note(lack)
 
     def _announce(self) -> None:
-        each = fmean(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
+        each = median(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
         left = self.request.planned - len(self.study.trials())
         if left > 0:
             jobs = f" / {self.jobs} jobs" if self.jobs > 1 else ""
@@ -464,7 +465,7 @@ class _Search:
         with self.study.turn():
             before = self.study.note("holdout")
             if before not in (None, evaluator):
-                raise InputError(f"{self.study.path}: its holdout was {before}; keep that one")
+                raise InputError(f"{self.study.path}: its holdout is {before}; use that one")
             self.study.keep("holdout", evaluator)
         ranked = {
             f"{role} {key_of(found.settings)}": found
@@ -486,9 +487,19 @@ class _Search:
             claim = self.study.take_beside(kind, settings)
             if claim is None:
                 return None
-            self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
+            self.display.say(f"{kind}: {plain_name(claim.name.partition(' {')[0])}")
+            return partial(score, claim)
+
+        def score(claim: Claim, scorer: Scorer) -> None:
             known = {} if claim.name == Role.AGAIN else _by_digest(self.study.beside(kind))
-            return partial(rules.score, claim=claim, recipe=wanted[claim.name][0], known=known)
+            ended = rules.score(scorer, claim, wanted[claim.name][0], known)
+            if kind == BASELINE and not any(trial.is_done for trial in self.study.beside(kind)):
+                last = ended.output.strip().rpartition("\n")[2]
+                printed = "" if last in ended.message else f"; its last line was: {last}"
+                raise InputError(
+                    f"{plain_name(claim.name)} has no score: {ended.message}{printed}",
+                    "Nothing could be scored so far: correct the evaluator, then run this again",
+                )
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 

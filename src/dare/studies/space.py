@@ -76,7 +76,7 @@ class Space:
             if name.startswith(INCLUDE) and (
                 isinstance(dimension, Range) or {repr(v) for v in dimension} != {"True", "False"}
             ):
-                raise RecipeError(f"over {name}: write true,false; else change the recipe's models")
+                raise RecipeError(f"over {name}: write true,false, or change the recipe's models")
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():

@@ -31,7 +31,7 @@ from dare.errors import InputError
 from dare.recipe.search import Objective
 from dare.studies.results import Entry, Estimate, Scored, groups_of, groups_of_scores
 
-BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
+BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no clear difference", "not known"
 LEAST_ITEMS = 10  # a part of fewer items tells too little to stop anything
 MOST_RUNGS = 4  # the most parts: each costs a start of the evaluator
 REDUCTION = 3  # each part makes three times as many items, and one in three candidates goes on

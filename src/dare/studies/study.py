@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from dare.errors import InputError, install_command
 from dare.run.processes import Presence
-from dare.studies.results import Scored, Settings, State, Trial
+from dare.studies.results import Scored, Settings, State, Trial, values_text
 from dare.studies.space import Space
 from dare.studies.statistics import REDUCTION
 
@@ -36,8 +36,9 @@ TAKEN, OUTCOME = "taken", "outcome"
 LEAST_FOR_IMPORTANCE = 10
 _NAMES = ("WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL")
 OPTUNA_STATES = dict(zip(State, _NAMES, strict=True))
-# Names of a charter's fields in messages, where they differ.
-CHARTER_WORDS = {"space": "settings that are searched over", "seeds": "number of seeds"}
+# How the names in tables of a charter begin in messages, where not with the table's name.
+CHARTER_WORDS = {"recipe": "", "models": "", "space": "--over "}
+MOST_CHANGES = 6  # settings of another search that a message names: the first
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Charter:
     guards: tuple[str, ...]
     race: bool
     seed: int = 0
+    evaluator_code: str = ""  # a digest; empty if it is not known, as in studies of before
 
     @property
     def document(self) -> dict[str, Any]:
@@ -134,8 +136,12 @@ class Study:
             )
         kept = self.note("charter")
         self.charter = Charter(**{**kept, "guards": tuple(kept["guards"])})
-        if charter is not None and self.charter.document != charter.document:
-            raise InputError(self._describe_other(charter))
+        if charter is not None and (changes := list(self._changes(charter))):
+            raise InputError(
+                f"{self.path}: holds the results of another search. What differs:",
+                *changes[:MOST_CHANGES],
+                "Add `--study NEW.db` for a new study, or change this back to continue the old one",
+            )
 
     def _begin(self, storage: Any) -> None:
         with _quiet():
@@ -158,14 +164,16 @@ class Study:
         is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
-    def _describe_other(self, charter: Charter) -> str:
-        ours, theirs = self.charter.document, charter.document
-        key = next(f.name for f in fields(Charter) if ours[f.name] != theirs[f.name])
-        then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
-        return (
-            f"{self.path}: is the study of another search ({CHARTER_WORDS.get(key, key)}: {then} "
-            f"before, {now} now); give another --study, or the same settings as before"
-        )
+    def _changes(self, charter: Charter) -> Iterator[str]:
+        """Yield each setting that was another one when the study began, with both values."""
+        before, now = (dict(_flat(each.document)) for each in (self.charter, charter))
+        codes = {before.pop("evaluator_code"), now.pop("evaluator_code")} - {""}
+        for name in before | now:
+            then, given = before.get(name, "not set"), now.get(name, "not set")
+            if then != given:
+                yield f"{name}: {values_text(then)} before, {values_text(given)} now"
+        if len(codes) > 1:
+            yield f"{charter.evaluator}: its code has changed: old and new scores do not compare"
 
     def close(self) -> None:
         """Let others know that this process no longer works on it."""
@@ -292,14 +300,27 @@ class Study:
         """Return all trials that have begun, in the order of their numbers."""
         begun = self._studies[TRIALS].get_trials(deepcopy=False)
         found = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
-        return [Placed(_read(t), taken["place"], taken.get("shift", 0)) for t, taken in found]
+        return [Placed(self._read(t), taken["place"], taken.get("shift", 0)) for t, taken in found]
 
     def beside(self, kind: str) -> list[Trial]:
         """Return the baselines, or what was scored on the holdout; the last try of each."""
         found = self._studies[BESIDE].get_trials(deepcopy=False)
         of_kind = [trial for trial in found if trial.user_attrs[TAKEN]["kind"] == kind]
         latest = {trial.user_attrs[TAKEN]["name"]: trial for trial in of_kind}
-        return [_read(trial) for trial in latest.values()]
+        return [self._read(trial) for trial in latest.values()]
+
+    def _read(self, found: Any) -> Trial:
+        state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
+        taken = found.user_attrs[TAKEN]
+        if state is State.RUNNING and not self._presence.is_alive(taken["owner"]):
+            state = State.WAITING  # for somebody who continues the study
+        kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
+        if kept.get("scored") is not None:
+            kept["scored"] = Scored(**kept["scored"])
+        kept["broken"] = tuple(kept.get("broken", ()))
+        kept.setdefault("seed", 0)
+        settings, name = taken.get("settings", {}), taken.get("name", "")
+        return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
 
     def importance(self) -> dict[str, float]:
         """Return how much each of several settings tells good trials from others, in shares."""
@@ -354,18 +375,6 @@ class Claim:
         return ended
 
 
-def _read(found: Any) -> Trial:
-    state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
-    taken = found.user_attrs[TAKEN]
-    kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
-    if kept.get("scored") is not None:
-        kept["scored"] = Scored(**kept["scored"])
-    kept["broken"] = tuple(kept.get("broken", ()))
-    kept.setdefault("seed", 0)
-    settings, name = taken.get("settings", {}), taken.get("name", "")
-    return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
-
-
 def _sampler(name: str, seed: Sequence[int]) -> Any:
     """Make a sampler; each trial has a new one, so that a resumed study goes on unchanged."""
     samplers = _optuna().samplers
@@ -377,12 +386,13 @@ def _sampler(name: str, seed: Sequence[int]) -> Any:
     return kind(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), **options)
 
 
-def _difference(one: Any, other: Any) -> str:
-    """Return what stands in one value and not so in another."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        changed = {key: value for key, value in one.items() if other.get(key) != value}
-        one = changed or "without that"
-    return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+def _flat(document: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a charter: the names that people write, and the values."""
+    for name, value in document.items():
+        if isinstance(value, dict) and "from" not in value:
+            yield from _flat(value, CHARTER_WORDS.get(name, f"{start}{name}."))
+        else:
+            yield f"{start}{name}", value
 
 
 def _optuna() -> Any:

@@ -17,11 +17,17 @@ such a function is known in a tenth of a second.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +57,25 @@ def kind_of(evaluator: Evaluator) -> Kind:
 def check_evaluator(evaluator: str) -> None:
     """Refuse an evaluator that cannot work: a function is imported, a command is not run."""
     kind_of(evaluator).check(evaluator)
+
+
+def source_digest(evaluator: Evaluator) -> str:
+    """Return a digest of the files that an evaluator names, or of a function's own lines.
+
+    It is empty if there are none: so with tasks of the harness, and with a lambda, whose lines are
+    also those of the call that it stands in.
+    """
+    source = b""
+    if isinstance(evaluator, str):
+        named = [Path(word) for word in re.split(r"[\s\"'=:;|&<>()]+", evaluator)]
+        module = f"{str(named[0]).replace('.', '/')}.py"
+        places = (Path(folder, module) for folder in ("", *sys.path))
+        files = [*filter(Path.is_file, named), *islice(filter(Path.is_file, places), 1)]
+        source = b"\0".join(file.read_bytes() for file in files)
+    elif getattr(evaluator, "__name__", "<lambda>") != "<lambda>":
+        with suppress(OSError, TypeError):  # of one that was typed in, there are no lines
+            source = inspect.getsource(evaluator).encode()
+    return sha256(source).hexdigest() if source else ""
 
 
 def open_scorer(
