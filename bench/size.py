@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 51_150, "code": 32_230, "modules": 213, "pages": 6_460, "tests": 61_560}
+LIMITS = {"lines": 51_300, "code": 32_330, "modules": 213, "pages": 6_470, "tests": 61_700}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -29,6 +29,7 @@ from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
 from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, Entry, Severity, catalogue
+from dare.documents.words import times
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
 from dare.recipe.options import RunOptions
@@ -191,7 +192,7 @@ def _stage(stage: Stage) -> str:
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
         if stage.models is not None:
-            facts.append(f"Takes exactly {stage.models} models.")
+            facts.append(f"Takes exactly {times(stage.models, 'model')}.")
     if stage.paper:
         facts.append(f"Paper: {_paper(stage.paper)}.")
     parts.append(" ".join(facts))
@@ -226,8 +227,8 @@ def cost(stage: Stage) -> str:
 
 def _times(measured: Mapping[str, float]) -> str:
     """How many times the time of `linear`, with no more digits than are sure."""
-    times = measured["time"]
-    return f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
+    ratio = measured["time"]
+    return f"{ratio:.1f}" if ratio < SURE_TIMES else f"{ratio:.0f}"
 
 
 def _memory(stage: Stage) -> str:

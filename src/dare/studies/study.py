@@ -140,7 +140,7 @@ class Study:
             raise InputError(
                 f"{self.path}: holds the results of another search. What differs:",
                 *changes[:MOST_CHANGES],
-                "Add `--study NEW.db` for a new study, or change this back to continue the old one",
+                "Undo this to continue, or begin another: `--study NEW.db --write NEW.toml`",
             )
 
     def _begin(self, storage: Any) -> None:

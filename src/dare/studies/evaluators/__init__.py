@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def source_digest(evaluator: Evaluator) -> str:
         named = [Path(word) for word in re.split(r"[\s\"'=:;|&<>()]+", evaluator)]
         module = f"{str(named[0]).replace('.', '/')}.py"
         places = (Path(folder, module) for folder in ("", *sys.path))
-        files = [*filter(Path.is_file, named), *islice(filter(Path.is_file, places), 1)]
+        files = [*filter(isfile, named), *islice(filter(isfile, places), 1)]
         source = b"\0".join(file.read_bytes() for file in files)
     elif getattr(evaluator, "__name__", "<lambda>") != "<lambda>":
         with suppress(OSError, TypeError):  # of one that was typed in, there are no lines
