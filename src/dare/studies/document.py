@@ -309,8 +309,11 @@ def _noun(ranked: Ranked) -> str:
     """Return a candidate as a sentence names it."""
     if not ranked.baseline and len(ranked.trials) > 1:
         return f"the setting of {ranked.short}"
-    is_name = not ranked.baseline or ranked.role is Role.SINGLE
-    return ranked.short if is_name else f"the {ranked.short}".replace("advice", "advised merge")
+    if not ranked.baseline:
+        return ranked.short
+    if ranked.role is Role.SINGLE:
+        return f"the model {ranked.short}"
+    return f"the {ranked.short}".replace("advice", "advised merge")
 
 
 def has_no_items(conclusion: Conclusion) -> bool:
