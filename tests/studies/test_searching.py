@@ -106,7 +106,7 @@ def test_the_same_weights_are_scored_once(recipe, tmp_path):
     same = {
         t.message for t in result.data.trials if t.settings == {"weight.math": 1.0, "scale": 1.0}
     }
-    assert same == {"the same weights as sum"}
+    assert same == {"same as sum"}
 
 
 def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):

@@ -312,8 +312,10 @@ def _noun(ranked: Ranked) -> str:
     if not ranked.baseline:
         return ranked.short
     if ranked.role is Role.SINGLE:
-        return f"the model {ranked.short}"
-    return f"the {ranked.short}".replace("advice", "advised merge")
+        return f"the model {ranked.baseline.removesuffix(' alone')}"
+    return (
+        "the advised merge" if ranked.role is Role.ADVICE else f"the {plain_name(ranked.baseline)}"
+    )
 
 
 def has_no_items(conclusion: Conclusion) -> bool:
@@ -468,9 +470,12 @@ def _trials(data: StudyData) -> Iterator[Part]:
             rounded(trial.seconds),
         )
 
+    heads = ("trial", "objective", *scores, *settings, "seed", "state", "guards broken", "seconds")
+    rows = [*map(cells, trials)]
+    told = [n for n, _ in enumerate(heads) if n < 2 or any(row[n] is not None for row in rows)]
     yield SortableTable(
-        ("trial", "objective", *scores, *settings, "seed", "state", "guards broken", "seconds"),
-        tuple(map(cells, trials)),
+        tuple(heads[n] for n in told),
+        tuple(tuple(row[n] for n in told) for row in rows),
         tuple(trial.scored is not None for trial in trials),
         "Baselines and trials",
     )

@@ -359,7 +359,7 @@ class Ranked:
         """Its name where there is little room: the numbers of its trials, or that of a baseline."""
         some = ", ".join(map(str, self.trials[:MOST_NUMBERS]))
         more = ", …" if len(self.trials) > MOST_NUMBERS else ""
-        name = plain_name(self.baseline) + " (also the advice)" * self.is_advice
+        name = plain_name(self.baseline) + " = advice" * self.is_advice
         return name or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
 
     @property

@@ -254,7 +254,7 @@ class _Rules:
             notes["digest"] = digest = scorer.make(recipe)
             if (twin := known.get(digest)) is not None and twin.scored is not None:
                 scored = replace(twin.scored, seconds=0.0)
-                notes["message"] = f"the same weights as {twin.label}"
+                notes["message"] = f"same as {twin.label}"
                 notes |= {} if twin.name else {"same_as": twin.number}
             elif self.rungs:
                 scored, stopped = self._race(scorer, claim)
@@ -310,7 +310,8 @@ class _Rules:
 
 
 def _by_digest(trials: Iterable[Trial]) -> dict[str, Trial]:
-    return {trial.digest: trial for trial in trials if trial.is_done and trial.digest}
+    found = (trial for trial in reversed([*trials]) if trial.is_done and trial.digest)
+    return {trial.digest: trial for trial in found}  # of several, the first
 
 
 # ---------------------------------------------------------------- all of them
