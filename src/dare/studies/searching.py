@@ -310,8 +310,8 @@ class _Rules:
 
 
 def _by_digest(trials: Iterable[Trial]) -> dict[str, Trial]:
-    found = (trial for trial in reversed([*trials]) if trial.is_done and trial.digest)
-    return {trial.digest: trial for trial in found}  # of several, the first
+    latest_first = reversed([*trials])  # of several with the same weights, the first remains
+    return {trial.digest: trial for trial in latest_first if trial.is_done and trial.digest}
 
 
 # ---------------------------------------------------------------- all of them
