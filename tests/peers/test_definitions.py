@@ -80,8 +80,8 @@ def test_fourier_as_a_high_pass_filter(shape, radius):
 
 
 @compares("fourier", DEFINITION)
-def test_difference_the_authors_cut_is_a_circle_around_the_highest_frequency():
-    """So of a long matrix they drop most; ours is around zero, whatever the shape, radius 0.1."""
+def test_difference_the_authors_keep_a_circle_around_the_highest_frequency():
+    """So of a long matrix they drop most; ours drops one around zero, radius 0.1, in any shape."""
     impulse = torch.zeros(256, 64)
     impulse[0, 0] = 256 * 64  # which has all frequencies alike
     kept = {}
@@ -242,8 +242,8 @@ def test_consensus(selectivity, agree):
 
 
 @compares("consensus", DEFINITION)
-def test_difference_fewer_models_than_must_agree_all_have_to():
-    """With more asked for than there are models their code removes everything."""
+def test_difference_if_there_are_fewer_models_than_must_agree_all_must():
+    """Their code removes everything then."""
     deltas = make_deltas(2)
     stages = {"consensus": {"agree": 3}}
     assert (definitions.consensus(deltas, 0.4, 3) == 0).all()

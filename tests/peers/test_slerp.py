@@ -93,7 +93,7 @@ def test_slerp_on_deltas_is_nuslerp_with_a_base(cosine, t):
 
 
 @compares("nuslerp", "mergekit")
-def test_difference_nuslerp_has_no_parallel_limit():
+def test_difference_nuslerp_has_no_parallel_limit_in_mergekit():
     """It stays on the arc up to cos Ω = 1, so near it the two differ by a part in ten thousand."""
     first, second = make_pair(EITHER_SIDE[1])
     base = torch.zeros_like(first)
@@ -105,7 +105,7 @@ def test_difference_nuslerp_has_no_parallel_limit():
 
 
 @compares("nuslerp", "mergekit")
-def test_difference_nuslerp_explodes_between_opposite_deltas():
+def test_difference_nuslerp_explodes_between_opposite_deltas_in_mergekit():
     first, second = make_pair(-EITHER_SIDE[1])
     base = torch.zeros_like(first)
     theirs = merge_theirs(base, [first, second], "nuslerp", dtype=torch.float64, weight=[1.0, 1.0])
