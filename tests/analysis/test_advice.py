@@ -221,18 +221,20 @@ def test_what_a_setting_can_mend_is_set(tensor, reason, setting, value):
     assert getattr(recipe_of(advice), setting) == value
 
 
-def test_a_network_with_different_counters_is_merged_as_advised(tmp_path):
+@pytest.mark.parametrize(("shape", "codes"), [((), []), ((2,), ["integers_differ"])])
+def test_a_network_with_different_integers_is_merged_as_advised(tmp_path, shape, codes):
     for name, steps in (("base", 100), ("a", 130), ("b", 145)):
         layers = ROOT if name == "base" else {"a": ONE, "b": TWO}[name]
-        counter = {"1.num_batches_tracked": np.array(steps)}
+        counter = {"1.num_batches_tracked": np.full(shape, steps)}
         save(tmp_path / f"{name}.safetensors", {**layers, **counter})
     files = [tmp_path / f"{name}.safetensors" for name in ("base", "a", "b")]
     seen = analyze(files[0], files[1:], verbose=False)
     readiness, advice = judge(seen)
-    assert [f.code for f in readiness.findings if f.subjects == ("a", "b")] == ["integers_differ"]
+    assert [f.code for f in readiness.findings if f.subjects == ("a", "b")] == codes
+    assert ("on_integer_mismatch" in advice.recipe) == bool(codes)
     recipe = advice.recipe | {"output": str(tmp_path / "merged.safetensors"), "verbose": False}
     merge(request_from_document(recipe, "advice"))
-    assert load_file(recipe["output"])["1.num_batches_tracked"] == 100
+    assert (load_file(recipe["output"])["1.num_batches_tracked"] == 100).all()
 
 
 def test_missing_tensors_count_as_unchanged():

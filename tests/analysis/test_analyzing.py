@@ -325,10 +325,10 @@ def test_what_does_not_fit_is_left_out():
         "kept": np.ones(2, np.float32),
         "lost": np.ones(2, np.float32),
     }
-    base |= {"steps": np.array(3), "table": np.arange(4)}
+    base |= {"steps": np.array([3, 3]), "table": np.arange(4)}
     math_model = {**base, "a": np.ones(4, np.float32), "new": np.ones(1, np.float32)}
     code_model = {**base, "b": np.ones((2, 3), np.int32), "a": 2 * base["a"]}
-    code_model |= {"steps": np.array(4), "table": np.arange(5)}
+    code_model |= {"steps": np.array([3, 4]), "table": np.arange(5)}
     del math_model["lost"], code_model["lost"]
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
     assert Analysis.from_json(found.to_json()).left_out == found.left_out
@@ -337,9 +337,9 @@ def test_what_does_not_fit_is_left_out():
         LeftOut("b", Misfit.UNLIKE_BASE, ("code",), Form((2, 3), "F32"), Form((2, 3), "I32")),
     )
     assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
-    scalar = Form((), "I64")
+    pair = Form((2,), "I64")
     steps, table, _, new = found.left_out[3:]
-    assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), scalar, scalar)
+    assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), pair, pair)
     assert (table.tensor, table.reason, table.models) == ("table", Misfit.UNLIKE_BASE, ("code",))
     assert (new.tensor, new.reason, new.models) == ("new", Misfit.NOT_IN_BASE, ("math",))
     assert [t.name for t in found.model("math").tensors] == ["b", "kept"]

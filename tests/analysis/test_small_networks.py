@@ -55,3 +55,17 @@ def test_two_networks_far_from_their_base_are_merged_without_dropping():
     assert {each.code for each in readiness.findings} == {"not_homologous"}
     assert (advice.left_out, advice.recipe["method"]) == ((), "linear")
     assert advice.command.endswith("--method linear")
+
+
+def test_a_stranger_is_told_although_its_norms_are_like_the_base():
+    def network(seed):
+        draw = np.random.default_rng(seed)
+        norms = {"b1.weight": 1.0, "b1.bias": 0.0, "b1.running_mean": 0.0, "b1.running_var": 9.0}
+        alike = {name: np.full(32, value, np.float32) for name, value in norms.items()}
+        return {"c1.weight": draw.normal(0, 0.1, (32, 64)).astype(np.float32), **alike}
+
+    seen = analyze_arrays(network(1), {"stranger": network(2)})
+    assert seen.models[0].total.relative_norm < 0.2
+    readiness, advice = judge(seen)
+    assert [each.code for each in readiness.findings] == ["unrelated"]
+    assert advice.left_out == ("stranger",)

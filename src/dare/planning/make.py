@@ -369,7 +369,9 @@ def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
     if fit.is_mismatched:
         return Fate.MISMATCHED, []
     if not fit.base.dtype.is_weight:
-        return Fate.COPIED, takes_part if recipe.on_integer_mismatch == "error" else []
+        # A single integer counts something, such as BatchNorm's steps; several may be weights.
+        is_strict = recipe.on_integer_mismatch == "error" and fit.base.elements > 1
+        return Fate.COPIED, takes_part if is_strict else []
     if not recipe.models:
         return Fate.PASSED, []
     return (Fate.MERGED, takes_part) if fit.fitting else (Fate.BASE_ONLY, [])

@@ -23,6 +23,7 @@ from dare.analysis.measure.measuring import (
     Subject,
     Worker,
     added_magnitudes,
+    find_norms,
     kind_of,
     list_steps,
     number_layers,
@@ -294,13 +295,16 @@ def find_subjects(
     subjects: list[Subject] = []
     left_out: list[LeftOut] = []
     named = list(models.items())
-    layers = number_layers(base.tensors)
+    layers, norms = number_layers(base.tensors), find_norms(base.tensors.values())
     for name, info in sorted(base.tensors.items()):
         fit = fit_tensor(info, named)
         left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
         if not info.dtype.is_weight:
             copies = [named[number] for number in fit.fitting]
-            differing = tuple(label for label, model in copies if _differs(name, base, model))
+            is_counter = info.elements == 1  # as BatchNorm has one: a merge takes the base's
+            differing = tuple(
+                label for label, model in copies if not is_counter and _differs(name, base, model)
+            )
             owners, form = differing or tuple(label for label, _ in copies), Form.of(info)
             if owners:
                 found = form if differing else None
@@ -308,7 +312,8 @@ def find_subjects(
             continue
         unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
-            subjects.append(Subject(info, kind_of(name), layers[name], fit.fitting, unchanged))
+            kind = Kind.NORM if name in norms else kind_of(name)
+            subjects.append(Subject(info, kind, layers[name], fit.fitting, unchanged))
     left_out += find_extras(base, named)
     if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""

@@ -134,6 +134,17 @@ def kind_of(name: str) -> Kind:
     return Kind.OTHER
 
 
+def find_norms(tensors: Iterable[TensorInfo]) -> set[str]:
+    """Return the tensors of modules that only normalise: their weight is a vector.
+
+    In models that have nothing else in common, these are alike, BatchNorm's variances above all.
+    """
+    found = {info.name: info for info in tensors if kind_of(info.name) is Kind.OTHER}
+    weights = (info for info in found.values() if info.name.endswith(".weight"))
+    modules = {info.name.removesuffix("weight") for info in weights if len(info.shape) == 1}
+    return {name for name in found if name[: name.rfind(".") + 1] in modules}
+
+
 def number_layers(tensors: Iterable[str]) -> dict[str, int]:
     """Return the number of the layer that each tensor stands in; -1 outside.
 
