@@ -259,7 +259,7 @@ def merge_arrays(
     """
     started = working_seconds()
     if isinstance(models, Mapping) or is_module(models):
-        raise RecipeError("models must be a list of dicts, also if there is one: [model]")
+        raise RecipeError("models must be a list of dicts, even for only one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names, originals = [f"model {n}" for n in range(len(models))], named_arrays(base, "base")

@@ -245,7 +245,7 @@ def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
     assert (outcome.status, outcome.err) == (1, "")
     lines = [line.strip() for line in outcome.out.splitlines()]
     assert lines[0] == "Not what was written  merged.safetensors"
-    assert lines[1] == "Severe  other weights"
+    assert lines[1] == "Severe  different weights"
     assert lines[2].startswith("merged.safetensors: ")
     assert "model.layers.0.mlp.weight: It has changed since it was written." in lines
 

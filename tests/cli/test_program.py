@@ -241,7 +241,7 @@ def test_the_python_example_merges(program, monkeypatch, capsys):
     assert verify("merged_model.safetensors").ok
     shown = capsys.readouterr()
     assert re.search(r"math_model +0\.5 +9\d\.", shown.out)
-    assert "merged_model.safetensors is written" in shown.out
+    assert "Wrote merged_model.safetensors" in shown.out
     assert shown.err.removeprefix(COMPILING) == ""
 
 

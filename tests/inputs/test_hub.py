@@ -404,7 +404,7 @@ def test_a_cache_that_cannot_take_it(
     ("fault", "message"),
     [
         ("missing", "nowhere.safetensors: no such file"),
-        ("slip", "here/modle: is not in here"),
+        ("slip", "here/modle: is not in ./here"),
         ("empty", "here/empty: has no safetensors file"),
         ("shard", "model-00002-of-00002.safetensors: no such file"),
         ("gguf", "here/model.gguf"),

@@ -536,7 +536,7 @@ def test_a_rule_whose_method_and_parameters_do_not_go_together_is_refused(rule, 
 
 def test_every_method_of_a_recipe_is_checked():
     rules = [TensorRule(match="mlp", method="slerp")]
-    with pytest.raises(RecipeError, match="slerp merges 2 models, and 3 are given"):
+    with pytest.raises(RecipeError, match="slerp merges 2 models, but 3 are given"):
         recipe(models=["a", "b", "c"], tensors=rules)
     with pytest.raises(RecipeError, match="'linear' is linear; method 'slerp' is slerp"):
         recipe(method="linear", tensors=rules, stages={"trim": {"scope": "model"}})

@@ -46,7 +46,7 @@ def test_shared_infinities_stay():
 
 
 def test_it_takes_one_model():
-    with pytest.raises(dare.RecipeError, match="arcee_fusion merges 1 model, and 2 are given"):
+    with pytest.raises(dare.RecipeError, match="arcee_fusion merges 1 model, but 2 are given"):
         combine("arcee_fusion", [1], [2])
 
 

@@ -134,7 +134,7 @@ def test_a_plan_takes_its_stages_along_to_another_process(folder):
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("def (", "SyntaxError"),
         (HALVE + "\n1 / 0", "ZeroDivisionError"),
-        (HALVE.replace("def shrink", "def dare"), "there is a stage 'dare' already"),
+        (HALVE.replace("def shrink", "def dare"), "there is already a stage 'dare'"),
     ],
 )
 def test_a_file_that_is_no_good_is_refused_and_leaves_nothing_behind(folder, text, message):

@@ -63,7 +63,7 @@ def test_a_refine_stage_stands_after_the_combine_stage(method):
 
 
 def test_a_refine_stage_stands_there_once():
-    with pytest.raises(dare.RecipeError, match="svc stands in it more than once"):
+    with pytest.raises(dare.RecipeError, match="svc appears in it more than once"):
         parse_method("linear+svc+svc")
 
 

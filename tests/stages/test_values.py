@@ -209,7 +209,7 @@ def test_stages_can_come_in_another_order(merged):
 
 
 def test_a_stage_stands_in_a_chain_once(merged):
-    with pytest.raises(RecipeError, match="dare stands in it more than once"):
+    with pytest.raises(RecipeError, match="dare appears in it more than once"):
         merged("dare+dare+sum", [1.0])
 
 

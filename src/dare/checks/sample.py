@@ -456,7 +456,7 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
         asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
-            "of them at random: the predicted error of its layers' outputs is above the bound of "
+            "of them at random: the predicted error of the layers' outputs is above the bound of "
             f"{LIMIT.output_error:.0%}"
         )
     names = dict.fromkeys(

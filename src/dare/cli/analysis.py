@@ -45,7 +45,7 @@ WRITES = Group("What to write", sort_key=1)
 Inputs = Annotated[
     Path, Parameter(help="The base and models; or a recipe with them, or an analysis.")
 ]
-Steps = Annotated[int | None, Parameter(help="Steps of fine-tuning; guidelines depend on it.")]
+Steps = Annotated[int | None, Parameter(help="Number of fine-tuning steps; guidelines use it.")]
 
 
 def _of_recipe(name: str) -> Parameter:
@@ -77,7 +77,7 @@ def analyze(
     steps: Steps = None,
     options: Options | None = None,
     output: Annotated[Path | None, output_flag("The analysis, as JSON.", group=WRITES)] = None,
-    html: Annotated[Path | None, Parameter(group=WRITES, help="A page, as of dare report.")] = None,
+    html: Annotated[Path | None, Parameter(group=WRITES, help="A page like dare report's.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,

@@ -299,7 +299,7 @@ def init(
     write_file(to, text.encode(), "recipe", overwrite=overwrite)
     place = shlex.quote(str(to))
     steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
-    print_steps(make_console(), f"{to} is written", steps)
+    print_steps(make_console(), f"Wrote {to}", steps)
     return DONE
 
 
@@ -333,7 +333,7 @@ def convert(file: Path, /, *, json: Json = False, debug: Debug = False) -> int:
 
 def demo(
     *,
-    output: Annotated[Path | None, output_flag("Keep picture and merged models here.")] = None,
+    output: Annotated[Path | None, output_flag("Keep the picture and merged models here.")] = None,
     quick: Switch = False,
     models: Path | None = None,
     json: Json = False,

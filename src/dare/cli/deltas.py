@@ -44,10 +44,10 @@ def compress(
 
     :param model: The fine-tuned model: a file or a directory.
     :param drop_rate: Share of changes to drop; none by default.
-    :param bits: Bits for each kept change; native: as stored. By default 2, or native with a rate.
+    :param bits: Bits for each kept change; native: as stored. Default: 2, or native if dropping.
     :param seed: Seed of the mask.
     :param embedding_drop_rate: Drop rate for embeddings and head.
-    :param drop_rates: Other rates for some tensors, as '*.mlp.*: 0.9'.
+    :param drop_rates: Other rates for some tensors, such as '*.mlp.*: 0.9'.
     :param lossless: Keep every bit of the model.
     :param on_missing: If the model lacks a tensor.
     :param on_extra: If only the model has a tensor.

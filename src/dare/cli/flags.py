@@ -73,7 +73,7 @@ Overwrite = Annotated[bool, switch(group=RUN, help="Replace an existing output."
 Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
 _CONFIG = Parameter(["--config", "--recipe", "-c"], group=FILES, help="A recipe, or an output.")
 Config = Annotated[Path | None, _CONFIG]
-_TRUST = "A Python file that registers a stage. It is run: trust it first."
+_TRUST = "A Python file that registers a stage. It is run, so trust it first."
 _STAGE = Parameter("--stage", metavar="FILE", negative="", group=METHOD, help=_TRUST)
 StageFiles = Annotated[list[Path] | None, _STAGE]
 

@@ -72,5 +72,5 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
         print_json({"folder": str(folder), "files": written})
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
-        print_steps(make_console(), f"{folder} is written", {"view": command})
+        print_steps(make_console(), f"Wrote {folder}", {"view": command})
     return DONE

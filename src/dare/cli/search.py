@@ -80,7 +80,7 @@ class Means:
     """Flags for how a search is run.
 
     :param study: The file of the study. By default RECIPE.study.db.
-    :param jobs: Candidates scored at a time.
+    :param jobs: How many candidates are scored at a time.
     :param work: Folder for candidates that a command scores.
     :param retry: Also try failed trials again.
     :param advice: Analyse the models first and start with the advice.
@@ -234,14 +234,14 @@ def best(
     else:
         _check_place(write, study, overwrite=overwrite)
         write_file(write, text.encode(), "recipe", overwrite=True)
-        make_console().print(f"{write} is written")
+        make_console().print(f"Wrote {write}")
     return DONE
 
 
 def _written(result: SearchResult, path: Path) -> str:
     if result.best is None:
         earlier = f"; {path} is from an earlier search" if path.exists() else ""
-        return f"No recipe is written: {result}{earlier}"
+        return f"No recipe was written: {result}{earlier}"
     try:
         write_file(path, result.to_toml().encode(), "recipe", overwrite=True)
     except OutputError as error:
@@ -249,7 +249,7 @@ def _written(result: SearchResult, path: Path) -> str:
     output = Path(str(result.best.output or usual_output(result.best.base)))
     place = f" --output {path.stem}{output.suffix}" if output.exists() else ""
     text = f"The best recipe is {path}; run it with `dare {path}{place}`"
-    other = f"\nThe simplest that may be as good: `dare search best {result.study} --simplest`"
+    other = f"\nThe simplest one that may be as good: `dare search best {result.study} --simplest`"
     return text + other * (result.simplest != result.best)
 
 

@@ -211,8 +211,8 @@ class LiveDelta:
                     wrong.add(target.name)
         if wrong:
             raise InputError(
-                f"{self.path}: {some_of(sorted(wrong))} did not become the model's: the file "
-                "is damaged, or others write to the model at the same time. The base was put back"
+                f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the file "
+                "is damaged, or something else writes to the model. The base's were put back"
             )
 
     def _check_is_unchanged(self, targets: Mapping[str, LiveTensor], written: _Written) -> None:

@@ -251,7 +251,7 @@ def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) 
     """Find the tensors of a plan in a model, each piece of memory once."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(
-            f"the model has no {some_of(lacking)}, and the base does; give one with its tensors"
+            f"the model has no {some_of(lacking)}, but the base does; give one with its tensors"
         )
     homes: dict[str, Home] = {}
     owners: dict[Any, TensorPlan] = {}

@@ -88,7 +88,7 @@ class DeltaReport(_Report):
                 "apply": f"dare apply BASE {output} -o MODEL",
                 "verify": f"dare verify {output}",
             },
-            done=f"{self.output} is written",
+            done=f"Wrote {self.output}",
         )
 
 
@@ -112,7 +112,7 @@ class Restoration(_Report):
             lead="bit for bit",
             facts=(("digest", self.digest),),
             steps={"verify": f"dare verify {shlex.quote(str(self.output))}"},
-            done=f"{self.output} is written",
+            done=f"Wrote {self.output}",
         )
 
 

@@ -20,7 +20,7 @@ from dare.inputs.directory import TOKENIZER_CONFIG, Sidecars, token_text
 from dare.inputs.gguf import FAMILIES
 from dare.inputs.sources import CONFIG
 
-CONVERTER = "write a directory, and use convert_hf_to_gguf.py of llama.cpp"
+CONVERTER = "write a directory, and use convert_hf_to_gguf.py from llama.cpp"
 MOST = 1 << 22  # of anything that is counted in a configuration, but positions
 NEVER_MERGED = -1e6  # a score
 SPACE = "▁"

@@ -135,7 +135,7 @@ def find_name(path: Path) -> Name | None:
         return None
     folder = name.repo.partition("/")[0]
     if name.revision is None and Path(folder).is_dir():
-        raise InputError(f"{name}: is not in {folder}; for the model on the hub, write {name}@main")
+        raise InputError(f"{name}: is not in ./{folder}; for a model on the hub, write {name}@main")
     return name
 
 

@@ -351,7 +351,7 @@ class LoraSource(SourceView):
         info = held.get(name if name in held else next(alike, ""))
         rows = next((ids for e, ids in self.adapter.tokens.items() if module.endswith(e)), ())
         if info is None or name in self._products or len(info.shape) != 2:
-            what = "tokens and a LoRA" if name in self._products else "rows, but is no embedding"
+            what = "tokens and a LoRA" if name in self._products else "rows but is not an embedding"
             raise InputError(f"{self.path}: {name} has trained {what}; {MERGE_WITH_PEFT}")
         admit(trained, (), str(self.path), as_weight=True)
         height, width = info.shape

@@ -120,7 +120,7 @@ class _Report(Shown):
             lead=f"{size} in {self.seconds:.1f} s",
             facts=tuple(self.facts),
             notices=self.notes,
-            done=f"{self.output} is written",
+            done=f"Wrote {self.output}",
         )
 
     @property

@@ -30,7 +30,7 @@ class Expert(Strict, init=False):
     prompts: Prompts = Field((), description="Prompts of the kind that it should answer.")
     negative_prompts: Prompts = Field((), description="Prompts that other experts should answer.")
     residual_scale: float = Field(1.0, description="Factor on what it adds to the stream.")
-    noise_scale: float = Field(0.0, ge=0, description="Deviation of noise added to its weights.")
+    noise_scale: float = Field(0.0, ge=0, description="Standard deviation of noise on its weights.")
 
 
 def _read_experts(value: object) -> object:

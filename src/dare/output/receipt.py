@@ -184,7 +184,7 @@ class Report(Shown):
             sections=sections if self.models else (),
             notices=self.warnings,
             steps={} if self.output is None else steps,
-            done=f"{self.output} is written ({show_size(self.bytes_written)})"
+            done=f"Wrote {self.output} ({show_size(self.bytes_written)})"
             if self.output is not None
             else "",
             models=tuple(model.name for model in self.models),

@@ -231,7 +231,7 @@ def model_card(plan: Plan, report: Report) -> bytes:
 
 ```bash
 dare {word} --output again   # the same bytes, from the same inputs
-dare verify {word}           # these bytes, to the bit
+dare verify {word}           # checks every byte
 ```
 
 Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json says):

@@ -81,7 +81,7 @@ class SliceReport(Shown):
             return self.report.document()
         waits = f"not done yet: {_first_of(self.unfinished)}; the last one publishes the output"
         return Document(
-            title=f"Slice {self.slice} is done in {self.seconds:.1f} s",
+            title=f"Slice {self.slice} was done in {self.seconds:.1f} s",
             kind="slice",
             tone=Tone.GOOD,
             lead=f"{times(self.chunks, 'piece')}, "

@@ -412,7 +412,7 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[s
                 f"({some_of(sorted(base.tensors))}); use a model of this base, or leave it out"
             )
         elif number not in used:
-            displaced.append(f"{idle}wherever it fits the base, another does not; leave that out")
+            displaced.append(f"{idle}where it fits the base, another does not; leave that one out")
     return strangers, displaced
 
 

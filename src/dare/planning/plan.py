@@ -332,8 +332,8 @@ def check_memory(given: int | None, needed: int, reason: str = "") -> None:
         if free is not None and needed > free:
             raise RecipeError(
                 f"memory: one thread needs {show_size(needed)}{reason and f' ({reason})'}, and "
-                f"this machine has {show_size(free)} free; end other programs, use a machine with "
-                "more, or a method that works on single elements, such as dare+linear; "
+                f"this machine has {show_size(free)} free; close other programs, use a machine "
+                "with more, or a method that works on single elements, such as dare+linear; "
                 f"max_memory = {needed} tries it anyway"
             )
 

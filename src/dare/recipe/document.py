@@ -280,7 +280,7 @@ def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
     files = moved.get("models", [entry.file for entry in recipe.models])
     files = [files] if isinstance(files, str | PathLike) else files
     if len(files) != len(recipe.models):
-        given = f"{times(len(files), 'model')} given, and {len(recipe.models)} were merged"
+        given = f"{times(len(files), 'model')} given, but {len(recipe.models)} were merged"
         raise RecipeError(f"{shown}: {given}; give all of them, in that order")
     return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
 

@@ -433,7 +433,7 @@ class TensorRule(Strict, init=False):
 
     match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
     contains: Words = Field(
-        None, description="A text in the name, or a list of them; with match, both must hold."
+        None, description="A part of the name, or a list of them; with match, both must hold."
     )
     model: Words = Field(
         None, description="The model or models that it is for, by name or file; default: all."

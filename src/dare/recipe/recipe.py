@@ -269,7 +269,7 @@ class Recipe(Strict, init=False):
     def _wrong_count(self, combine: Stage) -> str:
         """Say how many models a combine stage takes, how many there are, and the remedy."""
         found = times(len(self.models), "is", "are")
-        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, and {found} given"
+        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
         if combine.interpolates is None:
             return said
         if len(self.models) == 1:

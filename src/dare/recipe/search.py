@@ -135,7 +135,7 @@ class Search(Strict, init=False):
     guards: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (), description="Conditions on scores, such as english:max:1.25 or *:keep:0.95."
     )
-    race: bool = Field(False, description="Stop bad candidates early, on a part of the items.")
+    race: bool = Field(False, description="Stop bad candidates early, after part of the items.")
     time_limit: float | None = Field(None, gt=0, description="Seconds that one scoring may take.")
 
 

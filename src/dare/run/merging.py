@@ -152,7 +152,7 @@ def check_digests(plan: Plan, digests: Digests) -> None:
             )
     if recipe.output_digest not in (None, digests.output):
         raise VerificationError(
-            f"{recipe.output}: the merge gives other weights than its manifest says (digest "
+            f"{recipe.output}: the weights are not those that its manifest names (digest "
             f"{digests.output}, not {recipe.output_digest}); the manifest was edited, or "
             "written by another version. Nothing was written"
         )

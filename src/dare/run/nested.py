@@ -251,7 +251,7 @@ def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
     except MismatchError as error:
         raise RecipeError(
             "[[layers]]: embedding and head have different tokens; take the first and the last "
-            f"range from models that have the same: {error}"
+            f"range from models with the same tokens: {error}"
         ) from None
 
 

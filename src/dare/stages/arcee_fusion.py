@@ -118,12 +118,12 @@ def _survey_bytes(shape: tuple[int, ...], _models: int) -> int:
 def arcee_fusion(deltas: Deltas) -> Floats:
     """Adopt the most important changes of one model, and leave the rest as in the base.
 
-    δ̂ is kept where its importance |δ̂|·KL(p‖q) is at least the tensor's median + 1.5·(Q₃ - Q₁) of
-    it. p and q are the softmax of the model's and the base's row, with 10⁻⁸ added to each element;
-    a row is the last dimension. The quartiles are exact: of n numbers in order those at
+    δ̂ is kept where its importance |δ̂|·KL(p‖q) is at least median + 1.5·(Q₃ - Q₁) of the tensor's
+    importances. p and q are the softmax of the model's and the base's row, with 10⁻⁸ added to each
+    element; a row is the last dimension. The quartiles are exact: of n numbers in order, those at
     ⌊k·(n - 1)/4⌋. A row with NaN is kept whole. mergekit's `arcee_fusion` takes a sample where n
-    is above a million, and finds KL in the type of the merge, whose roundings in float32 are about
-    as large as KL itself is between fine-tunes.
+    is above a million, and computes KL in the type of the merge, whose rounding error in float32 is
+    about as large as KL itself between fine-tunes.
     """
     found: Fusion = deltas.summary
     importance = _importance(found.columns, found.divergences, deltas)

@@ -64,7 +64,7 @@ class Block:
     def key(self) -> tuple[np.uint32, np.uint32]:
         """The two words that the masks of the stage being applied are keyed with."""
         if self.draw is None:
-            raise TypeError("a stage draws, and is not registered with is_random")
+            raise TypeError("a stage draws at random, but is not registered with is_random")
         key0, key1 = _key(self.seed, self.tensor, self.draw)
         return np.uint32(key0), np.uint32(key1)
 

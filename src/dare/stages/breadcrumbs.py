@@ -73,7 +73,7 @@ def breadcrumbs(
     Of n elements the t = min(⌊γ·n⌋, n - k) largest are dropped, the next k = max(1, ⌊β·n⌋) are
     kept as they are, and the n - k - t smallest are dropped. n counts the elements of the tensor,
     or with `per = "row"` of the row, that no earlier stage has dropped. Of elements with equal
-    magnitude those with the lowest index count as larger. `rescale = "l1"` scales what is kept to
+    magnitude, those with the lowest index count as larger. `rescale = "l1"` scales what is kept to
     the L1 norm of the whole delta, as mergekit can.
     """
     if keep_middle < 1:

@@ -24,7 +24,7 @@ def _check_group(m: int) -> int:
 Kept = Annotated[int, meaning("How many of every m neighbours a model may take.", ge=1)]
 Group = Annotated[
     int,
-    meaning("Neighbours that make a group; a power of two.", ge=1),
+    meaning("How many neighbours make a group; a power of two.", ge=1),
     AfterValidator(_check_group),
 ]
 Rescaling = Annotated[bool, meaning("Multiply what is kept by m/n.")]
@@ -37,9 +37,9 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
     Σ wᵢ·mᵢ·δᵢ, where mᵢ has the n largest magnitudes of each group among the places that are free;
     once none is free, among all. The models come in the recipe's order, so put the most important
     one first. As long as n times their number is at most m, no two change the same element.
-    Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equals the
-    first is taken. Each weight is 1 unless given. The authors' code drops elements that do not fill
-    a whole group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s
+    Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equal ones
+    the first is taken. Each weight is 1 unless given. The authors' code drops what does not fill a
+    whole group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s
     elements of a group, of which k are kept, by s/k.
     """
     free = np.ones(deltas.size, np.bool_)

@@ -26,7 +26,7 @@ def consensus(deltas: Deltas, *, selectivity: Selectivity = 0.4, agree: Agree = 
 
     s = Σ wⱼ·δ̂ⱼ; model i needs an element where |δ̂ᵢ| ≥ λ·|s - δ̂ᵢ|, its TALL mask. The result is
     s where k or more models do (all of them, if there are fewer than k), else 0. A model of weight
-    0 does not count. The paper tries λ from 0.2 to 0.6; k = 1 drops only what none needs. The
+    0 does not count. The paper tries λ from 0.2 to 0.6; k = 1 drops only what no model needs. The
     authors' code keeps nothing if there are fewer than k models.
     """
     total = deltas.sum(deltas.weights)

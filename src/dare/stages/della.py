@@ -73,7 +73,7 @@ def della(
 
     δ̂ᵢ = mᵢ·δᵢ / kᵢ, mᵢ = 1 with probability kᵢ = 1 - p + ε·(rᵢ/(n - 1) - ½), else 0, where rᵢ is
     the rank of |δᵢ| among the n elements of its row, 0 for the smallest. So E[δ̂] = δ, and p is the
-    mean drop rate. A row is the last dimension; of equals the first is ranked higher. What earlier
+    mean drop rate. A row is the last dimension; of equal ones the first ranks higher. What earlier
     stages have dropped has no rank, and the ranks of the others are spread over the row.
 
     The randomness is that of `dare`: with ε = 0 this is `dare`. `rescale = false` leaves what is

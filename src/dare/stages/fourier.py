@@ -34,8 +34,8 @@ def fourier(matrix: Floats, *, radius: Radius = 0.1) -> Floats:
     heads, unless `embeddings = "matrices"`. Computed in float32, to 1e-5 of the norm.
 
     The radius is ours. The authors' code keeps what lies within 0.7 times the shorter side of the
-    highest frequency (for vision models): of a square matrix that is about radius 0.02, and of one
-    four times as long as wide it drops two thirds.
+    highest frequency (for vision models): for a square matrix that is about radius 0.02, and from
+    one four times as long as wide it drops two thirds.
     """
     is_tall = len(matrix) > matrix.shape[1]
     tall = matrix if is_tall else matrix.T

@@ -25,7 +25,7 @@ Variant = Annotated[
 ]
 CommonShare = Annotated[
     float,
-    meaning("Share of the rank that is common to all models; they share the rest.", ge=0, le=1),
+    meaning("Share of the rank that is common; the models divide the rest among them.", ge=0, le=1),
 ]
 
 
@@ -54,7 +54,7 @@ def iso(
     Directions below 1e-6 of the largest singular value are absent, and do not count in the mean.
     Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
     `embeddings = "matrices"`.
-    The authors' code averages tensors of more than two dimensions too, which are matrices here, and
+    The authors' code also averages tensors of more than two dimensions, here read as matrices, and
     counts directions that are only rounding error, so that a sum of LoRAs gets all directions.
     In our trials "c" beat the plain average on 40 of 125 sets and lost on 40, "cts" won 32 and lost
     48; tuned, both stayed below `tsv`.

@@ -72,7 +72,7 @@ def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     The Karcher mean m minimises Σ wᵢ·∠(m, aᵢ)², where the weights are divided by their sum. The
     result is m, of length Σ wᵢ·‖aᵢ‖. The aᵢ are the whole tensors after the delta stages
     (`on = "weights"`) or their deltas (`on = "deltas"`). A tensor of zeros has no direction and
-    counts for the length alone. Σ wᵢ·aᵢ, straight, where the directions cancel
-    (‖Σ wᵢ·aᵢ/‖aᵢ‖‖ < 10⁻⁵) or one is opposite to the mean (its cosine is below -0.9995).
+    counts for the length alone. It is Σ wᵢ·aᵢ, the straight mean, where the
+    directions cancel (‖Σ wᵢ·aᵢ/‖aᵢ‖‖ < 10⁻⁵) or one is opposite to m (a cosine below -0.9995).
     """
     return sum_in(deltas, deltas.summary, on)

@@ -31,7 +31,7 @@ def knots(
     """Vote on signs among the models' parts, in directions that all share (KnOTS with TIES).
 
     [δ₁ … δₙ] = U·S·[V₁ … Vₙ], one decomposition for all models side by side. Each Vᵢ is trimmed to
-    the `keep_ratio` of its elements that are largest, the rest as in `ties`: the sign of Σ wᵢ·Vᵢ
+    its largest elements, the share `keep_ratio`. The rest is as in `ties`: the sign of Σ wᵢ·Vᵢ
     wins for each element, and the weighted mean V of those that agree is taken. The result is
     U·S·V. Made for LoRA adapters, whose changes have few directions; averaging instead of voting
     would be the same as `linear`, so it is not offered. Vectors and scalars are averaged:

@@ -41,7 +41,7 @@ def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
     if normalize and _cancel(deltas):
         raise RecipeError(
             f"{deltas.blocks[0].tensor}: weights {', '.join(map(str, deltas.weights))} add up to "
-            "0, and linear would divide by that; give others, or set normalize = false"
+            "0, and linear would divide by that; give other weights, or set normalize = false"
         )
     return _add_up(deltas, normalize, on)
 

@@ -22,7 +22,7 @@ def survey_direction(view: JointView, *, on: Space, normalize: bool) -> list[flo
     if normalize and abs(whole) < NO_SUM:
         raise RecipeError(
             f"weights {', '.join(map(str, weights))}: add up to 0, and multislerp would divide by "
-            "that; give others, or set normalize = false"
+            "that; give other weights, or set normalize = false"
         )
     if len(weights) == 1:
         return [1.0]
@@ -43,8 +43,8 @@ def multislerp(
     The result has the direction of m = Σ wᵢ·aᵢ/‖aᵢ‖ and the length Σ wᵢ·‖aᵢ‖, where the weights
     are divided by their sum unless `normalize = false`. The aᵢ are the whole tensors after the
     delta stages (`on = "weights"`) or their deltas (`on = "deltas"`); a single model is taken as it
-    is. Σ wᵢ·aᵢ, straight, where the directions cancel (‖m‖ < 10⁻⁵). It is mergekit's `multislerp`,
-    which takes a step from m in its tangent space: but seen from their mean, the directions cancel,
-    and the step is 0. `karcher` goes on to the mean on the sphere.
+    is. Where the directions cancel (‖m‖ < 10⁻⁵), the result is Σ wᵢ·aᵢ. mergekit's `multislerp` is
+    the same: it takes a step from m in its tangent space, but seen from their mean the directions
+    cancel, and the step is 0. `karcher` goes on to the mean on the sphere.
     """
     return sum_in(deltas, deltas.summary, on)

@@ -22,10 +22,10 @@ from dare.stages.registry import Settings, delta_stage, meaning
 
 Kept = Annotated[int, meaning("How many of every m neighbours to keep.", ge=1)]
 Group = Annotated[
-    int, meaning("Neighbours in the last dimension that make a group.", ge=1, le=4096)
+    int, meaning("How many neighbours in the last dimension make a group.", ge=1, le=4096)
 ]
 Choice = Annotated[
-    Literal["magnitude", "random"], meaning("Which n: the largest, or any, at random.")
+    Literal["magnitude", "random"], meaning("Which n to keep: the largest, or random ones.")
 ]
 Turn = Annotated[
     int, meaning("0 takes the first n in a group's order, 1 the next n, and so on.", ge=0)
@@ -69,16 +69,16 @@ def nm(
 ) -> None:
     """Keep n of every m neighbours in the last dimension (2:4, 4:8, …), multiplied by m/n.
 
-    A row whose length is no multiple of m ends in a group of r < m, of which ⌈n·r/m⌉ are kept and
-    multiplied by r/⌈n·r/m⌉. By magnitude, the first of equal elements is kept. A group of which
+    A row whose length is not a multiple of m ends in a group of r < m, of which ⌈n·r/m⌉ are kept
+    and multiplied by r/⌈n·r/m⌉. By magnitude, the first of equal elements is kept. A group of which
     earlier stages have left s elements counts as a group of s: ⌈n·s/m⌉ are kept, multiplied by
-    s/⌈n·s/m⌉. At random, every element has the chance n/m, so that E[δ̂] = δ; the n with the lowest
-    numbers of the mask are kept.
+    s/⌈n·s/m⌉. At random, every element is kept with probability n/m, so that E[δ̂] = δ: the n with
+    the lowest numbers of the mask.
 
     `turn` makes models take different places: at random and with one seed for all models, those
-    with the turns 0, 1, 2, … keep different elements of each group. By magnitude, a model's turn 1
-    are its own next best n, whatever other models keep, which a stage of one delta cannot see; the
-    combine stage `cabs` does.
+    with the turns 0, 1, 2, … keep different elements of each group. By magnitude, turn 1 keeps
+    a model's own next best n, whatever other models keep: a delta stage sees only one model. The
+    combine stage `cabs` sees them all.
     """
     if n == m:
         return

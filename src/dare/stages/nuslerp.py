@@ -42,8 +42,8 @@ def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> F
     """Interpolate along the arc between two models' deltas, at the second's share of the weights.
 
     Like `slerp`, at t = w₂/(w₁ + w₂). With `each = "row"` every row of a matrix has its own angle,
-    with `each = "column"` every column; of a tensor with more than two dimensions a row is all
-    that has one first index, and a vector is taken as a whole. `on = "weights"` interpolates the
+    with `each = "column"` every column; in a tensor with more than two dimensions a row is all
+    that shares a first index, and a vector is taken as a whole. `on = "weights"` interpolates the
     models' tensors instead of their deltas, and is the default where one of them is the base.
     Interpolates in a straight line where the two are (anti)parallel (|cos Ω| > 0.9995) or zero;
     halfway where w₁ + w₂ = 0.

@@ -139,13 +139,13 @@ def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: AR
 
     βᵢ = exp(n·(δ̂ᵢ/max|δ̂ᵢ|)²)·tanh(δ̂ᵢ·Σⱼ δ̂ⱼ): an element scores high if it is large within its
     tensor and has the sign of the sum (PCB-Merging). Of each model the k = max(1, ⌊score_ratio ·
-    size⌋) highest scores of a tensor are kept, if they are above 0, and spread from 0, the highest
-    that is not kept (cᵢ), to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and
+    size⌋) highest scores of a tensor are kept, if they are above 0, and spread from 0 (for cᵢ, the
+    highest not kept) to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and
     0 where no model scores. Where more than k share the highest score, they all have sᵢ = 1.
 
-    The authors' code has one competition over the whole model, draws in the 0.01 % largest
+    The authors' code has one competition over the whole model, clips the 0.01 % largest
     magnitudes (1 % in their vision code), and spreads from the k-th score, which then counts for
-    nothing. Here it is for each tensor, and what goes against the sum scores 0.
+    nothing. Here each tensor has its own, and what goes against the sum scores 0.
     """
     competitions: list[Competition] = deltas.summary
     above = np.zeros(deltas.size, np.float32)

@@ -340,9 +340,9 @@ def refine_stage(**declared: Any) -> Callable[[Function], Function]:
 def _register(kind: Kind, declared: Mapping[str, Any], function: Function) -> Function:
     name = function.__name__
     if name in STAGES:
-        raise RecipeError(f"there is a stage {name!r} already; give the new one another name")
+        raise RecipeError(f"there is already a stage {name!r}; give the new one another name")
     if (declared.get("sees", "element") == "element") != (declared.get("survey") is None):
-        raise TypeError(f'{name}: a survey is what a stage with sees = "tensor" has, and no other')
+        raise TypeError(f'{name}: a stage with sees = "tensor" has a survey, and no other does')
     hints = get_type_hints(function, include_extras=True)
     parameters = {
         parameter.name: Parameter(parameter.name, parameter.default, hints[parameter.name])
@@ -400,7 +400,7 @@ def parse_method(method: str) -> tuple[Stage, ...]:
             raise RecipeError(f"method {method!r}: {error}") from None
     for stage in stages:
         if stages.count(stage) > 1:
-            raise RecipeError(f"method {method!r}: {stage.name} stands in it more than once")
+            raise RecipeError(f"method {method!r}: {stage.name} appears in it more than once")
     kinds = [stage.kind for stage in stages]
     if kinds.count("combine") != 1 or kinds != sorted(kinds, key=list(KINDS).index):
         named = {kind: ", ".join(stage.name for stage in of_kind(kind)) for kind in KINDS}

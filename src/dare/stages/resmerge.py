@@ -45,17 +45,17 @@ def resmerge(
     s = ((p + 1)/2 + (c + 1)/2)/2 and p the mean cosine of two of the Rᵢ; A is the mean of the Rᵢ
     where c ≤ 1/√n, that is, p ≤ 0. The result is A + head_ratio·a·‖A‖·H/‖H‖, where H = Σ Hᵢ and
     a is the mean of the cosines of two of the Hᵢ, negative ones counting as 0.
-    Made for language models that were trained by reinforcement. A single model does not stay as it
+    Made for models trained by reinforcement learning. A single model does not stay as it
     is: of its leading direction, a part as large as head_ratio of the rest remains. Changes of rank
-    one are lost. The authors' code has s = 0 in matrices that belong neither to attention nor to a
-    perceptron; here all matrices are treated alike. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n;
+    one are lost. The authors' code has s = 0 in matrices that belong neither to attention nor to an
+    MLP; here all matrices are treated alike. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n;
     so are embeddings and heads, unless `embeddings = "matrices"`. In our trials, none of them with
-    reinforcement, it beat the plain average on 22 of 125 sets and lost on 48; tuned, it stayed
+    such models, it beat the plain average on 22 of 125 sets and lost on 48; tuned, it stayed
     below the tuned average. The leading direction comes from an iteration that ends when it is
     known to 1e-5 of its singular value; the result is then within 1e-4 of its norm, unless the
     first two singular values are equal, when either direction may be taken, or p is 0, where A
-    jumps. No matrix is decomposed: half of `tsv`'s time for random numbers, and less where a
-    direction stands out.
+    jumps. No matrix is decomposed: it takes half of `tsv`'s time on random numbers, and less
+    where a direction stands out.
     """
     multiply_by_weights(deltas, weights)
     rests = np.stack(deltas)

@@ -84,11 +84,11 @@ def _select(deltas: Deltas, cut: Cut | None) -> None:
 def sce(deltas: Deltas, *, select_ratio: SelectRatio = 1.0) -> Floats:  # noqa: ARG001
     """Keep elements in which models differ most, and average the models that agree with the sum.
 
-    Of the elements of a tensor whose variance over the models is not 0, the share `select_ratio`
-    with the largest is kept, of equals the first; with 1, all elements. A model's weight wᵢ is its
-    share of what is kept, Σ δ̂ᵢ²; all are equal where the mean squares add up to less than 10⁻⁶, as
-    they do in most language models. The result is Σ wᵢ·δ̂ᵢ / max(Σ wᵢ, 10⁻⁶) over the models
-    whose sign is that of Σ δ̂ᵢ, where 0 counts as plus. It is mergekit's `sce`.
+    Of the elements of a tensor whose variance over the models is not 0, the share `select_ratio` of
+    largest variance is kept, of equal ones the first; with 1, all elements. A model's weight wᵢ is
+    its share of what is kept, Σ δ̂ᵢ²; all are equal where the mean squares add up to less than 10⁻⁶,
+    as they do in most language models. The result is Σ wᵢ·δ̂ᵢ / max(Σ wᵢ, 10⁻⁶) over the models
+    whose sign is that of Σ δ̂ᵢ, where 0 counts as positive. It is mergekit's `sce`.
     """
     found: Selection = deltas.summary
     _select(deltas, found.cut)

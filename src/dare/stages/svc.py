@@ -14,7 +14,7 @@ from dare.stages.registry import always, meaning
 
 Alpha = Annotated[
     float | None,
-    meaning("The least overlap that a model counts with; default: 1/n.", gt=0, le=1),
+    meaning("Lower bound on each model's overlap; default: 1/n.", gt=0, le=1),
 ]
 
 
@@ -38,7 +38,7 @@ def svc(
     model of weight 1 stays as it is.
     A factor on all weights changes little: it is in σⱼ and in sⱼᵢ. Use `scale`.
     The authors set `alpha` to 1/n, and to 1 after `tsv`, where directions then only shrink. They
-    leave tensors of more than two dimensions as they are, which are matrices here.
+    leave tensors of more than two dimensions as they are; here these are read as matrices.
     Vectors and scalars stay as combined; so do embeddings and heads, unless
     `embeddings = "matrices"`.
     In our trials `linear+svc` beat the plain average on 38 of 125 sets and lost on 42; both tuned,

@@ -42,9 +42,9 @@ def swudi(
     The result is of the size of a sum; for multimodal language models they used it with `scale` 0.1
     to 0.2. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
     `embeddings = "matrices"`. In our trials it beat the plain average on 39 of 125 sets and lost on
-    47; tuned, it was level with `tsv`. Give it a scale: 0.5 was best. One decomposition for each
-    matrix, of its columns; no steps and no random numbers. To 1e-4 of the norm, unless the last
-    eigenvalue that counts has an equal that does not.
+    47; tuned, it was level with `tsv`. Give it a scale: 0.5 was best. It takes one decomposition
+    for each matrix, of its columns; no steps and no random numbers. Accurate to 1e-4 of the norm,
+    unless the last eigenvalue that counts is equal to one that does not.
     """
 
     def shares(values: Doubles, columns: int) -> Doubles:
@@ -58,15 +58,15 @@ def swudi(
 def aswudi(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     """Remove interference from the sum, in as many directions as each matrix has (ASWUDI).
 
-    As `swudi`, with f = 1 for the first ⌈(Σ √λ)² / Σ λ⌉ eigenvalues and 0 for the others: a number
-    that is large where the models' changes spread evenly over directions, and small where a few
-    hold them. There is nothing to tune but `scale`.
+    Like `swudi`, with f = 1 for the first ⌈(Σ √λ)² / Σ λ⌉ eigenvalues and 0 for the others: a
+    number that is large where the models' changes spread evenly over directions, and small where a
+    few hold them. There is nothing to tune but `scale`.
     Directions that no model has do not count; the authors' code counts each with λ = 1e-8, and may
     take some more where models have few. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are
     embeddings and heads, unless `embeddings = "matrices"`.
     In our trials it beat the plain average on 45 of 125 sets and lost on 47; tuned, it was level
     with `tsv`. Give it a scale: 0.5 was best.
-    To 1e-4 of the norm, unless the last eigenvalue that counts has an equal that does not.
+    Accurate to 1e-4 of the norm, unless the last eigenvalue that counts equals one that does not.
     """
 
     def shares(values: Doubles, _columns: int) -> Doubles:

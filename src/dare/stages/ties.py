@@ -57,7 +57,7 @@ def ties(
 
     `weighted = false` counts votes by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
     `vote = "count"` by the weights of the models on either side, or with `weighted = false` by
-    their number. PEFT's are `weighted = false`, `divide_by = "count"` and either vote.
+    their number. PEFT has `weighted = false`, `divide_by = "count"` and either vote.
     """
     weights = deltas.weights
     sizes, ones = [abs(w) for w in weights], [1.0] * len(weights)

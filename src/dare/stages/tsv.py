@@ -28,7 +28,7 @@ def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     orthogonal matrix: that of the Procrustes problem. Singular values below 1e-6 of a matrix's
     largest are left out with their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are
     embeddings and heads, unless `embeddings = "matrices"`.
-    The authors' code averages tensors of more than two dimensions too, which are matrices here, and
+    The authors' code also averages tensors of more than two dimensions, here read as matrices, and
     gives no direction to a model where n > r.
     Accurate to 1e-4 of the norm, unless the models' directions are nearly parallel: for deltas that
     differ by a thousandth, only to a tenth.

@@ -32,7 +32,7 @@ def wudi(
 ) -> Floats:
     """Search for the delta that disturbs each model least where it has learned (WUDI-Merging).
 
-    `steps` steps of Adam from τ = Σ τᵢ, with τᵢ = wᵢ·δᵢ, towards the least of
+    `steps` steps of Adam from τ = Σ τᵢ, with τᵢ = wᵢ·δᵢ, towards the minimum of
     Σ ‖(τ - τᵢ)·τᵢᵀ‖² / ‖τᵢ‖². An element moves by about `rate` in a step, so that `steps · rate` is
     how far it can get; change `rate` with the size of the deltas.
     The start and the slope there are exact; no random numbers are involved.
@@ -40,8 +40,8 @@ def wudi(
     `embeddings = "matrices"`.
     A step multiplies rows·columns² pairs for each matrix, however many models there are, and no
     step can be left out: it takes at least `steps`·2·rows·columns² operations. For 0.3 billion
-    parameters (hidden size 1024, 2784 between, 21 layers) these are 2·10¹⁴, or an hour of processor
-    time at 60 billion a second; on 16 cores 4 minutes. `swudi` has no steps.
+    parameters (hidden size 1024, MLP size 2784, 21 layers) that is 2·10¹⁴, or an hour of processor
+    time at 60 billion a second; on 16 cores, 4 minutes. `swudi` has no steps.
     """
     multiply_by_weights(deltas, weights)
     shares = [1 / squared if (squared := squared_norm(m)) else 0.0 for m in deltas]

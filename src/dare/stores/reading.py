@@ -485,7 +485,7 @@ def _reason(text: str, answer: str) -> str:
         "kind: Timeout|TimedOut": f"it sent nothing for {PATIENCE_SECONDS:g} s",
         "kind: Connect": "no connection",
         "UnexpectedEof|kind: Interrupted": "it stopped inside a file",
-        "UnexpectedRange": "it sent another range than requested",
+        "UnexpectedRange": "it did not send the range requested",
         "Credential": "no credentials were found",
         "": "no usable answer came",
     }

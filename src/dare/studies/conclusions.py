@@ -404,9 +404,9 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
     given = any(scored.items for entry in contest.entries for scored in entry.scored)
     if not table.items:
         reason = "The evaluator gave no per-item results"
-        reason = "The objective is not a mean of items that all have" if given else reason
+        reason = "The objective is not a mean of items that every setting has" if given else reason
         limit = "the top score may be luck"
-        limit = "the intervals cover only the chance of the seeds" if has_seeds else limit
+        limit = "the intervals cover only chance in the seeds" if has_seeds else limit
         yield notice("no_items", reason=reason, consequence=limit)
     elif table.without_items:
         yield notice("scores_without_items", names=", ".join(table.without_items))
@@ -481,7 +481,7 @@ def doubts(
         notice(
             "larger_is_better",
             name=name,
-            reason="a guard sets its maximum" if name in bounded else "its name is of an error",
+            reason="a guard sets its maximum" if name in bounded else "its name suggests an error",
         )
         for name, sign in objective.directions(names).items()
         if sign > 0 and (name in bounded or sounds_like_an_error(name))

@@ -523,7 +523,7 @@ def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
     which = "The baseline to take" if chosen.baseline else "The best"
     wanted = [(which, "best-recipe", chosen)]
     if simplest is not None and simplest != chosen:
-        wanted.append(("The simplest that may be as good", "simplest-recipe", simplest))
+        wanted.append(("The simplest one that may be as good", "simplest-recipe", simplest))
     found: dict[str, Code] = {}  # two that are the same are shown once
     for title, name, ranked in wanted:
         with suppress(RecipeError):

@@ -110,8 +110,8 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     return {
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
         "multiples": some_of([f"{name} is {r:.3g} times {first}" for name, r in others.items()], 3),
-        "direction": "opposite directions" if is_opposite else "one direction",
-        "effect": "they cancel each other" if is_opposite else "it counts more than once",
+        "direction": "opposite directions" if is_opposite else "the same direction",
+        "effect": "they cancel each other out" if is_opposite else "it counts more than once",
     }
 
 

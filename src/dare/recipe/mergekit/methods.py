@@ -286,7 +286,7 @@ def _set_t(draft: Draft, stage: str) -> None:
 def _convert_slerp(draft: Draft) -> None:
     draft.require_base()
     others = draft.part.others()
-    text = f"slerp goes from the base to one other model, and {times(len(others), 'is', 'are')}"
+    text = f"slerp goes from the base to one other model, but {times(len(others), 'is', 'are')}"
     draft.require(len(others) == 1, f"{text} given")
     draft.merge("slerp", sorted(draft.part.inputs, key=lambda given: given.model != draft.base))
     _set_t(draft, "slerp")

@@ -183,7 +183,7 @@ def as_items(node: Node, what: str) -> tuple[Node, ...]:
 
 def as_text(node: Node, what: str) -> str:
     """Return the value of a node that is text; refuse anything else."""
-    node.require(isinstance(node.value, str), f"{what}: must be text, and is {node.plain!r}")
+    node.require(isinstance(node.value, str), f"{what}: must be text, not {node.plain!r}")
     return str(node.value)
 
 
@@ -311,7 +311,7 @@ def _one_number(name: str, node: Node, value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    node.require(math.isfinite(number), f"{name}: must be a number, and is {value!r}")
+    node.require(math.isfinite(number), f"{name}: must be a number, not {value!r}")
     return number
 
 
@@ -336,7 +336,7 @@ def flag_for_all(name: str, scopes: Sequence[Scope], *, default: bool) -> bool:
     """Return a switch of the whole merge."""
     for case in _for_all(name, scopes):
         value = {"true": True, "false": False}.get(str(case.value).lower(), case.value)
-        fault = f"{name}: must be true or false, and is {value!r}"
+        fault = f"{name}: must be true or false, not {value!r}"
         case.node.require(value in (True, False), fault)
         return bool(value)
     return default

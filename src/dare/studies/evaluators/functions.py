@@ -59,7 +59,7 @@ def find(
             raise RecipeError(f"{place}: has no function {name!r}{hint}") from None
         return read_signature(function, evaluator, vars(module).get("load_model"))
     if time_limit is not None:
-        raise RecipeError('a time limit needs a function by name, as "module:function"')
+        raise RecipeError('a time limit needs a function by name, as in "module:function"')
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
     return read_signature(evaluator, shown, getattr(module, "load_model", None))

@@ -121,7 +121,7 @@ function pairs(analysis) {
   return card("How the models compare", wideTable("Pairs", columns, rows), paragraph("hint",
     "Near a cosine of 0 the changes are independent. Above 0 the models share part of their ",
     "change; below 0 they work against each other. By chance, half of the elements that both ",
-    `change go in opposite directions. In a sum, ${lost} of all change cancels; by chance about `,
+    `change go in opposite directions. In a sum, ${lost} of all change cancels out; by chance about `,
     `${share(figures.chanceCancelled(analysis.models))}.`));
 }
 

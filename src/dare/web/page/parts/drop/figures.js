@@ -32,7 +32,7 @@ export function addFigures() {
     { values: [0.1, 0.3, 1, 3, 10], format: "~g" }, { type: "log", clamp: true });
   return {
     sizes: addFigure("drop-sizes", sizesSpec(), "Histogram of the sizes of the changes, before "
-      + "and after. After, the shape is the same, lower by 1 − p and further right by 1/(1 − p)."),
+      + "and after. The shape stays, 1 − p times as high and 1/(1 − p) times further right."),
     average: addFigure("drop-average", lawSpec(share),
       "The average over drop rates for eight seeds and yours, around the line of the formula."),
     noise: addFigure("drop-noise", lawSpec(error),
