@@ -299,7 +299,7 @@ def test_an_input_that_is_not_what_the_manifest_says_is_refused(folder):
     dare_succeeds(*TWO, *TO, "--quiet")
     expected = json.loads(Path("merged.safetensors.manifest.json").read_bytes())["models"][0]
     shutil.copy("german.safetensors", "math.safetensors")
-    words = "math.safetensors: ", f"then {expected['digest']}", "`dare init --config`"
+    words = "math.safetensors: ", f"{expected['digest']} then", "`dare init --config`"
     outcome = dare("merged.safetensors", "-o", "again.safetensors", "--quiet")
     assert [word for word in words if word not in outcome.err] == []
     assert (outcome.status, Path("again.safetensors").exists()) == (FAILED, False)

@@ -364,7 +364,7 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
     base, *tuned = (f"{shlex.quote(str(folder))}/{name}" for name in ("base", *TUNED))
     broken = " ".join(f"{shlex.quote(str(folder))}/{name}" for name in ("add-nan", "add-far"))
     steps = {
-        "merge": f"dare {base} {' '.join(tuned)} --method sum --output merged.safetensors",
+        "merge": f"dare {base} {' '.join(tuned)} --method sum --output merged",
         "broken": f"dare analyze {base} {broken}",
     }
     print_steps(make_console(), f"{', '.join(names)} are in {folder}", steps)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +33,6 @@ from dare.demo.merges import (
     Writing,
     measure_all,
     scale_for,
-    write_once,
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
@@ -236,11 +237,7 @@ def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
     for combine in DROPPED:
         for rate in (0.0, *extent.table_rates):
             merge = Merge(combine, rate, scale_for(combine, rate), FIRST_SEED)
-            folder = output / (merge.method + (f"-{rate:g}" if rate else ""))
-            folder.mkdir(parents=True, exist_ok=True)
-            merge.carry_out(folder / "model.safetensors")
-            for file in BASE.glob("*.json"):
-                write_once(folder / file.name, file.read_bytes())
+            merge.carry_out(output / (merge.method + (f"-{rate:g}" if rate else "")))
     if find_spec("matplotlib") is None:
         return None
     file = output / PICTURE
@@ -340,9 +337,11 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     here = Path.cwd()
     places = (p.relative_to(here) if p.is_relative_to(here) else p for p in (BASE, *TUNED.values()))
     base, *tuned = (shlex.quote(str(path)) for path in places)
+    started = Path(sys.argv[0])  # `make demo` runs a program that is not on the path
+    program = started if started.name == "dare" and not shutil.which("dare") else "dare"
     command = (
-        f"dare {base} {' '.join(tuned)} --method {FAVOURITE.method} --drop-rate "
-        f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged.safetensors"
+        f"{program} {base} {' '.join(tuned)} --method {FAVOURITE.method} --drop-rate "
+        f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged"
     )
     kept = [("merged models", result.output)] if result.output else []
     picture = result.picture or f"needs matplotlib: {install_command('demo')}"
