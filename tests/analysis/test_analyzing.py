@@ -345,7 +345,7 @@ def test_what_does_not_fit_is_left_out():
     assert [t.name for t in found.model("math").tensors] == ["b", "kept"]
     assert [t.name for t in found.model("code").tensors] == ["a", "kept"]
     assert found.model("math").missing == found.model("code").missing == ("lost",)
-    assert found.base_dtypes == {"F32": 13, "I64": 9}
+    assert found.base_dtypes == {"F32": 13, "I64": 10}
 
 
 def test_nothing_in_common_is_an_error():

@@ -123,7 +123,7 @@ def test_any_name_is_valid_in_the_front_matter(name: str, tmp_path: Path) -> Non
 def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     planned, report = merged
     card = model_card(planned, report).decode()
-    assert "# merged\n\n`math` and `co\\|de` merged onto `llama` with `dare+linear`, " in card
+    assert "# merged\n\n`math` and `co\\|de` merged into `llama` with `dare+linear`, " in card
     first, second = report.models
     assert (
         f"| `math` | `math.safetensors` | 0.7 | 9 | {first.drop_rate_realised:.4%} | "
@@ -151,14 +151,12 @@ def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
     assert document == {
         "method": "dare+linear",
         "seed": 42,
-        "models": {
-            "base_file": "llama",
-            "merge_files": [
-                {"file": "math.safetensors", "weight": 0.7, "seed": 9, "drop_rate": 0.5},
-                "co|de",
-            ],
-            "output_file": "merged",
-        },
+        "base": "llama",
+        "models": [
+            {"file": "math.safetensors", "weight": 0.7, "seed": 9, "drop_rate": 0.5},
+            "co|de",
+        ],
+        "output": "merged",
     }
 
 

@@ -215,8 +215,8 @@ def model_card(plan: Plan, report: Report) -> bytes:
     elif names:
         *some, last = names
         models = f"{', '.join(some)} and {last}" if some else last
-        how = f"with `{report.method}`, seed {plan.recipe.seed}, by dare"
-        summary = f"{models} merged onto {base} {how}."
+        seed = f", seed {plan.recipe.seed}," if plan.is_random else ""
+        summary = f"{models} merged into {base} with `{report.method}`{seed} by dare."
     word = shlex.quote(" ".join(title.split()))
     text = f"""{front_matter(plan, plan.recipe.inputs)}
 # {_inline(title)}
@@ -345,10 +345,10 @@ def _recipe(plan: Plan) -> str:
     shortened = recipe.moved(shorter.__getitem__, recipe.output and Path(recipe.output.name))
     document: dict[str, Any] = {
         key: without_folders(value) if isinstance(value, str) else value
-        for key, value in shortened.without(NOT_RECORDED).to_document().items()
+        for key, value in shortened.without(NOT_RECORDED).to_tables().items()
     }
-    usual = {"method": recipe.method, "seed": recipe.seed}
-    return tomli_w.dumps({**usual, **document})
+    usual = {"method": recipe.method} | ({"seed": recipe.seed} if plan.is_random else {})
+    return tomli_w.dumps({**document, **usual})
 
 
 def fenced(language: str, text: str) -> str:

@@ -438,7 +438,7 @@ class Plan(PlanData, Shown):
             "model": lambda row: row[0],
             "file": lambda row: str(row[1].file),
             "weight >": lambda row: weight_text(row[2][0]),
-            "seed >": lambda row: str(row[2][1]) if self._is_random else "",
+            "seed >": lambda row: str(row[2][1]) if self.is_random else "",
         }
         if any(different):
             columns["settings"] = lambda row: _listed(row[3])
@@ -457,7 +457,7 @@ class Plan(PlanData, Shown):
         )
 
     @cached_property
-    def _is_random(self) -> bool:
+    def is_random(self) -> bool:
         """True if a stage draws at random, so that seeds matter."""
         taken = ((tensor, model) for tensor in self.merged() for model in tensor.models)
         return any({*tensor.draws_of(model)} - {None} for tensor, model in taken)
