@@ -124,7 +124,7 @@ def _facts(
         yield "Overlap", _overlap(analysis, readiness)
         lost = share(round(analysis.together.cancelled, 5))
         usual = f"{share(chance_cancelled(analysis))} is usual for independent changes"
-        yield "In a sum", f"{lost} of all change cancels out; {usual}"
+        yield "In a sum", f"{lost} of all change cancels; {usual}"
 
 
 def _advised(advice: Advice) -> str:

@@ -93,8 +93,9 @@ def reasons(advice: Advice) -> Iterator[str]:
         grounds = f"({advised.evidence} evidence; {advised.source})"
         texts.append(f"{advised}: {advised.reason} {grounds}")
     texts += [f"Caveat: {doubt}" for doubt in advice.doubts]
+    wrapper = textwrap.TextWrapper(98, "# - ", "#   ", break_on_hyphens=False)
     for text in map(printable, texts):
-        yield from textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
+        yield from wrapper.wrap(text)
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
