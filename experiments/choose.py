@@ -307,16 +307,16 @@ def record_of(outcome: str, sets: Iterable[dict[str, Any]]) -> str:
     found = [each for each in sets if each["seen"]["outcome"] == outcome]
     gaps = [(each["advice"] - each["average"], each["half_width"]) for each in found]
     better, worse = (sum(sign * gap > width for gap, width in gaps) for sign in (1, -1))
-    tried, average = f"Tried on {len(found)} sets of models", "the plain average of all models"
+    tried = f"Tried on {len(found)} sets of models"
     if all(each["seen"]["method"] == "linear" for each in found):
         fewer = sum(bool(each["seen"]["left_out"]) for each in found)
         return (
-            f"{tried}. This advice differs from {average} only where it left one out: of {fewer} "
-            f"such sets, it was better in {better} and worse in {worse}"
+            f"{tried}: it is the plain average, except in {fewer} sets where it left a model out; "
+            f"it was better in {better} of these and worse in {worse}"
         )
     return (
-        f"{tried}. This advice was better than {average} in {better} and worse in {worse}; in "
-        f"{len(found) - better - worse} there was no clear difference"
+        f"{tried}. This advice was better than the plain average of all models in {better} and "
+        f"worse in {worse}; in {len(found) - better - worse} there was no clear difference"
     )
 
 

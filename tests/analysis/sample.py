@@ -151,7 +151,7 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
                 "tsv",
                 None,
                 "The models change the base little, and each in its own way.",
-                "docs/evidence.md, small_changes",
+                "docs/evidence.md",
                 Evidence.FAIR,
             ),
             Suggestion("scale", 0.7, None, "Better so than at 1.", "default", Evidence.WEAK),

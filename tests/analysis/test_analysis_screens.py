@@ -145,6 +145,16 @@ def test_what_is_notable_of_ten_models_is_said(ten):
     assert len(printed(ten, 80).splitlines()) <= 50
 
 
+def test_models_opposed_by_sign_alone_show_no_cosine(three):
+    first, *others = three[0].pairs
+    total = replace(first.total, cosine=0.26, agreeing=0.375)
+    analysis = replace(three[0], pairs=(replace(first, total=total), *others))
+    text = printed((analysis, *judge(analysis)), 120)
+    overlap = text[text.index("Overlap") : text.index("In a sum")]
+    assert "62.5%" in overlap
+    assert "cosine" not in overlap
+
+
 def test_where_nothing_fits_the_advice_is_to_merge_none():
     base = made_up.make_base()
     analysis = made_up.analysis(base, {"copy": base})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
+import re
 import shlex
 import shutil
 import tomllib
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file
 
 from dare import Request, load_recipe, merge
 from dare.analysis.document import Analysis
+from dare.errors import install_command
 from helpers import save
 
 INPUTS = ("base.safetensors", "math.safetensors", "code.safetensors")
@@ -177,6 +180,20 @@ def test_what_is_advised_for_pickles_reads_them(folder):
     text = dare_succeeds("advise", *files, "--allow-pickle", "--quiet").out
     Path("recipe.toml").write_text(text)
     dare_succeeds("recipe.toml", "--quiet")
+    dare_succeeds("report", *files, "--allow-pickle", "--quiet")
+    page = Path("report.html").read_text("utf-8")
+    assert "allow_pickle = true" in page
+    (command,) = re.findall('id="recipe-command">dare (.*?)</code>', page)
+    words = html.unescape(re.sub("<[^>]*>", "", command)).split()
+    assert "--allow-pickle" in words
+    dare_succeeds(*words, "--overwrite", "--quiet")
+
+
+@pytest.mark.parametrize("command", [("report",), ("analyze", "--html", "page.html")])
+def test_what_a_page_needs_is_asked_for_before_the_models_are_read(folder, monkeypatch, command):
+    monkeypatch.setattr("dare.documents.page.NEEDED", ("no_such_package",))
+    monkeypatch.setattr("dare.cli.analysis.judge", pytest.fail)
+    assert install_command("report") in dare(*command, *INPUTS).err
 
 
 def test_init_follows_an_analysis_and_flags_override_it(folder, analysis):

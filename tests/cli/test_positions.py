@@ -41,9 +41,9 @@ def test_methods_are_known_in_capitals(word, folder):
 
 
 WRONG = {
-    "math.safetensors": "dare BASE MODEL... --output MERGED",
-    "plan empty": "dare BASE MODEL... --output MERGED",
-    "math.safetensors -m code.safetensors": "by its flag",
+    "math.safetensors": "at least one model",
+    "plan empty": "at least one model",
+    "math.safetensors -m code.safetensors": "by flags",
     "base.safetensors math.safetensors --models code.safetensors": "leave out --models",
     "merge base.safetensors math.safetensors -c r.toml": "leave out --config",
     "plan one.toml two.toml": "--base and --models",

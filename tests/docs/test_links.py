@@ -13,6 +13,8 @@ from doc_blocks import ROOT
 from markdown.extensions.toc import slugify as site_slug
 from markdown_it import MarkdownIt
 
+from dare.analysis.judge.advice import EVIDENCE, RULES
+
 LEFT_OUT = {".venv", ".venv-peers", "site", "node_modules"}
 PAGES = sorted(
     path
@@ -74,3 +76,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), f"{link}: there is no {path}"
         if anchor and path.suffix == ".md" and not _GENERATED.search(path.read_text("utf-8")):
             assert anchor in anchors(path), f"{link}: {path.name} has no such heading"
+
+
+@pytest.mark.parametrize("source", [EVIDENCE, RULES])
+def test_what_advice_cites_is_there(source: str) -> None:
+    page, _, anchor = source.partition("#")
+    assert not anchor or anchor in anchors(ROOT / page)
+    assert (ROOT / page).exists()

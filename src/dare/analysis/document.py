@@ -122,11 +122,9 @@ def _facts(
         yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for that"
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
-        lost, chance = (
-            share(round(analysis.together.cancelled, 5)),
-            share(chance_cancelled(analysis)),
-        )
-        yield "In a sum", f"{lost} of all change cancels out; about {chance} is normal"
+        lost = share(round(analysis.together.cancelled, 5))
+        usual = f"{share(chance_cancelled(analysis))} is usual for independent changes"
+        yield "In a sum", f"{lost} of all change cancels; {usual}"
 
 
 def _advised(advice: Advice) -> str:
@@ -147,19 +145,22 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     ]
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
-        return f"no two models are alike or opposed; {cosines}"
+        return f"no two models are nearly alike, and no two work against each other; {cosines}"
     return "; ".join(_first(notable))
 
 
 def _relation(finding: Notice) -> str:
-    """Return what models are to each other, in a few words with their cosines."""
+    """Return what models are to each other, in a few words with their cosines or conflicts."""
     words, figures = catalogue()[finding.code].together, finding.figures
     if finding.code == "multiple" and min(figures.values()) < 0:
         words = "are opposite" if len(finding.subjects) == 2 else "are multiples, some opposite"
     ends = [figures[name] for name in ("cosine", "largest_cosine") if name in figures]
-    cosines = f" ({cosines_text(ends)})" if ends else ""
+    shown = f" ({cosines_text(ends)})" if ends else ""
+    if finding.code == "opposed" and max(ends) > -figures["limit.apart_cosine"]:
+        most = "up to " if len(finding.subjects) > 2 else ""
+        shown = f" (opposite signs in {most}{share(figures['conflict'])} of their common elements)"
     asks = ": is the base itself a fine-tune?" if finding.code in BASE_IN_DOUBT else ""
-    return f"{words}{cosines}{asks}"
+    return f"{words}{shown}{asks}"
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -134,7 +134,7 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
     except ExistsError as error:
         again = shlex.join([*given, "--overwrite"])
-        message = f"{error.fault}, or add --overwrite to replace it:\n  dare {again}"
+        message = f"{error.fault} (--output OTHER), or replace it with --overwrite:\n  dare {again}"
         return _fail(printable(message, keep="\n"), error, given, FAILED)
     except DareError as error:
         status = WRONG_USAGE if isinstance(error, UsageError) else FAILED

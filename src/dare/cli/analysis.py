@@ -31,7 +31,7 @@ from dare.cli.flags import (
     print_json,
 )
 from dare.cli.template import SEARCH, advised_toml, nothing_advised
-from dare.documents.page import render_page
+from dare.documents.page import check_installed, render_page
 from dare.documents.terminal import make_console, print_document
 from dare.errors import InputError, printable
 from dare.output.receipt import find_manifest, read_manifest
@@ -86,6 +86,8 @@ def analyze(
     """Say what the weights show."""
     check_free(output, "analysis", overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
+    if html is not None:
+        check_installed()
     console = make_console(json=json, quiet=quiet)
     judged = judge(inputs, options, steps, verbose=not quiet)
     _, readiness, advice = judged
@@ -158,8 +160,7 @@ def advise(
     if json:
         print_json(advice.to_dict())
     else:
-        fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
-        print(advised_toml(advice, output, **fixed), end="")
+        print(advised_toml(advice, output), end="")
     if (out := advice.left_out) and not quiet:
         names = printable(", ".join(out))
         print(f"dare: left out of the recipe: {names}; its comments say why", file=sys.stderr)
@@ -178,6 +179,7 @@ def report(
 ) -> int:
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
+    check_installed()
     console = make_console(quiet=quiet)
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
@@ -206,7 +208,10 @@ def judge(
     else:
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    return analysis, *judge_analysis(analysis, steps=steps)
+    readiness, advice = judge_analysis(analysis, steps=steps)
+    if advice.recipe and options is not None and options.allow_pickle:
+        advice = replace(advice, recipe={**advice.recipe, "allow_pickle": True})
+    return analysis, readiness, advice
 
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:

@@ -46,6 +46,7 @@ from dare.run.merging import Merge, run_slice
 from dare.stages import ALIASES, STAGES, parse_method
 from dare.stages.registry import catalogue, combine_of, explain
 from dare.stores.locations import to_path
+from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -200,7 +201,7 @@ def _check_is_recipe(path: Path) -> None:
     manifest = find_manifest(path)
     if manifest is None or manifest == path or manifest.exists() or not path.exists():
         return
-    remedy = "write `dare BASE MODEL... --output MERGED`, or give every model by its flag"
+    remedy = "name at least one model after the base, or give all of them by flags"
     raise UsageError(f"{path} is neither a recipe nor the output of a merge; {remedy}")
 
 
@@ -227,6 +228,8 @@ def verify(
         try:
             found.append(verify_output(path, verbose=not quiet, sha256=sha256))
         except (InputError, VerificationError) as error:
+            if not is_there(to_path(path)):
+                raise
             code = "not_an_output" if isinstance(error, VerificationError) else "unreadable"
             found.append(Verification(path, (notice(code, error=error),), 0, 0))
             if quiet:

@@ -71,10 +71,10 @@ def check_runs(recipe: Recipe, where: str) -> None:
         raise RecipeError(f"{where}: this cannot be merged: {error}") from None
 
 
-def advised_toml(advice: Advice, output: Path | None, **fixed: Any) -> str:
+def advised_toml(advice: Advice, output: Path | None) -> str:
     """The recipe of an advice as TOML, after a comment with the reasons."""
     given = {} if output is None else {"output": str(output)}
-    document = {**in_our_form(advice.recipe), **given, **fixed}
+    document = {**in_our_form(advice.recipe), **given}
     check_runs(request_from_document(document, "advice").recipe, "the advised recipe")
     return "\n".join([*reasons(advice), "", write_toml(document), *COMPARED, ""])
 
@@ -90,13 +90,12 @@ def reasons(advice: Advice) -> Iterator[str]:
     """Why an advice is what it is, as comments."""
     texts = []
     for advised in advice.suggestions:
-        whose = "" if advised.model is None else f" of {advised.model}"
         grounds = f"({advised.evidence} evidence; {advised.source})"
-        setting = f"{advised.setting}{whose} = {advised.value}"
-        texts.append(f"{setting}: {advised.reason} {grounds}")
+        texts.append(f"{advised}: {advised.reason} {grounds}")
     texts += [f"Caveat: {doubt}" for doubt in advice.doubts]
+    wrapper = textwrap.TextWrapper(98, "# - ", "#   ", break_on_hyphens=False)
     for text in map(printable, texts):
-        yield from textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
+        yield from wrapper.wrap(text)
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:

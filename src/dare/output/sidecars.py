@@ -184,13 +184,13 @@ def _with_missing_configuration(planned: Plan, inputs: Inputs, chosen: int) -> P
     has_one = [folder is not None and is_there(folder / CONFIG) for folder in inputs.folders]
     if has_one[chosen]:
         return planned
-    whose = ("base", *inputs.names)[chosen]
+    whose = f"{('the base', *inputs.names)[chosen]}'s"
     others = [name for name, has in zip(inputs.names, has_one[1:], strict=True) if has]
     severity, remedy = Severity.NOTE, "Put a config.json beside the output yourself"
     if others:
         given = f"copy_from = {others[0]!r} (--copy-from {shlex.quote(others[0])})"
         severity, remedy = Severity.WARNING, f"Set {given} to take it and the tokenizer from there"
-    found = notice("no_configuration", whose, severity=severity, file=CONFIG, remedy=remedy)
+    found = notice("no_configuration", severity=severity, whose=whose, file=CONFIG, remedy=remedy)
     return replace(planned, warnings=(*planned.warnings, found))
 
 

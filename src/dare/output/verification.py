@@ -135,7 +135,7 @@ def _has_whole_digests(path: Path) -> bool:
     try:
         return not {"restored", "recoded"}.isdisjoint(read_sealed(manifest_path(path)))
     except InputError:
-        return path.suffix == ".gguf"  # which has no other manifest
+        return path.suffix == ".gguf" and is_there(path)  # which has no other manifest
 
 
 def _verify_files(path: Path) -> Verification:

@@ -39,7 +39,7 @@ from pydantic import (
     model_validator,
 )
 
-from dare.errors import ACTS, InputError, RecipeError, did_you_mean
+from dare.errors import ACTS, InputError, RecipeError, did_you_mean, fault_text
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES, parse_method
 from dare.stages.registry import Parameter
@@ -83,6 +83,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         document = tomllib.loads(text.replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    if not document:
+        raise RecipeError(f"{path}: is empty, or has only comments; `dare init` writes a recipe")
     _check(document, path, MAX_NESTED)
     return document
 
@@ -345,7 +347,7 @@ def _explained(error: ValidationError, model: type[Strict]) -> RecipeError:
         return RecipeError(f"{name} is missing")
     if first["type"] != "extra_forbidden":
         given = without_credentials(repr(first["input"]))
-        return RecipeError(f"{name} = {given}: {cause or first['msg']}")
+        return RecipeError(f"{name} = {given}: {cause or fault_text(first)}")
     if stage := next((stage for stage in STAGES.values() if name in stage.parameters), None):
         return RecipeError(
             f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"

@@ -47,7 +47,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
 from dare.documents.words import exact_text, times
-from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
+from dare.errors import InputError, RecipeError, did_you_mean, fault_text, warn_caller
 from dare.tensors.chunks import bytes_digest
 
 Kind = Literal["delta", "combine", "refine"]
@@ -125,7 +125,7 @@ class Parameter:
         except ValidationError as error:
             first = error.errors()[0]
             cause = first.get("ctx", {}).get("error")
-            reason = str(cause) if cause else f"{self.name} = {value!r}: {first['msg']}"
+            reason = str(cause) if cause else f"{self.name} = {value!r}: {fault_text(first)}"
             raise RecipeError(where + reason) from None
 
 

@@ -34,7 +34,8 @@ from dare.inputs.sources import read_config
 from dare.stages import parse_method
 from dare.stores.locations import to_path, usual_output
 
-EVIDENCE = "docs/evidence.md"
+EVIDENCE = "docs/evidence.md#what-the-advice-does"
+RULES = "docs/readiness.md"
 DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 TEXTS: dict[str, Any] = tomllib.loads(
     files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
@@ -115,11 +116,11 @@ def advise(
     known = _features(analysis, models)
     outcome = find_outcome(**known)
     policies = list(_policies(readiness, {model.name for model in models}))
-    reason, source = outcome.reason.format(**known), f"{EVIDENCE}, {outcome.name}"
-    founded = source, Evidence.STRONG if outcome.models else Evidence.FAIR
+    reason = outcome.reason.format(**known)
+    founded = EVIDENCE, Evidence.STRONG if outcome.models else Evidence.FAIR
     settings = [Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", *founded)]
     if outcome.scale != 1:
-        reason = f"{outcome.method} was tried at this scale"
+        reason = f"{outcome.scale:g} is the scale at which {outcome.method} was measured"
         settings.append(Suggestion("scale", outcome.scale, None, reason, *founded))
     recipe = {
         "base": analysis.base,
@@ -163,7 +164,7 @@ def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
             against = is_against(finding.figures, first, name)
             how = "opposite to" if against else "a multiple of"
             reason = TEXTS["grounds"][ground].format(kept=first, how=how, text=finding.text)
-            yield _found("models", LEFT_OUT, name, reason, finding.code)
+            yield Suggestion("models", LEFT_OUT, name, reason, RULES, Evidence.STRONG)
 
 
 def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
@@ -174,11 +175,7 @@ def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
         concerned = not finding.subjects or names & set(finding.subjects)
         if setting and concerned and setting not in given:
             given.add(setting)
-            yield _found(setting, value, None, finding.text, finding.code)
-
-
-def _found(setting: str, value: str, model: str | None, reason: str, rule: str) -> Suggestion:
-    return Suggestion(setting, value, model, reason, f"readiness, {rule}", Evidence.STRONG)
+            yield Suggestion(setting, value, None, finding.text, RULES, Evidence.STRONG)
 
 
 def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Suggestion:
     def __str__(self) -> str:
         """The setting with its value."""
         if self.setting == "models":
-            return f"{self.model}: {self.value}"
+            return f"{self.model} is {self.value}"
         whose = f" for {self.model}" if self.model else ""
         return f"{self.setting} = {value_text(self.value)}{whose}"
 
@@ -138,9 +138,11 @@ class Advice(Shown):
         inputs = [self.recipe["base"], *self.recipe["models"]]
         given = {**self.recipe, "base": None, "models": None}
         flags = [
-            (f"--{key.replace('_', '-')}", str(v)) for key, v in given.items() if v is not None
+            (f"--{key.replace('_', '-')}", "" if v is True else str(v))
+            for key, v in given.items()
+            if v is not None
         ]
-        return shlex.join(["dare", *inputs, *chain(*flags)])
+        return shlex.join(["dare", *inputs, *filter(None, chain(*flags))])
 
     @property
     def reasons(self) -> Table:
