@@ -159,4 +159,4 @@ def test_a_merge_still_finds_a_lora_beside_outliers(tmp_path):
     tuned = {name: plant(values, "a thousandth of 5") for name, values in tuned.items()}
     (notice,) = sample_models(plan(write_recipe(tmp_path, base, [tuned]))).notices
     assert notice.code == "low_rank"
-    assert "rank of about 8," in notice.text
+    assert "(about 8)" in notice.text

@@ -78,7 +78,7 @@ def test_a_low_rank_delta_is_noticed_at_a_high_drop_rate(tmp_path, rate, found):
     seen = notices(tmp_path, base, tuned, stages={"dare": {"drop_rate": rate}})
     assert [notice.code for notice in seen] == ["low_rank"] * found
     if found:
-        assert "rank of about 8" in seen[0].text
+        assert "(about 8)" in seen[0].text
         assert "drop_rate is 0.9" in seen[0].text
 
 

@@ -90,7 +90,7 @@ def make_document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"merging {times(len(analysis.models), 'model')} into {base}, {parameters} parameters",
+        lead=f"{times(len(analysis.models), 'model')} of {base}, {parameters} parameters",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),
