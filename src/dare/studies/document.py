@@ -367,15 +367,12 @@ def holdout_text(holdout: Holdout) -> str:
 
 def grounds(conclusion: Conclusion, *, of_best: bool) -> Iterator[str]:
     """Yield the evidence for what is taken, and against it, a line each."""
-    if not of_best:  # these are differences from the best
+    if not of_best:  # the scores on the holdout and the differences are those of the best
         conclusion = replace(conclusion, against=(), holdout=None)
     for label, text in facts(conclusion):
         yield f"{label}: {text}"
     held = conclusion.holdout.against if conclusion.holdout else ()
-    for start, found in (
-        ("The best against", conclusion.against),
-        ("On the holdout against", held),
-    ):
+    for start, found in (("Best against", conclusion.against), ("On the holdout against", held)):
         for difference in found:
             yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
     yield from (f"{said}." for said in conclusion.notices)

@@ -434,8 +434,7 @@ class _Search:
 
         latest = {placed.place: placed.trial for placed in self.study.trials()}
         ended = [t for t in latest.values() if t.state.is_final]
-        again = [t for t in ended if t.state is State.FAILED and t.number < retry_before]
-        done = len(ended) - len(again)
+        done = sum(t.state is not State.FAILED or t.number >= retry_before for t in ended)
         self._announce(planned - done)
         self.display.begin(planned, done)
         self._work(scorers, take, self.study.is_busy)
