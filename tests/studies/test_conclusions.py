@@ -199,6 +199,8 @@ def test_an_objective_that_the_evaluator_does_not_give_is_refused():
     [
         ({"method": "dare+ties"}, {"method": "linear"}),  # fewer stages
         ({"method": "dare+linear"}, {"method": "trim+linear"}),  # nothing random
+        ({"method": "tsv", "scale": 1.0}, {"method": "linear", "scale": 0.5}),  # no whole matrices
+        ({"method": "dare+tsv", "drop_rate": 0.0}, {"method": "dare+sum", "drop_rate": 0.5}),
         ({"scale": 2.0, "drop_rate": 0.5}, {"scale": 2.0, "drop_rate": 0.9}),  # the default
         ({"weight.math": 0.6, "weight.code": 0.6}, {"weight.math": 0.6, "weight.code": 0.5}),
         ({"drop_rate": [0.5, 0.6, 0.7]}, {"drop_rate": 0.5, "scale": 2.0}),  # layers count each

@@ -386,7 +386,8 @@ def modules(monkeypatch, tmp_path):
     ("evaluator", "message"),
     [
         ("own.sub:f", "own.sub: there is no module 'own.sub'"),
-        ("nosuch.py:f", "nosuch.py: there is no such file"),
+        ("nosuch.py:f", "nosuch.py: no such file"),
+        ("brokn.py:f", "did you mean 'broken.py'?"),
         ("own:tensor", "own: has no function 'tensor' (did you mean 'tensors'?)"),
         ("own:number", "own:number: is not a function"),
         ("own:nothing", "own:nothing: takes no parameters; the first must be tensors, model or"),

@@ -170,11 +170,22 @@ def test_settings_that_were_stopped_early_were_to_choose_from_too():
     assert "18 settings" in said
 
 
+def test_differences_of_the_best_are_not_written_into_the_simplest_recipe(tmp_path: Path):
+    found = search_scales(tmp_path)
+    known = sample.make_conclusion(sample.make_sweep())
+    plain = found.best.model_copy(update={"scale": 0.5})
+    found = replace(found, conclusion=known, simplest=plain)
+    for simplest in (False, True):
+        comments = [s for s in found.to_toml(simplest=simplest).splitlines() if s[:1] == "#"]
+        assert any("against sum:" in line for line in comments) is not simplest
+        assert any("held-out" in line for line in comments) is not simplest
+        assert any(f"# Best: {known.best.short}" in line for line in comments)
+
+
 def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
-    search_scales(tmp_path)
-    capsys.readouterr()
-    search_scales(tmp_path, verbose=True)
-    assert "trials ×" not in capsys.readouterr().err
+    for is_planned in (True, False):
+        search_scales(tmp_path, verbose=True)
+        assert ("trials, about" in capsys.readouterr().err) is is_planned
 
 
 def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):

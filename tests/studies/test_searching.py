@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import tomllib
 from collections.abc import Callable
@@ -109,7 +110,7 @@ def test_the_same_weights_are_scored_once(recipe, tmp_path):
     assert same == {"same as sum"}
 
 
-def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):
+def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path, capsys):
     asked = {"over": {"drop_rate": (0.1, 0.3, 0.5), "method": ("dare+sum",)}, "seeds": 2}
     whole = run(recipe, Evaluator(recipe), tmp_path / "whole.db", **asked)
 
@@ -121,8 +122,14 @@ def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):
     first = Evaluator(recipe, interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(recipe, first, tmp_path / "study.db", **asked)
-    second = Evaluator(recipe)
-    result = run(recipe, second, tmp_path / "study.db", **asked)
+    second, begun = Evaluator(recipe), read_result(tmp_path / "study.db").data.trials
+    assert State.WAITING in {trial.state for trial in begun}  # it was interrupted within a trial
+    capsys.readouterr()
+    result = run(recipe, second, tmp_path / "study.db", **asked, verbose=True)
+    lines = capsys.readouterr().err
+    assert f"{7 - len(begun)} trials, about" in lines
+    counts = [int(n) for n in re.findall(r"^(\d+) of 6: trial", lines, re.MULTILINE)]
+    assert counts == list(range(len(begun), 7))
     assert table(result) == table(whole)
     assert result.conclusion == whole.conclusion
     assert [trial.number for trial in result.data.trials] == list(range(6))
@@ -257,6 +264,17 @@ def test_a_sampler_starts_with_the_advice_and_the_recipe_and_learns(recipe, tmp_
     longer = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more | {"trials": 13})
     assert table(longer)[:12] == table(result)
     assert len(longer.data.trials) == 13
+
+
+def test_the_advice_is_scored_with_what_the_recipe_allows(recipe, tmp_path):
+    torch = pytest.importorskip("torch")
+    weights = dare.Candidates(recipe).make({"include.code": False}).arrays["layers.0.w"]
+    torch.save({"layers.0.w": torch.from_numpy(weights.copy())}, tmp_path / "math.pt")
+    models = [tmp_path / "math.pt", recipe.models[1].file]
+    pickled = Recipe(base=recipe.base, models=models, method="sum", allow_pickle=True)
+    result = run(pickled, Evaluator(recipe), tmp_path / "study.db", over=None, advice=True)
+    assert {trial.name: trial.message for trial in result.data.baselines if not trial.is_done} == {}
+    assert result.data.advice["allow_pickle"] is True
 
 
 def test_two_searches_on_one_new_study_in_one_process_share_the_work(recipe, tmp_path):

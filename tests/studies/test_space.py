@@ -57,7 +57,8 @@ def test_over_that_makes_no_sense_is_refused(text, message):
     ("over", "message"),
     [
         (["drop_rate=0.8,1.5"], "over drop_rate: .*1.5"),
-        (["drop_rat=0.8"], "over drop_rat: drop_rat would have no effect"),
+        (["drop_rat=0.8"], "'drop_rat'.*did you mean 'drop_rate'"),
+        (["nosuch=0.8"], "'nosuch'$"),
         (["method=dare+tise"], "there is no stage 'tise'"),
         (["keep_ratio=0.2"], "over keep_ratio: keep_ratio would have no effect"),
         (["weight.maths=0:1"], "over weight.maths: .*did you mean 'math'"),

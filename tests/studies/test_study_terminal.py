@@ -136,6 +136,9 @@ def test_a_better_baseline_is_the_headline():
     assert text.startswith("A baseline is better than the best setting")
     assert "Take instead" in text
     assert "Simplest within noise" not in text
+    part = replace(better[0], baseline="sum × 0.4")
+    text = shown(data, replace(found, better=(part,), chosen=part, simplest=part))
+    assert ("40% of the sum" in text, "the 40%" in text) == (True, False)
     single = found.baselines[1]
     text = shown(data, replace(found, better=(single,), chosen=single, simplest=single))
     assert text.startswith("Do not merge: a baseline is better than the best setting")

@@ -356,7 +356,7 @@ def import_program(place: str) -> Any:
     if place.endswith(FILE_SUFFIX):
         file = Path(place).absolute()
         if not file.is_file():
-            raise RecipeError(f"{place}: there is no such file")
+            raise RecipeError(*errors.no_such_file(Path(place)).args)
         folder, module_name = file.parent, file.stem
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

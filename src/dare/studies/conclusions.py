@@ -118,12 +118,13 @@ def _entry(recipe: Recipe, trials: Sequence[Trial], name: str, is_advice: bool =
     return Entry(tuple(trials), name, is_drawn, is_advice)
 
 
-def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, int, bool, int]:
-    """Return what it needs: a plain merge, then few stages, no randomness, few changes."""
+def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
+    """Return what it needs: a plain merge, few stages that see little, no drops, few changes."""
     if ranked.baseline:
-        return 0, 0, False, 0
+        return (0,)
     made = with_settings(recipe, ranked.settings)
-    return 1, len(made.chain), is_random(made), _changes(recipe, ranked.settings)
+    seen = max(("element", "tensor", "matrix").index(stage.sees) for stage, _ in made.chain)
+    return 1, len(made.chain), seen, is_random(made), _changes(recipe, ranked.settings)
 
 
 def _changes(recipe: Recipe, settings: Settings) -> int:

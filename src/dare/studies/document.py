@@ -126,7 +126,7 @@ class SearchResult(Shown):
         lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
         if self.simplest not in (None, recipe):
             lines.append(f"Simpler, may be as good: dare search best {self.study} --simplest")
-        for sentence in grounds(self.conclusion):
+        for sentence in grounds(self.conclusion, of_best=recipe == self.best):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
 
@@ -313,9 +313,9 @@ def _noun(ranked: Ranked) -> str:
         return ranked.short
     if ranked.role is Role.SINGLE:
         return f"the model {ranked.baseline.removesuffix(' alone')}"
-    return (
-        "the advised merge" if ranked.role is Role.ADVICE else f"the {plain_name(ranked.baseline)}"
-    )
+    if ranked.role is Role.PART:
+        return ranked.short
+    return "the " + ("advised merge" if ranked.role is Role.ADVICE else plain_name(ranked.baseline))
 
 
 def has_no_items(conclusion: Conclusion) -> bool:
@@ -365,12 +365,14 @@ def holdout_text(holdout: Holdout) -> str:
     return f"{text} The baselines, on average: {change(holdout.usual_loss)}. So {luck}."
 
 
-def grounds(conclusion: Conclusion) -> Iterator[str]:
+def grounds(conclusion: Conclusion, *, of_best: bool) -> Iterator[str]:
     """Yield the evidence for what is taken, and against it, a line each."""
+    if not of_best:  # the scores on the holdout and the differences are those of the best
+        conclusion = replace(conclusion, against=(), holdout=None)
     for label, text in facts(conclusion):
         yield f"{label}: {text}"
     held = conclusion.holdout.against if conclusion.holdout else ()
-    for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
+    for start, found in (("Best against", conclusion.against), ("On the holdout against", held)):
         for difference in found:
             yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
     yield from (f"{said}." for said in conclusion.notices)

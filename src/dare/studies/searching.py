@@ -26,7 +26,7 @@ from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
 from dare.api import AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
-from dare.documents.words import time_text
+from dare.documents.words import time_text, times
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE, request_from_document
@@ -219,10 +219,10 @@ def advised_for(
         advised = request_from_document(advice.recipe, "advice").recipe
     except DareError as error:
         return None, (), notice("no_advice", reason=error)
-    kept = ("on_missing", "on_extra", "on_mismatch", "vocabulary", "tokens", "dtype", "seed")
-    update = {"output": None} | {name: getattr(recipe, name) for name in kept}
+    own = ("models", "method", "stages", "tensors", "embedding_drop_rate", "scale")
+    update = {"input_digests": None} | {name: getattr(advised, name) for name in own}
     update |= recipe.rows_without(advised.models)
-    return advised.model_copy(update=update), advice.left_out, None
+    return recipe.model_copy(update=update), advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
@@ -330,13 +330,12 @@ class _Search:
 
     def run(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
-        first_new = len(self.study.trials())
+        retry_before = len(self.study.trials()) if retry else 0
         with self._scorers(self.request.evaluator) as scorers:
             self._prepare(advice=advice)
             self._score_baselines(scorers)
             self._set_rules(scorers[0])
-            self._announce()
-            self._score_trials(scorers, retry_before=first_new if retry else 0)
+            self._score_trials(scorers, retry_before)
         if self.request.holdout is not None:
             with self._scorers(self.request.holdout) as scorers:
                 self._score_holdout(scorers, _evaluator_name(self.request.holdout))
@@ -410,17 +409,16 @@ class _Search:
         with self.study.turn():
             self._note(lack)
 
-    def _announce(self) -> None:
+    def _announce(self, left: int) -> None:
         each = median(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
-        left = self.request.planned - len(self.study.trials())
         if left > 0:
-            jobs = f" / {self.jobs} jobs" if self.jobs > 1 else ""
+            jobs = f", {self.jobs} at a time" if self.jobs > 1 else ""
             expected = time_text(left * each / self.jobs)
-            self.display.announce(f"{left} trials × {each:.1f} s{jobs} = {expected}")
+            self.display.announce(f"{times(left, 'trial')}{jobs}, about {expected}")
 
     # ------------------------------------------------------------ trials
 
-    def _score_trials(self, scorers: Sequence[Scorer], *, retry_before: int) -> None:
+    def _score_trials(self, scorers: Sequence[Scorer], retry_before: int) -> None:
         choose, planned, space = self._chooser(), self.request.planned, self.request.space
         baselines = _by_digest(self.study.beside(BASELINE))
 
@@ -434,9 +432,11 @@ class _Search:
             ended = self.rules.score(scorer, claim, recipe, trials | baselines)
             self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
-        begun = [placed.trial for placed in self.study.trials()]
-        again = [t for t in begun if t.state is State.FAILED and t.number < retry_before]
-        self.display.begin(planned, len(begun) - len(again))
+        latest = {placed.place: placed.trial for placed in self.study.trials()}
+        ended = [t for t in latest.values() if t.state.is_final]
+        done = sum(t.state is not State.FAILED or t.number >= retry_before for t in ended)
+        self._announce(planned - done)
+        self.display.begin(planned, done)
         self._work(scorers, take, self.study.is_busy)
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dare.errors import RecipeError
+from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import (
     FIELDS,
     INCLUDE,
+    OF_MODELS,
     applies,
     get_by_name,
     request_from_document,
@@ -24,7 +25,7 @@ from dare.recipe.document import (
 )
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.stages import parse_method
+from dare.stages import STAGES, parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
 SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
@@ -79,7 +80,10 @@ class Space:
                 raise RecipeError(f"over {name}: write true,false, or change the recipe's models")
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
+        known = {*FIELDS, *OF_MODELS, *(p for stage in STAGES.values() for p in stage.parameters)}
         for name, dimension in self.over.items():
+            if "." not in name and name not in known:
+                raise RecipeError(f"over: there is no setting {name!r}{did_you_mean(name, known)}")
             tried = [m for m in self.methods if name == METHOD or applies(name, m)]
             try:
                 for method, value in itertools.product(tried or self.methods, _ends(dimension)):

@@ -140,7 +140,8 @@ class Study:
             raise InputError(
                 f"{self.path}: holds the results of another search. What differs:",
                 *changes[:MOST_CHANGES],
-                "Undo this to continue, or begin another: `--study NEW.db --write NEW.toml`",
+                "Undo the change to continue this search, "
+                "or start a new one with `--study NEW.db --write NEW.toml`",
             )
 
     def _begin(self, storage: Any) -> None:
@@ -173,7 +174,7 @@ class Study:
             if then != given:
                 yield f"{name}: {values_text(then)} before, {values_text(given)} now"
         if len(codes) > 1:
-            yield f"{charter.evaluator}: its code has changed: scores cannot be compared"
+            yield f"{charter.evaluator}: its code changed: old and new scores cannot be compared"
 
     def close(self) -> None:
         """Let others know that this process no longer works on it."""
