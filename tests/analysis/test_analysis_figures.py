@@ -255,6 +255,13 @@ def test_amounts_get_steadily_darker_in_the_light_and_lighter_in_the_dark():
     assert dark == sorted(dark)
 
 
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_lines_and_points_of_low_amounts_stand_out(name):
+    panel = THEMES[name].colours["panel"]
+    ramp = vega_config(THEMES[name])["range"]["ramp"]
+    assert min(contrast(colour, panel) for colour in ramp) >= 3
+
+
 # ---------------------------------------------------------------- rows
 
 
