@@ -107,8 +107,7 @@ class OwnModels:
             planned = api.plan(asked)
         except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
             return {**answer, "error": str(error)}
-        recipes = [job.request["recipe"] for job in self._open_merges()]
-        underway = {recipe["models"]["output_file"] for recipe in recipes}
+        underway = {job.request["recipe"]["models"]["output_file"] for job in self._open_merges()}
         output = _describe_output(planned, underway, overwrite=bool(given.get("overwrite")))
         return {**answer, **_describe_plan(planned), **output}
 
