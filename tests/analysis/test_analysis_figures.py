@@ -227,7 +227,7 @@ def test_names_are_data_and_never_code(subject):
 def test_models_stand_out_from_the_panel(name):
     # WCAG 2.2, 1.4.11: graphics need a contrast of 3 to 1, 1.4.3: text 4.5 to 1.
     colours = THEMES[name].colours
-    for colour in THEMES[name].models:
+    for colour in (*THEMES[name].models, *vega_config(THEMES[name])["range"]["ramp"]):
         assert contrast(colour, colours["panel"]) >= 3
     for text in ("ink", "muted", "accent"):
         assert contrast(colours[text], colours["panel"]) >= 4.5

@@ -84,6 +84,9 @@ def test_from_models_to_a_merge(page, models):
     facts = page.inner_text("#own-plan-text .own-facts")
     assert "47 merged" in facts
     assert page.input_value("#own-output") == str(models / "merged")
+    assert page.input_value("#own-method") == "linear"
+    assert tomllib.loads(page.text_content("#own-toml"))["method"] == "linear"
+    assert page.is_hidden("#control-own-rate")
 
     page.click("#own-analyze")
     job(page, "analyses", "done")
@@ -122,6 +125,9 @@ def test_from_models_to_a_merge(page, models):
     checked = job(page, "merges", "done")
     page.wait_for_selector("#own-merges > li:first-child:has-text('intact')")
     assert digest in checked.inner_text()
+    assert page.is_hidden("#own-output-problem"), "this merge wrote it"
+    page.fill("#own-seed", "8")
+    page.press("#own-seed", "Enter")
     page.wait_for_selector("#own-output-problem:visible")
     assert "exists already" in page.inner_text("#own-output-problem")
     assert page.is_disabled("#own-start")
@@ -151,7 +157,7 @@ def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, m
             choose(page, f"large-{name}.safetensors", action)
         page.fill("#own-method", "dare+ties")
         page.press("#own-method", "Enter")
-        wait_for_recipe(page, "dare+ties")
+        wait_for_recipe(page, "drop_rate = 0.9")
         set_output(page, output)
         page.click("#own-start:enabled")
         number = int(job(page, "merges", "running").get_attribute("data-job"))

@@ -40,8 +40,8 @@ from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan, estimate
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import as_path
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.entries import as_path, write_toml
+from dare.recipe.recipe import Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import is_stored
 from dare.web.guard import Json, TooLargeError, read_object
@@ -103,12 +103,11 @@ class OwnModels:
         answer: dict[str, Any] = {}
         try:
             asked = self._request(given)
-            answer = {"toml": asked.to_toml(), **_describe_chain(asked.recipe)}
+            answer = _describe_chain(asked)
             planned = api.plan(asked)
         except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
             return {**answer, "error": str(error)}
-        recipes = [job.request["recipe"] for job in self._open_merges()]
-        underway = {recipe["models"]["output_file"] for recipe in recipes}
+        underway = {job.request["recipe"]["models"]["output_file"] for job in self._open_merges()}
         output = _describe_output(planned, underway, overwrite=bool(given.get("overwrite")))
         return {**answer, **_describe_plan(planned), **output}
 
@@ -221,16 +220,19 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
     }
 
 
-def _describe_chain(recipe: Recipe) -> dict[str, Any]:
-    """Return the stages of a method, the one that drops, and whether models have weights."""
+def _describe_chain(asked: Request) -> dict[str, Any]:
+    """Return the recipe's text, which names method and drop rate, and what its stages are."""
+    recipe, tables = asked.recipe, {**asked.to_tables(), "method": asked.recipe.method}
     rates = ((s.name, given["drop_rate"]) for s, given in recipe.chain if "drop_rate" in given)
     drops, rate = next(rates, (None, None))
+    if drops is not None:
+        tables[drops] = {"drop_rate": rate, **tables.get(drops, {})}
     return {
+        "toml": write_toml(tables),
         "chain": [stage.name for stage, _ in recipe.chain],
         "drops": drops,
         "drop_rate": rate,
         "weighs": recipe.chain.combine.default_weight is not None,
-        "names": recipe.names,
     }
 
 

@@ -135,7 +135,7 @@ const nearest = (p) =>
     Math.abs(rate - p) < Math.abs(RATES[best] - p) ? index : best, 0);
 
 function spec() {
-  const color = colours("kind", [GUESS, MEASURED]);
+  const color = colours("kind", [GUESS, MEASURED], { legend: { symbolOpacity: 1 } });
   const guess = { type: "line", strokeDash: [6, 4], point: { filled: true, size: 110 } };
   return {
     height: 265,

@@ -27,7 +27,7 @@ const NOT_RESCALED = {
 export const captionsOf = (rescale) => (rescale ? RESCALED : NOT_RESCALED);
 
 export function addFigures() {
-  const share = quantity("average", "left of the change", [0, 2], { tickCount: 4 });
+  const share = quantity("average", "change remaining", [0, 2], { tickCount: 4 });
   const error = quantity("noise", "noise / change", [0.1, 15],
     { values: [0.1, 0.3, 1, 3, 10], format: "~g" }, { type: "log", clamp: true });
   return {

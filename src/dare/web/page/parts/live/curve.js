@@ -9,7 +9,7 @@ function findingOf(measured) {
   const of = (method) => measured.filter(({ kind }) => kind === method);
   const best = of("dare+ties").reduce((one, other) => (other.mean > one.mean ? other : one));
   const [ties, sum] = ["dare+ties", "dare+sum"].map((method) => of(method)[0].mean.toFixed(0));
-  return `TIES alone gets ${ties} % right; with DARE before it, ${best.mean.toFixed(0)} % at `
+  return `At λ = 1, TIES alone gets ${ties} % right; with DARE before it, ${best.mean.toFixed(0)} % at `
     + `p = ${best.p}. The plain sum needs neither here: it gets ${sum} %.`;
 }
 

@@ -39,10 +39,10 @@ export function scoreTable(place) {
   function compare(bitsPerByte, other, whose) {
     if (other === undefined) return "";
     const more = bitsPerByte - other;
-    const words = !Number.isFinite(bitsPerByte) ? "" :
-      Math.abs(more) < 0.0005 ? ", the same" :
-      `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
-    return `${whose}: ${bits(other)}${words}`;
+    if (!Number.isFinite(bitsPerByte)) return `${whose}: ${bits(other)}`;
+    const words = Math.abs(more) < 0.0005 ? "the same as" :
+      `${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"} than`;
+    return `${words} ${whose} (${bits(other)})`;
   }
 
   return {

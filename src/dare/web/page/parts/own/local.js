@@ -21,12 +21,14 @@ export function mountLocal(section, { state }) {
   }
 
   const settings = mountSettings(section, recipe);
+  let written = null;  // the output that this recipe has just been merged to
+  recipe.on(() => { written = null; });
 
   function showPlan(plan, error) {
     settings.showPlan(plan);
     const problem = error ?? plan?.output_problem ?? "";
     const partial = plan?.interrupted;
-    tellIn(find("output-problem"), problem);
+    tellIn(find("output-problem"), plan && plan.output === written ? "" : problem);
     tellIn(find("interrupted"), partial
       ? `There is an interrupted merge in ${partial}. If the recipe is the same, “Merge” resumes it.`
       : "");
@@ -62,6 +64,7 @@ export function mountLocal(section, { state }) {
       onEnd(job) {
         if (job.kind === "analyze" && job.state === "done") showAnalysis(job);
         if (job.kind !== "merge") return;
+        if (job.state === "done") written = job.result.output;
         plan.update();
         folders.refresh();
       },

@@ -1,5 +1,6 @@
 // The recipe that is being written: the tables of its TOML form, kept as text in the state.
 const MODELS = { base_file: "", merge_files: [] };
+const START = '{"method":"linear"}';  // the plain average
 const isEmpty = (value) => value === undefined || value === null || value === "";
 
 const OF_MODELS = ["file", "weight", "seed"];
@@ -28,10 +29,10 @@ const proposeOutput = (base) =>
 export function openRecipe(state) {
   function read() {
     try {
-      const recipe = JSON.parse(state.get("own.recipe") || "{}");
+      const recipe = JSON.parse(state.get("own.recipe") || START);
       return { ...recipe, models: { ...MODELS, ...recipe.models } };
     } catch {
-      return { models: MODELS };  // an address that somebody has edited
+      return { ...JSON.parse(START), models: MODELS };  // an address that somebody has edited
     }
   }
 

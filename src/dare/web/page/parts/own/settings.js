@@ -4,10 +4,10 @@ import { shortName } from "../../analysis/words.js";
 import { make, slider } from "../../controls.js";
 
 const METHODS = [
-  "dare+linear", "dare+sum", "dare+ties", "dare+slerp", "linear", "sum", "ties", "slerp",
+  "linear", "sum", "ties", "slerp", "dare+linear", "dare+sum", "dare+ties", "dare+slerp",
   "darex+sum", "della+ties",
 ];
-const USUAL = { method: "dare+linear", rate: 0.9 };  // until there is a plan
+const USUAL = { method: "dare+linear", rate: 0.9 };  // of a recipe that names none
 const NUMERIC = { type: "number", step: "any", inputMode: "decimal" };
 const EMPTY = "# There is no recipe yet.\n";
 
@@ -120,7 +120,8 @@ export function mountSettings(section, recipe) {
     setValue(scale, recipe.read().scale ?? "");
     setValue(seed, recipe.read().seed ?? "");
     setValue(output, recipe.read().models.output_file ?? "");
-    rate.disabled = !plan?.drops || Array.isArray(rateNow());
+    rate.parentElement.hidden = !plan?.drops;
+    rate.disabled = Array.isArray(rateNow());
     showModels(plan, rateNow());
     for (const listener of listeners) listener();
   }

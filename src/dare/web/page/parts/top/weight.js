@@ -5,7 +5,7 @@ import { oncePerFrame } from "../../pace.js";
 import { NAMES } from "../../tensors.js";
 import { decimal, noiseInWords, percent, show, signed } from "../../words.js";
 
-const RATE = { ...DROP_RATE, max: 0.8 };
+const RATE = { ...DROP_RATE, label: "Drop rate p (0 to 0.8)", max: 0.8 };
 export const defaults = { "top.p": 0.5, "top.seed": 42 };
 
 const [LEFT, RIGHT] = [-0.01, 0.035];  // the ends of the axis
