@@ -113,6 +113,7 @@ docs: $(VENV)/dev-ready
 
 # Models, report and playground are made in a folder that is removed again. Needs chromium.
 pictures: $(VENV)/tools-ready
+	$(BIN)/python bench/playground_figures.py opening
 	$(BIN)/python docs/images/architecture.py
 	$(BIN)/python docs/make_method_pictures.py
 	$(BIN)/python experiments/report.py

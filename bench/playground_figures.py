@@ -1,7 +1,7 @@
 """Measure what the playground shows before it computes: answers, curves, findings in broken models.
 
     python bench/playground_figures.py             # all; the curves take some minutes
-    python bench/playground_figures.py opening     # only the answers that the page opens with
+    python bench/playground_figures.py opening     # all but the curves
 
 Writes measured.json and broken.json into src/dare/web/page. Both are data of the package, and tests
 measure parts of them again.
@@ -208,10 +208,9 @@ def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def main(what: Sequence[str]) -> None:
     """Measure, and write what was asked for."""
-    made = {"measured": json.loads((PAGE / "measured.json").read_text("utf-8"))}
-    if not what:
-        made = {"broken": find_broken(), "measured": measure_curves()}
-    made["measured"] |= measure_opening()
+    stored = json.loads((PAGE / "measured.json").read_text("utf-8"))
+    measured = stored if what else measure_curves()
+    made = {"broken": find_broken(), "measured": measured | measure_opening()}
     for name, document in made.items():
         text = json.dumps(document, indent=1, ensure_ascii=False)
         (PAGE / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
-LIMITS = {"lines": 51_300, "code": 32_330, "modules": 213, "pages": 6_470, "tests": 61_700}
+LIMITS = {"lines": 51_350, "code": 32_370, "modules": 213, "pages": 6_470, "tests": 61_790}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -75,7 +75,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: must be UTF-8 text; byte {error.start} is not") from None
+        study = "; `dare search show` reads studies" * content.startswith(b"SQLite")
+        what = f"must be UTF-8 text; byte {error.start} is not{study}"
+        raise InputError(f"{path}: {what}") from None
     keys = _NOT_KEYS.sub(lambda found: "" if found[0].startswith("#") else "_", text)
     if any(key[0].count(".") >= MAX_PARTS for key in _DOTTED.finditer(keys)):
         raise RecipeError(f"{path}: not valid TOML: a key has more than {MAX_PARTS} parts")
