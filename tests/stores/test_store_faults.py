@@ -118,7 +118,7 @@ def test_a_fault_that_passes_is_overcome(web, path, fault):
         "hang": "2 tries.*0.3 s",
         "hang up": "2 tries",
         "truncated": "stopped",
-        "wrong range": "another range",
+        "wrong range": "range requested",
     }.items(),
 )
 def test_a_fault_that_stays_is_told(web, path, fault, reason):

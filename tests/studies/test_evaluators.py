@@ -722,7 +722,7 @@ def test_errors_of_a_callable_are_caught(scorer_of, recipe, error):
 
 
 def test_a_callable_has_no_time_limit(recipe):
-    with pytest.raises(RecipeError, match='as "module:function"'):
+    with pytest.raises(RecipeError, match='"module:function"'):
         open_scorer(lambda path: 1, recipe, time_limit=1)
     with pytest.raises(RecipeError, match="the time limit is 0 s; it must be more than 0"):
         open_scorer("own:score", recipe, time_limit=0)
