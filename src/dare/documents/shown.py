@@ -20,7 +20,7 @@ from typing import Any
 
 from dare.documents.document import Document
 
-COMPILING = "Compiling kernels for this machine (once; a few seconds)"
+COMPILING = "Compiling kernels for this kind of work (kept for next time; a few seconds)"
 
 
 @dataclass(frozen=True)

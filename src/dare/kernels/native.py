@@ -64,6 +64,9 @@ PLAIN_FLAGS = 0x1 | 0x100  # flags of an array that is C-contiguous and aligned
 # Offsets, in bytes, of the addresses of an array's data and of its lengths (NumPy's ABI).
 DATA_OFFSET, LENGTHS_OFFSET = object.__basicsize__, object.__basicsize__ + 16
 
+# Seconds of compiling that nothing is said about, where other kernels were kept before.
+UNSAID_SECONDS = 1.0
+
 _loading = threading.Lock()
 _announcers: list[Callable[[], None]] = []
 _announced: list[bool] = []
@@ -118,7 +121,8 @@ class Kernel:
 
     def _compile(self, types: Sequence[str]) -> Code:
         began = time.perf_counter()
-        if _is_first_time() and _announcers and not _announced:
+        is_long = _is_first_time() or sum(_compiling) > UNSAID_SECONDS
+        if is_long and _announcers and not _announced:
             _announced.append(True)
             for announce in _announcers:
                 announce()
@@ -175,7 +179,7 @@ def describe(argument: Any) -> str:
 
 @contextmanager
 def announcing(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` if this machine compiles for the first time, once in a process."""
+    """Call `announce` if kernels are compiled for some time, once in a process."""
     _announcers.append(announce)
     try:
         yield
