@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_helpers import large, make_models, own_alone, recipe_of, run_a_little
+from own_helpers import large, make_models, own_alone, recipe_of, wait_until
 
 import dare
 from dare.output.verification import verify
@@ -137,12 +137,14 @@ def test_from_models_to_a_merge(page, models):
 
 @contextmanager
 def held(page, number: int) -> Iterator[None]:
-    """A job that stands still after some of its work."""
+    """A job that stands still after some of its work; its second half takes the time."""
 
     def look() -> dict[str, Any]:
         return page.evaluate("fetch('api/own/jobs').then(found => found.json())")[number - 1]
 
-    pid = run_a_little(look)
+    wait_until(lambda: look()["done_bytes"] > 0.6 * look()["total_bytes"] > 0, "half of the work")
+    pid = look()["pid"]
+    os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
@@ -151,21 +153,23 @@ def held(page, number: int) -> Iterator[None]:
 
 def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, models):
     output, undisturbed = models / "resumed.safetensors", models / "undisturbed.safetensors"
-    dare.merge(recipe_of(large(models, undisturbed)))
+    slow = {"method": "iso"}  # which takes seconds: time to cancel it, on a busy machine too
+    dare.merge(recipe_of(large(models, undisturbed) | slow))
     with own_alone(browser, local_site.address) as (page, said):
         for name, action in (("base", "Use as base"), ("one", "Add"), ("two", "Add")):
             choose(page, f"large-{name}.safetensors", action)
-        page.fill("#own-method", "dare+ties")
+        page.fill("#own-method", "iso")
         page.press("#own-method", "Enter")
-        wait_for_recipe(page, "drop_rate = 0.9")
+        wait_for_recipe(page, '"iso"')
         set_output(page, output)
         page.click("#own-start:enabled")
         number = int(job(page, "merges", "running").get_attribute("data-job"))
         with held(page, number):
-            page.wait_for_function("document.querySelector('#own-merges progress').value > 0")
+            page.wait_for_function("document.querySelector('#own-merges progress').value > 0.6")
             progress = page.inner_text("#own-merges .own-progress")
-            assert re.fullmatch(r"merging: [\d.]+ MB of 101 MB(, about .*)?", progress)
+            assert re.fullmatch(r"merging: [\d.]+ MB of 201 MB(, about .*)?", progress)
             page.click("#own-merges button:has-text('Cancel')")
+            page.wait_for_selector("#own-merges .own-progress:has-text('stopping')")
         job(page, "merges", "stopped")
         state = page.url.partition("?")[2]
         assert said == []
