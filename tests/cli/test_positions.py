@@ -23,6 +23,9 @@ def test_base_and_models_stand_without_flags(command, folder):
     by_flags = asked_recipe(*command, *TWO, *TO, "--drop-rate", "0.5")
     assert asked_recipe(*command, *THREE, *TO, "--drop-rate", "0.5") == by_flags
     assert asked_recipe(*command, "--drop-rate=0.5", *TO, *THREE) == by_flags
+    assert asked_recipe(*command, "-b", *THREE, *TO, "--drop-rate", "0.5") == by_flags
+    one = asked_recipe(*command, *THREE[:2], *TO)
+    assert asked_recipe(*command, THREE[1], "--base", THREE[0], *TO) == one
 
 
 def test_init_takes_them_too(folder):

@@ -176,15 +176,19 @@ def _by_position(
         return config, flags
     if len(paths) == 1 and config is not None:
         raise UsageError(f"two recipes given, {paths[0]} and {config}; leave one out")
-    if len(paths) == 1:
-        _check_is_recipe(to_path(paths[0]))
+    if len(paths) == 1 and _may_be_recipe(to_path(paths[0])):
         return paths[0], flags
     if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
         remedy = "it names its models; --base and --models replace them"
         raise UsageError(f"{recipes[0]} is a recipe, so give no other path: {remedy}")
-    if twice := [f"--{name}" for name in ("base", "models", "config") if flags.get(name)]:
+    if twice := [f"--{name}" for name in ("models", "config") if flags.get(name)]:
         flagged = f"{' and '.join(twice)} too; leave out {twice[0]}, or give all of them by flags"
-        raise UsageError(f"base and models are given without flags, and {flagged}")
+        raise UsageError(f"models are given without flags, and {flagged}")
+    if flags.get("base"):
+        return None, {**flags, "models": list(paths)}
+    if len(paths) == 1:
+        remedy = "name at least one model after the base, or give all of them by flags"
+        raise UsageError(f"{paths[0]} is neither a recipe nor the output of a merge; {remedy}")
     models = paths if len(paths) == 2 and _interpolates(flags.get("method")) else paths[1:]
     return None, {**flags, "base": paths[0], "models": list(models)}
 
@@ -197,12 +201,10 @@ def _interpolates(method: str | None) -> bool:
         return False
 
 
-def _check_is_recipe(path: Path) -> None:
+def _may_be_recipe(path: Path) -> bool:
+    """Tell if a path is a recipe or an output; what is missing is looked for as one of them."""
     manifest = find_manifest(path)
-    if manifest is None or manifest == path or manifest.exists() or not path.exists():
-        return
-    remedy = "name at least one model after the base, or give all of them by flags"
-    raise UsageError(f"{path} is neither a recipe nor the output of a merge; {remedy}")
+    return manifest is None or manifest == path or manifest.exists() or not path.exists()
 
 
 def verify(
