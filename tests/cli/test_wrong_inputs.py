@@ -117,6 +117,7 @@ USAGE: dict[str, tuple[str, ...]] = {
     "--quiet": ("UsageError", "--base and --models missing", "--config"),
     "verify": ("UsageError", "verify"),
     f"{MERGE_TWO} --drop-rat 0.5": ("UnknownOptionError", "--drop-rat", "`dare merge --help`"),
+    "search a b 'c d' --eval e:f": ("UnusedCliTokensError", ": b 'c d'", "`dare search --help`"),
     "mrege recipe.toml": ("UnknownCommandError", "mrege", "`dare --help`"),
     f"plan {MERGE_TWO} --weight a b": ("CoercionError", "--weight", "`dare plan --help`"),
 }

@@ -115,7 +115,7 @@ def _uncollected_start(*, owns_process: bool) -> Iterator[None]:
 
 def _run(given: Sequence[str], *, owns_process: bool) -> int:
     try:
-        from cyclopts import CycloptsError
+        from cyclopts import CycloptsError, UnusedCliTokensError
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
@@ -131,7 +131,9 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
     except CycloptsError as error:
         asked = with_command(given)[0]
         where = f"{asked} --help" if asked in COMMANDS else "--help"
-        return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
+        unused = isinstance(error, UnusedCliTokensError) and shlex.join(error.unused_tokens or ())
+        fault = f"too many arguments: {unused}." if unused else error
+        return _fail(f"{fault} See `dare {where}`.", error, given, WRONG_USAGE)
     except ExistsError as error:
         again = shlex.join([*given, "--overwrite"])
         message = f"{error.fault} (--output OTHER), or replace it with --overwrite:\n  dare {again}"

@@ -512,7 +512,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             raise no_such_file(path)
         raise InputError(
             f"{path}: is not a recipe, and there is no manifest to repeat it from "
-            f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"
+            f"({manifest_file}); merge models by `dare merge BASE MODEL … -o OUT`, or write a "
+            "recipe of them by `dare init BASE MODEL … -o OUT --to recipe.toml`"
         )
     manifest = read_manifest(manifest_file)
     if "mixture" in manifest:
