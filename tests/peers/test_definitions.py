@@ -242,7 +242,7 @@ def test_consensus(selectivity, agree):
 
 
 @compares("consensus", DEFINITION)
-def test_difference_if_there_are_fewer_models_than_must_agree_all_must():
+def test_difference_all_must_agree_if_there_are_too_few_models():
     """Their code removes everything then."""
     deltas = make_deltas(2)
     stages = {"consensus": {"agree": 3}}

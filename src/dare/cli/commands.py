@@ -183,7 +183,7 @@ def _by_position(
         raise UsageError(f"{recipes[0]} is a recipe, so give no other path: {remedy}")
     if twice := [f"--{name}" for name in ("models", "config") if flags.get(name)]:
         flagged = f"{' and '.join(twice)} too; leave out {twice[0]}, or give all of them by flags"
-        raise UsageError(f"models are given without flags, and {flagged}")
+        raise UsageError(f"paths are given without flags, and {flagged}")
     if flags.get("base"):
         return None, {**flags, "models": list(paths)}
     if len(paths) == 1:

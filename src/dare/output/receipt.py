@@ -573,5 +573,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest beside an output."""
     manifest = read_sealed(path)
     if "recipe" not in manifest:
-        raise InputError(f"{path}: is not the manifest of a merge")
+        remedy = "to merge its model, name the base first: `dare BASE MODEL … -o OUT`"
+        raise InputError(f"{path}: is not the manifest of a merge; {remedy}")
     return manifest

@@ -369,8 +369,7 @@ def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
     if fit.is_mismatched:
         return Fate.MISMATCHED, []
     if not fit.base.dtype.is_weight:
-        # A single integer counts something, such as BatchNorm's steps; several may be weights.
-        is_strict = recipe.on_integer_mismatch == "error" and fit.base.elements > 1
+        is_strict = recipe.on_integer_mismatch == "error" and not fit.base.is_counter
         return Fate.COPIED, takes_part if is_strict else []
     if not recipe.models:
         return Fate.PASSED, []

@@ -102,6 +102,11 @@ class TensorInfo:
         return stored_elements(self.dtype, self.shape)
 
     @property
+    def is_counter(self) -> bool:
+        """True for a single integer, such as BatchNorm's steps; several may be weights."""
+        return not self.dtype.is_weight and self.elements == 1
+
+    @property
     def form(self) -> str:
         """The shape for people: 4096×11008."""
         return "×".join(map(str, self.shape)) or "a scalar"

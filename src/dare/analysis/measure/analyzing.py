@@ -301,10 +301,8 @@ def find_subjects(
         left_out += [each for each in fit.misfits if each.reason is Misfit.UNLIKE_BASE]
         if not info.dtype.is_weight:
             copies = [named[number] for number in fit.fitting]
-            is_counter = info.elements == 1  # as BatchNorm has one: a merge takes the base's
-            differing = tuple(
-                label for label, model in copies if not is_counter and _differs(name, base, model)
-            )
+            compared = () if info.is_counter else copies
+            differing = tuple(label for label, model in compared if _differs(name, base, model))
             owners, form = differing or tuple(label for label, _ in copies), Form.of(info)
             if owners:
                 found = form if differing else None
