@@ -13,32 +13,25 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dare.checks.inputs import check_inputs, with_base_among_models
+from dare.checks.inputs import with_base_among_models
 from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
-from dare.inputs.opening import convert_yaml, is_on_hub, take_extras
+from dare.inputs.opening import Inputs, convert_yaml, is_on_hub, take_extras
+from dare.inputs.sources import Aligned
 from dare.kernels.native import working_seconds
-from dare.output.receipt import (
-    Report,
-    find_manifest,
-    inputs_of_output,
-    make_report,
-    repeating_document,
-)
-from dare.output.sidecars import with_sidecars
+from dare.output.receipt import Report, find_manifest, make_report, repeating_document
 from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
 from dare.output.targets import refuse_existing
-from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
-from dare.run.nested import open_recipe
+from dare.run.nested import plan_inputs, plan_request
 from dare.stores.locations import to_path
 from dare.tensors.header import TensorInfo
 
@@ -129,11 +122,7 @@ def plan(
     """
     files = {"base": base, "models": models, "output": output}
     request = make_request(recipe, **files, method=method, **settings)
-    found, inputs = open_recipe(request.recipe, request.options, rescales=False, fetches=fetches)
-    found = check_inputs(found, inputs.base, inputs.models, inputs_of_output)
-    opened = inputs.base, inputs.models, inputs.names, inputs.notes
-    planned = make_plan(found, *opened, options=request.options)
-    return with_sidecars(planned, inputs)
+    return plan_request(request, fetches=fetches)
 
 
 def merge(
@@ -269,8 +258,9 @@ def merge_arrays(
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
-    tied = take_extras(recipe, tied, tuned, names)
-    planned = make_plan(recipe, tied, tuned, names, notes, options=request.options)
+    aligned = Aligned(take_extras(recipe, tied, tuned, names), tuned)
+    inputs = Inputs(tuple(names), (None,) * (1 + len(names)), aligned, notes)
+    planned = plan_inputs(recipe, inputs, request.options)
     sample = take_sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
@@ -280,7 +270,7 @@ def merge_arrays(
     shown = {*planned.warnings, *sample.notices}
     warn(planned, [notice for notice in report.warnings if notice not in shown])
     kinds = {info.name: info for info in written}
-    kin = {**originals, **dict.fromkeys(tied.extras, next(iter(originals.values()), None))}
+    kin = {**originals, **dict.fromkeys(planned.base.extras, next(iter(originals.values()), None))}
     return {n: like_original(like, kinds[n], sink.arrays[n]) for n, like in kin.items()}, report
 
 

@@ -16,7 +16,6 @@ from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
-    BASE,
     GRAVITY,
     RULES,
     assess,
@@ -28,7 +27,7 @@ from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
-from dare.documents.notices import LIMIT, Notice, Severity, catalogue
+from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.planning.make import Form, LeftOut, Misfit
 from dare.stages import STAGES
 
@@ -512,16 +511,11 @@ def test_tied_weights_matter_where_they_change():
     assert of({"a": frozen}, tied=tied) == set()
 
 
-def test_other_configurations():
-    seen = analysis(ROOT, {"a": ONE, "b": TWO})
-    same = {"rope_theta": 10000.0, "model_type": "llama", "transformers_version": "4"}
-    assert found(seen, configs={BASE: same, "a": same | {"transformers_version": "5"}}) == set()
-    other = same | {"rope_theta": 500000.0}
-    assert found(seen, configs={"b": other}) == set()  # nothing to compare with
-    configs = {BASE: same, "a": same, "b": other}
-    (only,) = assess(seen, configs=configs).findings
-    assert (only.code, only.subjects) == ("other_configuration", ("b",))
-    assert "rope_theta is 500000.0, the base's 10000.0" in only.text
+def test_what_inputs_were_warned_of_is_a_finding():
+    warned = notice("other_configuration", "b", differences="rope_theta is 5e5, the base's 1e4")
+    notes = (warned, notice("renamed", "a", done=""))
+    seen = dataclasses.replace(analysis(ROOT, {"a": ONE, "b": TWO}), notes=notes)
+    assert assess(seen).findings == (warned,)
 
 
 def test_every_rule_was_seen_in_these_tests():

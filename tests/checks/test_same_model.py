@@ -41,6 +41,11 @@ def test_the_base_among_the_models_is_refused(folder):
         merge(folder, "base", "math")
 
 
+def test_a_delta_file_of_the_base_itself_is_refused_too(folder):
+    with pytest.raises(dare.RecipeError, match=r"base\.safetensors: is the base"):
+        dare.compress(*[folder / "base.safetensors"] * 2, folder / "d.safetensors", verbose=False)
+
+
 @pytest.mark.parametrize("method", ["slerp", "karcher", "multislerp", "nuslerp", "dare+slerp"])
 def test_an_interpolation_may_begin_at_the_base(folder, method):
     report = merge(folder, "base", "math", method=method)

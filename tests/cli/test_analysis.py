@@ -47,6 +47,18 @@ def test_analyze_says_what_decides_and_what_tells_more(folder):
     assert f"dare advise {same} > recipe.toml" in found.out
 
 
+def test_a_swapped_base_is_named_with_the_command_that_swaps_it_back(folder):
+    swapped, right = (INPUTS[1], INPUTS[0], INPUTS[2]), shlex.join(["dare", *INPUTS])
+    found = dare("analyze", *swapped)
+    assert (found.status, "dare recipe.toml" in found.out) == (1, False)
+    for command in ("plan", "merge"):  # a plan reads no weights
+        given = (command, *swapped, "-o", "out.safetensors", "--method", "linear", "--json")
+        said = [each for each in dare_succeeds(*given).json["warnings"] if each["code"] == "contained"]
+        assert [right in each["remedy"] for each in said] == [True] * (command == "merge")
+    given = ("merge", *INPUTS, "-o", "right.safetensors", "--method", "linear", "--json")
+    assert not dare_succeeds(*given).json["warnings"]
+
+
 def test_the_next_commands_can_be_typed(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     shutil.copy("math.safetensors", "it's my model.safetensors")
@@ -134,7 +146,7 @@ def test_a_recipe_that_would_be_refused_is_not_advised(folder):
     assert "merged.safetensors: was made by dare from this base" in found.err
 
 
-def test_what_cannot_be_merged_is_a_failure_and_a_stranger_beside_others_is_not(folder):
+def test_what_cannot_be_merged_is_a_failure_and_so_is_a_stranger_beside_others(folder):
     base = base_arrays()
     other = {
         name: np.random.default_rng(9).permutation(values.reshape(-1)).reshape(values.shape)
@@ -144,8 +156,8 @@ def test_what_cannot_be_merged_is_a_failure_and_a_stranger_beside_others_is_not(
     found = dare("analyze", "base.safetensors", "other.safetensors", "--json")
     assert found.status == 1
     assert found.json["readiness"]["verdict"] == "cannot be merged"
-    found = dare_succeeds("analyze", *INPUTS, "other.safetensors", "--json").json
-    assert found["readiness"]["by_model"]["other"] == "needs changes"
+    found = dare("analyze", *INPUTS, "other.safetensors", "--json")
+    assert (found.status, found.json["readiness"]["by_model"]["other"]) == (1, "needs changes")
 
 
 def test_a_name_that_no_file_can_have_stands_in_the_advice_all_the_same(analysis):
@@ -298,6 +310,10 @@ def test_configurations_are_compared(folder):
         save(folder / name / "model.safetensors", base if name == "one" else tuned_arrays(base, 3))
         config = {"model_type": "llama", "rope_theta": theta}
         Path(name, "config.json").write_text(json.dumps(config))
-    found = dare_succeeds("analyze", "one", "other", "--json").json
-    assert "other_configuration" in {each["code"] for each in found["readiness"]["findings"]}
+    found = dare("analyze", "one", "other", "--json")
+    codes = {each["code"] for each in found.json["readiness"]["findings"]}
+    assert (found.status, "other_configuration" in codes) == (1, True)
+    for command in ("plan", "merge"):
+        said = dare_succeeds(command, "one", "other", "-o", "out", "--method", "sum", "--json").json
+        assert "other_configuration" in {each["code"] for each in said["warnings"]}
     shutil.rmtree("other")

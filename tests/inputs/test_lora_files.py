@@ -48,7 +48,7 @@ def changes(folder, base, lora, metadata=None):
     merged = load_file(folder / "out.safetensors")
     assert merged.keys() == base.keys()
     found = {n: np.float64(v) - base[n] for n, v in merged.items() if (v != base[n]).any()}
-    return found, [note.code for note in plan.notes]
+    return found, [note.code for note in (*plan.notes, *plan.warnings)]
 
 
 KOHYA = {

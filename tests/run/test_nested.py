@@ -287,3 +287,18 @@ def test_a_model_is_passed_through_in_another_type(tmp_path):
     assert all(np.array_equal(out[n], t.astype(np.float32)) for n, t in load_file(MATH).items())
     with pytest.raises(dare.RecipeError, match="name at least one"):
         dare.plan({**recipe, "method": "sum"})
+
+
+def test_a_stack_of_models_whose_weights_mean_different_things_is_refused(tmp_path):
+    for name, theta in (("one", 1e4), ("two", 5e5)):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name / "model.safetensors", tensors(1))
+        config = {"model_type": "llama", "rope_theta": theta, "layer_types": [name] * LAYERS}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    ranges = [{"model": str(tmp_path / n), "range": [0, 2]} for n in ("one", "one", "two")]
+    with pytest.raises(dare.MismatchError, match="number 2.*rope_theta is 500000.0.*10000.0"):
+        dare.plan({"layers": ranges[1:]})
+    dare.plan({"layers": ranges[:2]})
+    mixed = {"base": str(tmp_path / "one"), "models": [str(tmp_path / "two")], "range": [0, 2]}
+    with pytest.raises(dare.MismatchError, match="rope_theta"):
+        dare.plan({"layers": [ranges[0], {**mixed, "method": "sum"}]})

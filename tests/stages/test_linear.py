@@ -35,6 +35,19 @@ def test_weights_that_cancel():
         combine("linear", [2], [4], stages=stages["linear"], **given)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("linear", {"normalize": True}), ("karcher", {}), ("multislerp", {"normalize": True})],
+)
+def test_weights_that_no_stage_can_take_are_refused_by_the_plan(tmp_path, method, settings):
+    for name, value in (("base", 0), ("a", 1), ("b", 2)):
+        save(tmp_path / f"{name}.safetensors", {"w": np.full(9, value, np.float32)})
+    files = [tmp_path / f"{name}.safetensors" for name in ("base", "a", "b")]
+    given = {"base": files[0], "models": files[1:], "method": method, "weight": [1.0, -1.0]}
+    with pytest.raises(dare.RecipeError, match=r"w: weights 1.0, -1.0"):
+        dare.plan(**given, stages={method: settings})
+
+
 def test_weights_are_divided_tensor_by_tensor():
     base = {name: np.zeros(1, np.float32) for name in "ab"}
     models = [{name: np.full(1, value, np.float32) for name in "ab"} for value in (2, 6)]

@@ -159,7 +159,7 @@ def _relation(finding: Notice) -> str:
     if finding.code == "opposed" and max(ends) > -figures["limit.apart_cosine"]:
         most = "up to " if len(finding.subjects) > 2 else ""
         shown = f" (opposite signs in {most}{share(figures['conflict'])} of their common elements)"
-    asks = ": is the base itself a fine-tune?" if finding.code in BASE_IN_DOUBT else ""
+    asks = ": is the base the right one?" if finding.code in BASE_IN_DOUBT else ""
     return f"{words}{shown}{asks}"
 
 
@@ -261,7 +261,9 @@ def _inputs_section(analysis: AnalysisData) -> Section:
     files = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
     rows = tuple((name, short_name(file)) for name, file in files)
     lists: dict[str, tuple[str, ...]] = {
-        "How inputs were adjusted": tuple(map(str, analysis.notes)),
+        "How inputs were adjusted": tuple(
+            str(note) for note in analysis.notes if note.severity is Severity.NOTE
+        ),
         "Left out": tuple(map(str, analysis.left_out)),
         "Stored once, used twice": analysis.tied,
         **{f"Not in {m.name}, counted as unchanged": m.missing for m in analysis.models},

@@ -34,7 +34,9 @@ to the base, without outliers.
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -473,6 +475,7 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
 
 
 MATRICES, ROWS, COLUMNS = 4, 128, 256  # the most that is sampled
+RELATED_ROWS = 64  # of these, the rows by which models are compared with each other
 WIDEST_READ_WHOLE = 4096  # rows up to this width are faster read whole, all at once
 
 
@@ -523,6 +526,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
     not_finite: dict[str, TensorPlan] = {}
     ranks: list[int | None] = []
     contents: list[Any] = []  # None where nothing that was sampled is changed
+    deltas: dict[str, Mapping[str, Floats]] = {}  # by model, then by matrix: some rows
     with hold_open((plan.base, *plan.models)), np.errstate(invalid="ignore", over="ignore"):
         for model, (name, sample) in enumerate(_read_samples(plan)):
             settings = (table for each in sample for table in each.tensor.settings_of(model))
@@ -536,9 +540,11 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             digests = {each.tensor.name: bytes_digest((each.delta + 0).data) for each in sample}
             contents.append(digests if any(each.delta.any() for each in sample) else None)
             exposures.append({each.tensor.name: each.exposure for each in sample})
+            deltas[name] = {each.tensor.name: each.delta[:RELATED_ROWS].copy() for each in sample}
             broken = (each.tensor for each in sample if not np.isfinite(each.delta).all())
             not_finite |= {tensor.name: tensor for tensor in broken}
         notices += find_copies(plan, contents)
+        notices += _swapped_base(plan, deltas)
     found = tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks)
     return SampledModels(*found)
 
@@ -612,6 +618,62 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> I
         yield notice("far_from_base", name, ratio=ratio)
     elif rate and is_far_from_base(mean, ratio):
         yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
+
+
+def _swapped_base(plan: Plan, deltas: Mapping[str, Mapping[str, Floats]]) -> Iterator[Notice]:
+    """Warn if a model may be the real base, unless the recipe interpolates whole models."""
+    relations, norms = {}, dict[str, float]()
+    for name, sample in deltas.items():
+        norms[name] = math.sqrt(sum(map(_sum_of_squares, sample.values())))
+    for (first, one), (second, other) in itertools.combinations(deltas.items(), 2):
+        products = (one[n] * other[n] for n in one.keys() & other.keys())
+        product = sum(float(each.sum(dtype=np.float64)) for each in products)
+        cosine = product / (norms[first] * norms[second] or math.inf)
+        if abs(cosine) < LIMIT.same_cosine:  # others are copies or multiples, or not finite
+            relations[first, second] = cosine, product / (norms[first] ** 2 or math.inf)
+    entries = zip(plan.model_names, plan.recipe.models, strict=True)
+    files = {name: str(entry.file) for name, entry in entries}
+    found = find_real_base(str(plan.recipe.base), files, relations)
+    if found and not plan.recipe.interpolates:
+        yield notice("contained", *found["concerns"], **found)
+
+
+def find_real_base(
+    base: str, files: Mapping[str, str], relations: Mapping[tuple[str, str], tuple[float, float]]
+) -> dict[str, Any]:
+    """Return the sign that models were trained from one of them, not from the base; empty if none.
+
+    Let A be the given base, B a model, and C one that was trained from B. Then C - A is B - A and
+    what C has learnt, which does not know of B - A: its projection onto B - A is 1. `files` are
+    those of the models, and `relations` for two models the cosine of their deltas and the multiple
+    of the first one's delta that is nearest to the second one's.
+    """
+    for name, file in files.items():
+        shares: dict[str, tuple[float, float]] = {}
+        for ends, (cosine, ratio) in relations.items():
+            if name in ends and set(ends) <= files.keys():
+                share = ratio if name == ends[0] else cosine * cosine / (ratio or math.inf)
+                shares[ends[name == ends[0]]] = share, cosine
+        if shares and all(_is_whole(*share) for share in shares.values()):
+            other, is_one = next(iter(shares)), len(shares) == 1
+            rest = (own for model, own in files.items() if model != name)
+            return {
+                "concerns": (name,),
+                "who": f"{other} contains" if is_one else "All other models contain",
+                "they": f"{other} was" if is_one else "the others were",
+                "command": shlex.join(["dare", file, base, *rest]),
+                "ratios": {f"share.{other}": share for other, (share, _) in shares.items()},
+            }
+    return {}
+
+
+def _is_whole(share: float, cosine: float) -> bool:
+    """Tell if a model contains so much of another's delta that it was made from it.
+
+    Two that were made from a third share less than the whole of either: no more than the cosine.
+    """
+    off = min(LIMIT.whole_step, (1 - cosine) / 4)
+    return abs(share - 1) <= off and cosine > LIMIT.apart_cosine
 
 
 def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:

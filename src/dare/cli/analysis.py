@@ -90,10 +90,11 @@ def analyze(
         check_installed()
     console = make_console(json=json, quiet=quiet)
     judged = judge(inputs, options, steps, verbose=not quiet)
-    _, readiness, advice = judged
+    readiness = judged[1]
     document = make_document(*judged)
     same = _repeated(inputs if output is None else [output], options, steps)
-    print_document(console, replace(document, steps=_next_steps(advice, same)))
+    is_clear = readiness.verdict is Verdict.NO_DEFECT
+    print_document(console, replace(document, steps=_next_steps(same, offers_merge=is_clear)))
     if output is not None:
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said = f"The analysis is in {output}; `dare report {output}` turns it into a page"
@@ -103,7 +104,7 @@ def analyze(
         console.print(printable(f"The page is {html}"), soft_wrap=True)
     if json:
         print_json(to_json(*judged))
-    return FAILED if readiness.verdict is Verdict.UNFIT else DONE
+    return DONE if is_clear else FAILED
 
 
 def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
@@ -113,8 +114,8 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
     return words if steps is None else [*words, "--steps", str(steps)]
 
 
-def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
-    """Return the commands that make a merge of it, and the one that shows everything.
+def _next_steps(same: Sequence[str], *, offers_merge: bool) -> dict[str, str]:
+    """Return the commands that make a merge of it, if it should be, and the one for all figures.
 
     The recipe's name is that of a file that is not there yet: the shell would write over it.
     """
@@ -125,7 +126,7 @@ def _next_steps(advice: Advice, same: Sequence[str]) -> dict[str, str]:
         "compare": SEARCH.format(recipe),
         "merge": f"dare {recipe}",
     }
-    steps = (steps if advice.recipe else {}) | {"more": "dare report {} # all figures, and reasons"}
+    steps = (steps if offers_merge else {}) | {"more": "dare report {} # all figures, and reasons"}
     return {name: step.format(shlex.join(same)) for name, step in steps.items()}
 
 

@@ -50,7 +50,6 @@ from dare.inputs.directory import collect
 from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
-from dare.inputs.opening import open_inputs
 from dare.inputs.pipeline import refuse_pipeline
 from dare.inputs.sources import (
     INDEX_NAME,
@@ -67,10 +66,10 @@ from dare.output.output import Publisher
 from dare.output.receipt import portable_path, without_folders
 from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
-from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Request, TensorRule
 from dare.run.engine import Receipt, Run, Work, run, warn
+from dare.run.nested import open_recipe, plan_inputs
 from dare.run.worker import MakeCoder
 from dare.stages import find_stage
 from dare.stores.locations import to_path
@@ -278,7 +277,7 @@ def _plan_lossy(
     """Pack what a scheme keeps; `given` are fields of a recipe."""
     method, stage = find_stage(adds_up=True).name, find_stage(for_delta_files=True)
     asked = Request.of(**given, method=method, seed=seed)
-    recipe, inputs = open_inputs(asked.recipe, asked.options)
+    recipe, inputs = open_recipe(asked.recipe, asked.options)
     (model,), (entry,) = inputs.models, recipe.models
     _check_model(entry.file, model)
     rates = dict(drop_rates)
@@ -292,8 +291,7 @@ def _plan_lossy(
     stages = {stage.name: _setting(scheme.drop_rate)}
     method = f"{stage.name}+{recipe.method}"
     recipe = recipe.model_copy(update={"tensors": rules, "method": method, "stages": stages})
-    opened = inputs.base, inputs.models, inputs.names, inputs.notes
-    whole = make_plan(recipe, *opened, options=asked.options)
+    whole = plan_inputs(recipe, inputs, asked.options)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
     tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]

@@ -103,6 +103,57 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
     return ""
 
 
+# ---------------------------------------------------------------- what weights mean
+
+# Settings of config.json, those of its text_config and of rotary positions included, by which the
+# same weights compute something else. None of them shows in all shapes.
+MEANING = (
+    *("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_heads", "n_head", "multi_query", "new_decoder_architecture", "kv_lora_rank"),
+    *("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn", "is_gated_act"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "rotary_dim"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "long_factor", "short_factor"),
+    *("partial_rotary_factor", "rotary_pct", "rotary_emb_base", "mrope_section", "rope_interleave"),
+    *("full_attention", "sliding_attention", "position_embedding_type", "alibi", "no_rope_layers"),
+    *("sliding_window", "use_sliding_window", "layer_types", "sliding_window_pattern"),
+    *("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("query_pre_attn_scalar", "attention_multiplier", "scale_attn_weights", "logit_scale"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_embedding"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_top_k"),
+    *("num_experts_per_tok", "norm_topk_prob", "scoring_func", "routed_scaling_factor"),
+    *("n_group", "topk_group", "topk_method", "decoder_sparse_step", "first_k_dense_replace"),
+    *("use_qk_norm", "qk_layernorm", "parallel_attn", "use_parallel_residual", "normalize_before"),
+    *("do_layer_norm_before", "apply_residual_connection_post_layernorm", "patch_size"),
+)
+PER_LAYER = ("layer_types", "no_rope_layers")  # those that say something of each layer
+
+
+def compare_meanings(base: Config, model: Config) -> list[str]:
+    """Return the settings that give a model's weights another meaning than the base's, in words.
+
+    What only one of the two says is not compared: the other has a default, which is not known here.
+
+    >>> compare_meanings({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 5e5}})
+    ["rope_theta is 500000.0, the base's 10000.0"]
+    """
+    own, others = _meanings(model), _meanings(base)
+    return [
+        f"{key} is {own[key]}, the base's {others[key]}"
+        for key in MEANING
+        if None not in (own.get(key), others.get(key)) and own[key] != others[key]
+    ]
+
+
+def _meanings(config: Config) -> Config:
+    """Return a configuration with the settings of its parts; names for one thing become one."""
+    parts = (config.get(part) for part in ("text_config", "rope_scaling", "rope_parameters"))
+    found = dict(config)
+    for part in parts:
+        found |= part if isinstance(part, Mapping) else {}
+    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
+
+
 # ---------------------------------------------------------------- one tensor under several names
 
 Groups = dict[str, list[str]]  # the names of one tensor: the input embedding's, and the others

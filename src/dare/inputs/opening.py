@@ -16,9 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dare.documents.notices import Notice
+from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.names import Config, match_names, tie
+from dare.inputs.names import Config, compare_meanings, match_names, tie
 from dare.inputs.sources import (
     Aligned,
     ExtendedSource,
@@ -155,11 +155,11 @@ def open_inputs(
                 "moved, give their paths with --base and --models (their digests are checked)"
             )
     _check_local([p for p, m in zip(given, made, strict=True) if m is None], recipe.allow_pickle)
-    found = [
+    resolved = [
         _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
         for path, merge in zip(given, made, strict=True)
     ]
-    paths, (*pinned,) = zip(*found, strict=True)
+    paths, (*pinned,) = zip(*resolved, strict=True)
     if pinned != given:
         recipe = recipe.with_files(pinned[0], pinned[1:], recipe.output)
     # no more than a quarter of the memory is for what is read ahead of stores
@@ -182,6 +182,10 @@ def open_inputs(
         for name, source in zip(("base", *names), (base, *models), strict=True)
         for remark in source.remarks
     ]
+    for name, config in zip(names, configs[1:], strict=True):
+        if found := compare_meanings(configs[0], config):
+            known = {"figures": {"keys": len(found)}, "differences": ", ".join(found)}
+            notes.append(notice("other_configuration", name, **known))
     base, models, more = _in_line(recipe, base, models, homes[0], configs)
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))

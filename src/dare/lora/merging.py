@@ -25,7 +25,15 @@ from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, RecipeError, did_you_mean
-from dare.inputs.sources import ArraySource, Source, hold_open, read_float_chunks, read_floats
+from dare.inputs.opening import Inputs
+from dare.inputs.sources import (
+    Aligned,
+    ArraySource,
+    Source,
+    hold_open,
+    read_float_chunks,
+    read_floats,
+)
 from dare.lora.core import CoreSource, FindCore, core_bytes, keep_last
 from dare.lora.reading import HOW_ELSE, AdapterFile, Module, open_adapters
 from dare.lora.svd import (
@@ -46,12 +54,13 @@ from dare.lora.writing import (
 )
 from dare.output.receipt import inputs_of_output, portable_path, short_name
 from dare.output.sink import ArraySink
-from dare.planning.make import make_plan, rate_notes
+from dare.planning.make import rate_notes
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid, parameter_names
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.run.engine import Run, draw_conclusions, execute, run
+from dare.run.nested import plan_inputs
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
@@ -136,7 +145,9 @@ class AdapterPlan(Shown):
         zero, kind = np.zeros(1, np.float32), STORAGE_TYPES["F32"]
         infos = [info for source in sources for info in source.tensors.values()]
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
-        return make_plan(self.recipe, ArraySource(zeros), sources, self.names, options=self.options)
+        aligned = Aligned(ArraySource(zeros), tuple(sources))
+        inputs = Inputs(self.names, (None,) * (1 + len(sources)), aligned, ())
+        return plan_inputs(self.recipe, inputs, self.options)
 
     @cached_property
     def find_core(self) -> FindCore:

@@ -25,7 +25,7 @@ from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import main_type
-from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.opening import Inputs
 from dare.inputs.sources import (
     WEIGHTS,
     Aligned,
@@ -42,15 +42,16 @@ from dare.lora.reading import list_findings
 from dare.mixtures.gates import Floats, draw_normal, make_gates
 from dare.mixtures.mixture import Expert, Mixture, load_mixture
 from dare.output.receipt import Report, portable_path, short_name
-from dare.output.sidecars import CARD_NAME, fenced, front_matter, with_sidecars
+from dare.output.sidecars import CARD_NAME, fenced, front_matter
 from dare.planning.data import is_directory_target
-from dare.planning.make import find_extras, fit_tensor, make_plan
+from dare.planning.make import find_extras, fit_tensor
 from dare.planning.plan import Plan
 from dare.recipe.entries import write_toml
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe
 from dare.run.engine import Receipt, run
 from dare.run.merging import Merge
+from dare.run.nested import open_recipe, plan_inputs
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -90,7 +91,7 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
     given = list(dict.fromkeys(expert.model for expert in mixture.all_experts))
     pickles = {"allow_pickle": mixture.allow_pickle}
     asked = Recipe(base=mixture.base, models=given, on_mismatch="base", **pickles)
-    found, inputs = open_inputs(asked, options)
+    found, inputs = open_recipe(asked, options)
     config, *others = (read_config(home) if home else {} for home in inputs.folders)
     if not config:
         raise InputError(f"{mixture.base}: has no config.json, which a mixture needs")
@@ -107,10 +108,9 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
     same = {key: getattr(mixture, key) for key in ("base", "output", "output_digest", "shard_size")}
     dtype = mixture.dtype or (main and main.name)
     recipe = Recipe(models=(), method="passthrough", dtype=dtype, **same)
-    planned = make_plan(recipe, source, (), (), inputs.notes, options)
     changes = changed_config(mixture, name, config)
-    alone = Inputs((), inputs.folders[:1], Aligned(source, ()), (), changes)
-    planned = with_sidecars(planned, alone)
+    alone = Inputs((), inputs.folders[:1], Aligned(source, ()), inputs.notes, changes)
+    planned = plan_inputs(recipe, alone, options)
     warnings = (*planned.warnings, *_warnings(mixture, name, gates))
     return Mix(replace(planned, warnings=warnings), mixture, name)
 

@@ -27,7 +27,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
+from dare.errors import (
+    MismatchError,
+    NotFiniteError,
+    OutputError,
+    RecipeError,
+    VerificationError,
+)
 from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
 from dare.output.sink import FileSink, Metadata, check_free_space, explaining
 from dare.output.targets import (
@@ -65,7 +71,12 @@ class Alone:
     """The part of a process that makes a whole output: it has the journal, and makes the files."""
 
     # After these nothing is left behind.
-    hopeless: tuple[type[BaseException], ...] = (MismatchError, VerificationError, NotFiniteError)
+    hopeless: tuple[type[BaseException], ...] = (
+        MismatchError,
+        NotFiniteError,
+        RecipeError,
+        VerificationError,
+    )
     is_shared = False  # True if others may have begun, so that the folder stays
 
     def claim(self, folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from dare.documents.notices import LIMIT, Notice, notice
+from dare.documents.notices import LIMIT, Notice, Severity, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.formats.recoding import Recoding, find_recoding
@@ -180,7 +180,8 @@ def make_plan(
         notice("extra_taken", tensor, models=", ".join(names[number] for number in owners))
         for tensor, owners in base.extras.items()
     )
-    warnings = [*_recipe_warnings(recipe), *notices, *taken]
+    grave = [note for note in notes if note.severity is not Severity.NOTE]
+    warnings = [*_recipe_warnings(recipe), *grave, *notices, *taken]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
@@ -213,6 +214,7 @@ def make_plan(
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
+    said = dict.fromkeys((*notes, *rate_notes(recipe), *_format_notes(recipe, base)))
     plan = Plan(
         recipe,
         base,
@@ -222,7 +224,7 @@ def make_plan(
         tuple(extra.tensor for extra in extras),
         tuple(warnings),
         layout,
-        tuple(dict.fromkeys((*notes, *rate_notes(recipe), *_format_notes(recipe, base)))),
+        tuple(note for note in said if note not in grave),
         options=options,
     )
     plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
@@ -269,6 +271,10 @@ def _plan_tensor(
             problems += [] if line in problems else [line]
         else:
             drops.append(left)
+    weights = tuple(recipe.weight_for(name, index, depth) for index in takes_part)
+    fault = fate is Fate.MERGED and chain.combine.weights_fault(joint[0], weights)
+    if fault:
+        raise RecipeError(f"{name}: weights {', '.join(map(str, weights))}{fault}")
     return TensorPlan(
         base.name,
         fate,
@@ -277,7 +283,7 @@ def _plan_tensor(
         dtype,
         shared(tuple(takes_part)),
         shared(settings),
-        shared(tuple(recipe.weight_for(name, index, depth) for index in takes_part)),
+        shared(weights),
         shared(joint[0]),
         tied_to,
         shared(tuple(drops)) if any(drops) else (),

@@ -44,13 +44,12 @@ from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.receipt import metadata_of
 from dare.output.sink import FileSink, explaining
-from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import Run, do_census_steps, execute
-from dare.run.nested import open_recipe
+from dare.run.nested import plan_request
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps, repeat_conclusion
 from dare.stages.registry import load_installed_stages, load_stages
@@ -282,7 +281,7 @@ def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
         return tuple(map(_sample, sources))
 
 
-def check_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sample]) -> None:
+def check_same_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sample]) -> None:
     """Refuse inputs whose samples are not the driver's."""
     files = (recipe.base, *(entry.file for entry in recipe.models))
     for file, found, sample in zip(files, sample_inputs(sources), samples, strict=True):
@@ -350,19 +349,13 @@ class MergeWork:
         load_installed_stages()
         for file in self.stage_files:
             load_stages(file)
-        options = self.request.options
-        recipe, inputs = open_recipe(
-            self.request.recipe, options, rescales=False, fetches=self.fetches
-        )
-        plan = make_plan(
-            recipe, inputs.base, inputs.models, inputs.names, inputs.notes, options=options
-        )
+        plan = plan_request(self.request, fetches=self.fetches)
         stack.enter_context(hold_open((plan.base, *plan.models)))
-        check_inputs(recipe, (plan.base, *plan.models), self.inputs)
+        check_same_inputs(plan.recipe, (plan.base, *plan.models), self.inputs)
         if plan.fingerprint != self.fingerprint:
             raise InputError(
-                f"{recipe.output}: the plan differs on this node; every node must see the same "
-                "inputs with the same configurations"
+                f"{plan.recipe.output}: the plan differs on this node; every node must see the "
+                "same inputs with the same configurations"
             )
         files = self.files(plan)
         is_sent = plan.layout is not None and plan.layout.is_sent

@@ -25,6 +25,7 @@ from dare.checks.inputs import check_inputs
 from dare.documents.notices import Notice
 from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
+from dare.inputs.names import PER_LAYER, Config, compare_meanings
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
     Cost,
@@ -32,16 +33,18 @@ from dare.inputs.sources import (
     RenamedSource,
     Source,
     StackedSource,
+    read_config,
 )
 from dare.kernels.linalg import one_blas_thread
 from dare.output.receipt import inputs_of_output
+from dare.output.sidecars import with_sidecars
 from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Recipe, Request
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
@@ -52,6 +55,25 @@ from dare.tensors.names import comes_before_layers
 SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
 SURVEYS_KEPT = 16  # tensors whose surveys are kept; of matrices one
 _BLAS = threading.RLock()  # of those who limit its threads, one at a time
+
+
+def plan_request(request: Request, *, fetches: bool = True) -> Plan:
+    """Open what a request names, check it and plan the merge: the one way from request to plan."""
+    options = request.options
+    recipe, inputs = open_recipe(request.recipe, options, rescales=False, fetches=fetches)
+    return plan_inputs(recipe, inputs, options)
+
+
+def plan_inputs(
+    recipe: Recipe, inputs: Inputs, options: RunOptions = USUAL, first_layer: int = 0
+) -> Plan:
+    """Check inputs that are open, and plan their merge and what goes beside the weights.
+
+    The first layer has another number if there are only some layers of a stack.
+    """
+    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
+    opened = inputs.base, inputs.models, inputs.names, inputs.notes
+    return with_sidecars(make_plan(recipe, *opened, options, first_layer), inputs)
 
 
 def open_recipe(
@@ -80,7 +102,7 @@ def open_recipe(
         inner = own.model_copy(update={"merges": {**others, **own.merges}})
         own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
         found, inputs = open_recipe(inner, options, **own_how, within=(*within, name))
-        merges[name] = MergedSource(_plan(found, inputs, options))
+        merges[name] = MergedSource(_plan_inner(found, inputs, options))
         pinned[name] = found.model_copy(update={"merges": own.merges})
     if recipe.layers:
         return _open_stack(recipe, options, {**how, "within": within})
@@ -89,17 +111,15 @@ def open_recipe(
     return recipe.model_copy(update=update) if merges else recipe, inputs
 
 
-def _plan(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
+def _plan_inner(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
     """Plan a merge whose result is read by one thread at a time, or by several for themselves."""
     if inputs.aligned.tokenizer_files or inputs.aligned.tokenizer:
         raise RecipeError(
             "a merge inside another cannot change the tokens; write its result first, or set "
             "vocabulary where it is used"
         )
-    recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
     alone = options.model_copy(update={"threads": 1, "max_memory": None, "cluster": None})
-    opened = inputs.base, inputs.models, inputs.names, inputs.notes
-    plan = make_plan(recipe, *opened, options=alone, first_layer=first_layer)
+    plan = plan_inputs(recipe, inputs, alone, first_layer)
     memory = plan.cost.least_memory + SPARE_BYTES
     return replace(plan, options=alone.model_copy(update={"max_memory": memory}))
 
@@ -215,13 +235,14 @@ def _open_stack(
         found, inputs = open_recipe(inner, options, **how)
         ends = number == 1, number == len(recipe.layers)
         try:
+            _check_meanings(stack, inputs)
             spans = [given.range, *(entry.range or given.range for entry in found.models)]
             views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
             source = views[0]
             if found.models:
                 aligned = replace(inputs.aligned, base=source, models=tuple(views[1:]))
                 inputs = replace(inputs, aligned=aligned)
-                source = MergedSource(_plan(found, inputs, options, len(stack.layers)))
+                source = MergedSource(_plan_inner(found, inputs, options, len(stack.layers)))
             stack.add(source, inputs.base, given.range)
             notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
         except (RecipeError, MismatchError) as error:
@@ -238,6 +259,19 @@ def _open_stack(
     aligned = align_rows(recipe, StackedSource(homes, folder, stack.layers), (), [folder])
     inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
     return recipe.model_copy(update=pinned), inputs
+
+
+def _check_meanings(stack: _Stack, inputs: Inputs) -> None:
+    """Refuse a range whose weights mean something else than those of the ranges before it."""
+    config = {} if inputs.folders[0] is None else dict(read_config(inputs.folders[0]))
+    for key in PER_LAYER:
+        config.pop(key, None)  # the output has these of each layer
+    stack.config = stack.config or config
+    found = compare_meanings(stack.config, config)
+    found += [str(note) for note in inputs.notes if note.code == "other_configuration"]
+    if found:
+        remedy = "take all ranges from models with the same configuration"
+        raise MismatchError(f"the configurations differ: {', '.join(found)}; {remedy}")
 
 
 def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
@@ -261,6 +295,7 @@ class _Stack:
     def __init__(self) -> None:
         self.parts: list[Source] = []
         self.layers: list[tuple[Path | None, int]] = []
+        self.config: Config = {}  # of the first range that has one
         self._name = ""  # the first part of the names of all layers
         self._shapes: dict[str, tuple[int, ...]] = {}  # by names as in layer 0
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import RecipeError
 from dare.stages.angles import INTERPOLATES, PARALLEL, Space, length_of, on_sphere, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
-from dare.stages.registry import always, combine_stage
+from dare.stages.registry import Settings, always, combine_stage
 
 MAX_STEPS = 1000
 SHORTEST_STEP = 1e-12  # the length of a step that ends the iteration; the sphere's radius is 1
@@ -20,17 +19,14 @@ SHORTEST_STEP = 1e-12  # the length of a step that ends the iteration; the spher
 def survey_mean(view: JointView, *, on: Space) -> list[float]:
     """Find the coefficient of each model from the angles between them."""
     products = view.dots(with_base=on == "weights")
-    return on_sphere(products, _shares(view.weights), _mean_direction)
+    whole = math.fsum(view.weights)
+    return on_sphere(products, [weight / whole for weight in view.weights], _mean_direction)
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
-    """Divide the weights by their sum; each must be a share of the whole."""
-    if any(weight < 0 for weight in weights) or not sum(weights) > 0:
-        raise RecipeError(
-            f"weights {', '.join(map(str, weights))}: karcher takes a mean, and needs weights of 0 "
-            "or more that are not all 0"
-        )
-    return [weight / math.fsum(weights) for weight in weights]
+def weights_fault(_settings: Settings, weights: Sequence[float]) -> str:
+    """Say why a mean cannot have such weights: each must be a share of the whole."""
+    is_mean = min(weights) >= 0 and sum(weights) > 0
+    return "" if is_mean else ": karcher takes a mean, and needs weights of 0 or more, not all 0"
 
 
 def _mean_direction(
@@ -65,7 +61,13 @@ def _stretch(cosine: float) -> float:
     return angle / math.sin(angle) if angle > 1e-7 else 1.0
 
 
-@combine_stage(paper="arXiv:2603.04972", survey=survey_mean, is_lazy=always, **INTERPOLATES)
+@combine_stage(
+    paper="arXiv:2603.04972",
+    survey=survey_mean,
+    is_lazy=always,
+    weights_fault=weights_fault,
+    **INTERPOLATES,
+)
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     """Average the directions of the models' tensors on the sphere, and their lengths.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from dare.errors import RecipeError
 from dare.stages.angles import on_weights, sum_in
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.registry import Settings, always, combine_stage, meaning
@@ -30,7 +30,14 @@ _DECLARED: dict[str, Any] = {
 }
 
 
-@combine_stage(default_weight=lambda models: 1 / models, **_DECLARED)
+def weights_fault(settings: Settings, weights: Sequence[float]) -> str:
+    """Say why weights that cancel each other cannot be divided by their sum."""
+    if not settings["normalize"] or not _cancel(weights):
+        return ""
+    return " add up to 0, which they are divided by; give other weights, or set normalize = false"
+
+
+@combine_stage(default_weight=lambda models: 1 / models, weights_fault=weights_fault, **_DECLARED)
 def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas") -> Floats:
     """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given.
 
@@ -38,11 +45,6 @@ def linear(deltas: Deltas, *, normalize: Normalize = False, on: Terms = "deltas"
     models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ), and the base counts only if it is also listed
     as a model, with a weight.
     """
-    if normalize and _cancel(deltas):
-        raise RecipeError(
-            f"{deltas.blocks[0].tensor}: weights {', '.join(map(str, deltas.weights))} add up to "
-            "0, and linear would divide by that; give other weights, or set normalize = false"
-        )
     return _add_up(deltas, normalize, on)
 
 
@@ -55,11 +57,11 @@ def sum(  # noqa: A001
     `normalize` divides the weights by their sum, unless that is 0. `on = "weights"` adds up the
     models' tensors: the result is Σ wᵢ·(base + δ̂ᵢ).
     """
-    return _add_up(deltas, normalize and not _cancel(deltas), on)
+    return _add_up(deltas, normalize and not _cancel(deltas.weights), on)
 
 
-def _cancel(deltas: Deltas) -> bool:
-    return abs(math.fsum(deltas.weights)) < NO_SUM
+def _cancel(weights: Sequence[float]) -> bool:
+    return abs(math.fsum(weights)) < NO_SUM
 
 
 def _add_up(deltas: Deltas, normalize: bool, on: Terms) -> Floats:

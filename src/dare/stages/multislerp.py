@@ -7,10 +7,9 @@ from typing import Annotated
 
 import numpy as np
 
-from dare.errors import RecipeError
 from dare.stages.angles import INTERPOLATES, Space, on_sphere, sum_in, unit
 from dare.stages.blocks import Deltas, Floats, JointView
-from dare.stages.linear import NO_SUM
+from dare.stages.linear import weights_fault
 from dare.stages.registry import always, combine_stage, meaning
 
 Normalized = Annotated[bool, meaning("Divide the weights by their sum, in each tensor.")]
@@ -19,11 +18,6 @@ Normalized = Annotated[bool, meaning("Divide the weights by their sum, in each t
 def survey_direction(view: JointView, *, on: Space, normalize: bool) -> list[float]:
     """Find the coefficient of each model from the angles between them."""
     weights, whole = view.weights, math.fsum(view.weights)
-    if normalize and abs(whole) < NO_SUM:
-        raise RecipeError(
-            f"weights {', '.join(map(str, weights))}: add up to 0, and multislerp would divide by "
-            "that; give other weights, or set normalize = false"
-        )
     if len(weights) == 1:
         return [1.0]
     shares = [weight / whole for weight in weights] if normalize else weights
@@ -31,7 +25,7 @@ def survey_direction(view: JointView, *, on: Space, normalize: bool) -> list[flo
     return on_sphere(products, shares, lambda cosines, own: unit(np.array(own), cosines))
 
 
-@combine_stage(survey=survey_direction, is_lazy=always, **INTERPOLATES)
+@combine_stage(survey=survey_direction, is_lazy=always, weights_fault=weights_fault, **INTERPOLATES)
 def multislerp(
     deltas: Deltas,
     *,

@@ -223,6 +223,8 @@ class Stage:
     kept_bytes: SurveyBytes | None = None
     census: Census | None = None
     check: Check = lambda _settings: None
+    # Says why a combine stage cannot take such weights, and the remedy; empty if it can.
+    weights_fault: Callable[[Settings, Sequence[float]], str] = lambda _settings, _weights: ""
     is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
     # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
     redrops: Predicate = _never

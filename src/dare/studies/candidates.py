@@ -20,7 +20,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dare.api import AnyRecipe, make_request, merge
-from dare.checks.inputs import check_inputs
 from dare.deltas.memory import (
     WRITING,
     Arrays,
@@ -34,9 +33,9 @@ from dare.deltas.memory import (
 )
 from dare.documents.words import named, show_size, times
 from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.sources import Held, HeldSource, Source, held_bytes, hold, stamps_of
-from dare.output.receipt import digests_of, inputs_of_output
-from dare.planning.make import make_plan
+from dare.inputs.opening import Inputs
+from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
+from dare.output.receipt import digests_of
 from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings
 from dare.recipe.layers import mean_value
@@ -44,7 +43,7 @@ from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import execute
 from dare.run.merging import check_digests
-from dare.run.nested import open_recipe
+from dare.run.nested import open_recipe, plan_inputs
 from dare.run.worker import Progress
 from dare.tensors.names import some_of
 
@@ -77,7 +76,7 @@ class Candidates:
         request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
         self.recipe, opened = open_recipe(given, self.options, rescales=False)
-        self.recipe = check_inputs(self.recipe, opened.base, opened.models, inputs_of_output)
+        plan_inputs(self.recipe, opened, self.options)  # what cannot be merged is refused here
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
@@ -138,9 +137,10 @@ class Candidates:
         inputs = self._inputs.get(arrangement) or self._open(recipe)
         if not recipe.weighs_rows:  # else there are as many as there are weights
             self._inputs[arrangement] = inputs
-        names = recipe.names
         base, *models = inputs
-        return recipe, make_plan(recipe, base, tuple(models), names, options=self.options)
+        aligned = Aligned(base, tuple(models))
+        opened = Inputs(tuple(recipe.names), (None,) * len(inputs), aligned, ())
+        return recipe, plan_inputs(recipe, opened, self.options)
 
     def _open(self, recipe: Recipe) -> list[Source]:
         """Fit some of the models together as if there were no others, which may change them.

@@ -23,16 +23,15 @@ from typing import Any
 
 from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
-from dare.analysis.judge.readiness import BASE, assess, body_of, readiness_for
+from dare.analysis.judge.readiness import assess, body_of, readiness_for
 from dare.analysis.judge.relations import is_against
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.notices import Notice, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import amount
 from dare.errors import RecipeError
-from dare.inputs.sources import read_config
 from dare.stages import parse_method
-from dare.stores.locations import to_path, usual_output
+from dare.stores.locations import usual_output
 
 EVIDENCE = "docs/evidence.md#what-the-advice-does"
 RULES = "docs/readiness.md"
@@ -61,11 +60,9 @@ def judge(
 ) -> tuple[Readiness, Advice]:
     """The verdict on merging models by a method, by default as advised; and the advice.
 
-    What does not matter for that method is a note. Configurations count where there are any.
+    What does not matter for that method is a note.
     """
-    inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
-    configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
-    readiness = assess(analysis, configs)
+    readiness = assess(analysis)
     advice = advise(analysis, readiness, steps=steps)
     if not advice.recipe:
         return replace(readiness, verdict=Verdict.UNFIT), advice

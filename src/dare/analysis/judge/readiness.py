@@ -25,7 +25,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
-from dare.checks.sample import is_far_from_base, is_unrelated
+from dare.checks.sample import find_real_base, is_far_from_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
@@ -33,15 +33,6 @@ from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding, some_of
 
-# The contents of config.json, by model; the base's under `BASE`.
-Configs = Mapping[str, Mapping[str, Any]]
-BASE = "base"
-# Keys of config.json that decide what weights do.
-DECISIVE_KEYS = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "rope_theta", "rope_scaling"),
-    "tie_word_embeddings",
-)
 STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
 GRAVITY = list(reversed(Severity))
 # Conditions, in the order in which they are tried; `bool`: if there is such a subject at all.
@@ -66,28 +57,24 @@ RULES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("alike", "opposed", "outweighed"), bool),
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
     **dict.fromkeys(("vocabulary", "mismatched", "integers_differ", "extra_tensors"), bool),
-    **dict.fromkeys(("tied", "other_configuration"), bool),
+    "tied": bool,
 }
 
 
 def assess(
-    analysis: AnalysisData,
-    configs: Configs | None = None,
-    *,
-    output_error: float = LIMIT.output_error,
-    method: str = "",
+    analysis: AnalysisData, *, output_error: float = LIMIT.output_error, method: str = ""
 ) -> Readiness:
     """Say whether models should be merged, and what to do about problems.
 
-    `configs` is what config.json says of each model, and under "base" of the base, if that is to
-    be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
-    0.05 by default. With a `method` the verdict is for a merge by it; without, for any.
+    `output_error` is the error that dropping may bring to the layers' outputs, 0.05 by default.
+    With a `method` the verdict is for a merge by it; without, for any.
     """
-    subjects = list(_subjects(analysis, configs or {}, output_error))
+    subjects = list(_subjects(analysis, output_error))
     limits = SimpleNamespace(**vars(LIMIT) | {"output_error": output_error})
     findings = [
         found for code in RULES for found in _find(code, [{**s, "limit": limits} for s in subjects])
     ]
+    findings += (note for note in analysis.notes if note.severity is not Severity.NOTE)
     readiness = conclude(analysis.names, findings)
     return readiness_for(readiness, method) if method else readiness
 
@@ -140,7 +127,7 @@ def _verdict(findings: Iterable[Notice]) -> Verdict:
 # ---------------------------------------------------------------- what rules are about
 
 
-def _subjects(analysis: AnalysisData, configs: Configs, output_error: float) -> Iterator[Values]:
+def _subjects(analysis: AnalysisData, output_error: float) -> Iterator[Values]:
     """Yield everything that a rule may be about, with the values of its condition and texts."""
     bodies = {model.name: body_of(model) for model in analysis.models}
     for model in analysis.models:
@@ -148,14 +135,17 @@ def _subjects(analysis: AnalysisData, configs: Configs, output_error: float) -> 
         yield from _storage(analysis, model)
         yield from _outliers(model)
     near = [model for model in analysis.models if not bodies[model.name].is_foreign]
-    fit = [model.name for model in near if model.total.norm]
+    files = {model.name: model.file for model in near if model.total.norm}
     far = {name: body.ratio for name, body in bodies.items()}
     links = [Link(pair, (far[pair.first], far[pair.second])) for pair in analysis.pairs]
-    yield from find_groups(analysis.names, links, fit)
+    yield from find_groups(analysis.names, links)
+    apart = (link for link in links if not link.is_one_direction)
+    relations = {link.ends: (link.cosine, link.pair.ratio) for link in apart}
+    if values := find_real_base(analysis.base, files, relations):
+        yield {"about": "contained", **values}
     yield from _outweighed(near)
     yield from _together(analysis)
     yield from _unfit(analysis)
-    yield from _configurations(analysis, configs)
 
 
 def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
@@ -275,17 +265,6 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "line": some_of([*map(str, tensors), *map(": ".join, differing.items())]),
                 "names": some_of([tensor.tensor for tensor in tensors], 3),
             }
-
-
-def _configurations(analysis: AnalysisData, configs: Configs) -> Iterator[Values]:
-    base = configs.get(BASE, {})
-    for model in analysis.models:
-        config = configs.get(model.name, {})
-        keys = [k for k in DECISIVE_KEYS if k in config and k in base and config[k] != base[k]]
-        if keys:
-            said = ", ".join(f"{key} is {config[key]}, the base's {base[key]}" for key in keys)
-            known = {"concerns": (model.name,), "keys": len(keys), "differences": said}
-            yield {"about": "other_configuration", **known}
 
 
 # ---------------------------------------------------------------- figures that rules ask for

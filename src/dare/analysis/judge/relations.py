@@ -34,12 +34,6 @@ class Link:
         against = self.cosine <= -LIMIT.apart_cosine or pair.total.conflict >= LIMIT.conflict
         self.is_opposed = against and not self.is_one_direction
 
-    def share_in_other(self, name: str) -> float:
-        """Return the multiple of one model's delta that is nearest to that of the other."""
-        if name == self.pair.first:
-            return self.pair.ratio
-        return self.cosine * self.cosine / self.pair.ratio if self.pair.ratio else 0.0
-
 
 RELATIONS: dict[str, Callable[[Link], bool]] = {
     "same_model": lambda link: link.is_same,
@@ -50,19 +44,13 @@ RELATIONS: dict[str, Callable[[Link], bool]] = {
 }
 
 
-def find_groups(
-    order: Sequence[str], links: Sequence[Link], fit: Sequence[str]
-) -> Iterator[Values]:
-    """Yield the values of every group of models, by the rule that it falls under.
-
-    `fit` names the models that count as fine-tunes of the base and differ from it.
-    """
+def find_groups(order: Sequence[str], links: Sequence[Link]) -> Iterator[Values]:
+    """Yield the values of every group of models, by the rule that it falls under."""
     for rule, holds in RELATIONS.items():
         for names in connect(order, filter(holds, links)):
             inside = [link for link in links if set(link.ends) <= set(names)]
             if rule != "multiple" or not all(link.is_same for link in inside):
                 yield _group(rule, names, inside)
-    yield from _misplaced_base(links, fit)
 
 
 def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
@@ -118,39 +106,6 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
 def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
     """Tell if one of some multiples goes against another, by the ratios in a finding's figures."""
     return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
-
-
-def _misplaced_base(links: Sequence[Link], fit: Sequence[str]) -> Iterator[Values]:
-    """Yield the sign that the models were trained from another model than the base.
-
-    Let A be the given base, B a model, and C one that was trained from B. Then C - A is B - A and
-    what C has learnt, which does not know of B - A: its projection onto B - A is 1.
-    """
-    links = [link for link in links if set(link.ends) <= set(fit) and not link.is_one_direction]
-    for name in fit:
-        ends = {
-            other: link for link in links if name in link.ends for other in {*link.ends} - {name}
-        }
-        shares = {other: link.share_in_other(name) for other, link in ends.items()}
-        if shares and all(_is_whole(shares[other], link.cosine) for other, link in ends.items()):
-            other, is_one = next(iter(shares)), len(shares) == 1
-            yield {
-                "about": "contained",
-                "concerns": (name,),
-                "who": f"{other} contains" if is_one else "All other models contain",
-                "they": f"{other} was" if is_one else "the others were",
-                "ratios": {f"share.{other}": share for other, share in shares.items()},
-            }
-            return
-
-
-def _is_whole(share: float, cosine: float) -> bool:
-    """Tell if a model contains so much of another's delta that it was made from it.
-
-    Two that were made from a third share less than the whole of either: no more than the cosine.
-    """
-    off = min(LIMIT.whole_step, (1 - cosine) / 4)
-    return abs(share - 1) <= off and cosine > LIMIT.apart_cosine
 
 
 # ---------------------------------------------------------------- words

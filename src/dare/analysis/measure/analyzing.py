@@ -54,7 +54,14 @@ from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
-from dare.run.cluster import RunPiece, Sample, check_inputs, connect, sample_inputs, task_request
+from dare.run.cluster import (
+    RunPiece,
+    Sample,
+    check_same_inputs,
+    connect,
+    sample_inputs,
+    task_request,
+)
 from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
@@ -485,7 +492,7 @@ class AnalysisJob:
         _, inputs = open_inputs(self.request.recipe, self.request.options)
         sources = (inputs.base, *inputs.models)
         _open(stack, sources)
-        check_inputs(self.request.recipe, sources, self.inputs)
+        check_same_inputs(self.request.recipe, sources, self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
             found: list[Result] = []
