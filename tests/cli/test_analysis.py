@@ -53,7 +53,9 @@ def test_a_swapped_base_is_named_with_the_command_that_swaps_it_back(folder):
     assert (found.status, "dare recipe.toml" in found.out) == (1, False)
     for command in ("plan", "merge"):  # a plan reads no weights
         given = (command, *swapped, "-o", "out.safetensors", "--method", "linear", "--json")
-        said = [each for each in dare_succeeds(*given).json["warnings"] if each["code"] == "contained"]
+        said = [
+            each for each in dare_succeeds(*given).json["warnings"] if each["code"] == "contained"
+        ]
         assert [right in each["remedy"] for each in said] == [True] * (command == "merge")
     given = ("merge", *INPUTS, "-o", "right.safetensors", "--method", "linear", "--json")
     assert not dare_succeeds(*given).json["warnings"]

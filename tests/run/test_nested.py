@@ -296,7 +296,7 @@ def test_a_stack_of_models_whose_weights_mean_different_things_is_refused(tmp_pa
         config = {"model_type": "llama", "rope_theta": theta, "layer_types": [name] * LAYERS}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     ranges = [{"model": str(tmp_path / n), "range": [0, 2]} for n in ("one", "one", "two")]
-    with pytest.raises(dare.MismatchError, match="number 2.*rope_theta is 500000.0.*10000.0"):
+    with pytest.raises(dare.MismatchError, match=r"number 2.*rope_theta is 500000.0"):
         dare.plan({"layers": ranges[1:]})
     dare.plan({"layers": ranges[:2]})
     mixed = {"base": str(tmp_path / "one"), "models": [str(tmp_path / "two")], "range": [0, 2]}

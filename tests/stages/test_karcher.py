@@ -80,7 +80,7 @@ def test_an_infinity_stays_where_it_is(merged):
 
 @pytest.mark.parametrize("weights", [[1, -1], [0, 0]])
 def test_weights_that_make_no_mean_are_refused(merged, weights):
-    with pytest.raises(dare.RecipeError, match="weights .*: karcher takes a mean"):
+    with pytest.raises(dare.RecipeError, match=r"weights .*: karcher takes a mean"):
         merged([1], [2], weights=weights)
 
 
