@@ -33,7 +33,7 @@ _NAMES = {
     "output.receipt": "Report",
     "output.slices": "SliceReport",
     "output.verification": "Verification verify",
-    "planning.plan": "Estimate Plan estimate",
+    "planning.plan": "Plan",
     "recipe.options": "RunOptions",
     "recipe.recipe": "ModelEntry Recipe Request TensorRule",
     "stages.registry": "load_stages",

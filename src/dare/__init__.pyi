@@ -60,7 +60,6 @@ from dare.recipe.recipe import (
     Request as Request,
     TensorRule as TensorRule,
 )
-from dare.planning.plan import Estimate as Estimate, estimate as estimate
 from dare.stages.registry import load_stages as load_stages
 from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates
 from dare.studies.document import SearchResult as SearchResult

@@ -38,7 +38,7 @@ from dare.documents.shown import Shown
 from dare.documents.terminal import make_console, print_document, print_steps
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.receipt import find_manifest
-from dare.planning.plan import Estimate, Plan, estimate
+from dare.planning.plan import Plan
 from dare.planning.slices import Slice
 from dare.recipe.recipe import Request
 from dare.run.engine import run
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 Inputs = Annotated[
     Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe, or an output.")
 ]
-WORTH_WAITING_FOR = 5.0  # seconds from which a merge says beforehand how long it takes
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 MERGEKIT_GUIDE = "docs/guides/mergekit.md"
 Facts = tuple[tuple[str, str], ...]
@@ -127,22 +126,16 @@ def plan(*paths: Inputs, quiet: Quiet = False, json: Json = False, **flags: Any)
 
 def _show_plan(recipe: Request, facts: Facts, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    expected = _print_plan(make_console(json=json, quiet=quiet), planned, facts, brief=False)
+    _print_plan(make_console(json=json, quiet=quiet), planned, facts, brief=False)
     if json:
-        print_json({**planned.to_dict(), "seconds": expected.to_dict()})
+        print_json(planned.to_dict())
     return DONE
 
 
-def _print_plan(
-    console: Console, planned: Plan, facts: Facts = (), *, brief: bool = True
-) -> Estimate:
-    """Print a plan with the time that it will take, if that is worth a word."""
-    expected = estimate(planned)
+def _print_plan(console: Console, planned: Plan, facts: Facts = (), *, brief: bool = True) -> None:
+    """Print a plan with further facts."""
     document = planned.document(brief=brief)
-    if not brief or expected.high >= WORTH_WAITING_FOR:
-        facts = (("takes", str(expected)), *facts)
     print_document(console, replace(document, facts=(*document.facts, *facts)))
-    return expected
 
 
 def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:

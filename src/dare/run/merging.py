@@ -29,7 +29,7 @@ from dare.output.sidecars import sidecar_files
 from dare.output.sink import FileSink, RecodedSink
 from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
 from dare.output.targets import seal
-from dare.planning.plan import Plan, keep_rate
+from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.engine import Receipt, Run, Work, begin, perform, warn
 from dare.run.slices import SharedObservations
@@ -51,7 +51,6 @@ class Merge(Work[Report]):
             check_for_cluster(plan)
         super().__init__(plan, plan.layout)
         self.sample = SampledModels()
-        self._begun = 0.0
 
     def recognise(self, found: JournalContent) -> Report | None:
         if found.fingerprint != self.identity.fingerprint:
@@ -67,7 +66,6 @@ class Merge(Work[Report]):
 
     def prepare(self) -> None:
         """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
-        self._begun = working_seconds()
         self.sample = take_sample(self.plan)
         receipt = self._receipt_of(make_report(self.plan, ()))
         seal(receipt.manifest or {}, {})
@@ -120,8 +118,6 @@ class Merge(Work[Report]):
         late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
         shown = {*self.plan.warnings, *self.sample.notices, *run.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
-        if not (self.plan.options.cluster or self.plan.recoding or run.output.resumed):
-            keep_rate(self.plan, working_seconds() - self._begun)
         return replace(report, warnings=(*report.warnings, *late))
 
 

@@ -38,7 +38,7 @@ from dare.inputs.directory import usual_templates
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark, partial_folder
-from dare.planning.plan import Plan, estimate
+from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, write_toml
 from dare.recipe.recipe import Request
@@ -186,7 +186,6 @@ def _describe_plan(planned: Plan) -> dict[str, Any]:
     facts["writes"] = show_size(planned.cost.bytes_written)
     return {
         "facts": {**facts, "memory": shown["memory"], "with": shown["with"]},
-        "takes": str(estimate(planned)),
         "models": [
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
             for name, entry, weight, seed in zip(*names, strict=True)
