@@ -14,9 +14,11 @@ be one by its configuration.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from dare.documents.notices import Notice, notice
@@ -105,25 +107,8 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
 
 # ---------------------------------------------------------------- what weights mean
 
-# Settings of config.json, those of its text_config and of rotary positions included, by which the
-# same weights compute something else. None of them shows in all shapes.
-MEANING = """
-    model_type hidden_size num_attention_heads num_key_value_heads head_dim num_heads n_head
-    multi_query new_decoder_architecture kv_lora_rank hidden_act hidden_activation
-    activation_function ffn_act_fn is_gated_act rms_norm_eps layer_norm_eps layer_norm_epsilon
-    norm_eps norm_epsilon rope_theta rope_type factor low_freq_factor high_freq_factor rotary_dim
-    beta_fast beta_slow attention_factor mscale long_factor short_factor partial_rotary_factor
-    rotary_pct rotary_emb_base mrope_section rope_interleave full_attention sliding_attention
-    position_embedding_type alibi no_rope_layers sliding_window use_sliding_window layer_types
-    sliding_window_pattern attention_chunk_size attn_logit_softcapping final_logit_softcapping
-    query_pre_attn_scalar attention_multiplier scale_attn_weights logit_scale embedding_multiplier
-    residual_multiplier logits_scaling scale_embedding num_experts num_local_experts
-    n_routed_experts n_shared_experts moe_top_k num_experts_per_tok norm_topk_prob scoring_func
-    routed_scaling_factor n_group topk_group topk_method decoder_sparse_step first_k_dense_replace
-    use_qk_norm qk_layernorm parallel_attn use_parallel_residual normalize_before
-    do_layer_norm_before apply_residual_connection_post_layernorm patch_size
-""".split()
-PER_LAYER = ("layer_types", "no_rope_layers")  # those that say something of each layer
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("meanings.toml").read_text("utf-8"))
+MEANING, PER_LAYER = _TABLES["meaning"], _TABLES["per_layer"]
 
 
 def compare_meanings(base: Config, model: Config) -> list[str]:
