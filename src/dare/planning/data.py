@@ -454,14 +454,12 @@ class PlanData:
         weighted = [place for place, weight in enumerate(tensor.weights) if weight]
         if not tensor.is_merged or len(weighted) != 1 or self.recipe.scale != 1:
             return None
-        (place,) = weighted
-        model, settings = tensor.models[place], tensor.settings[place]
-        is_whole = tensor.weights[place] == 1 or tensor.combine.get("normalize", False)
+        model, settings = tensor.models[weighted[0]], tensor.settings[weighted[0]]
         chain = zip(tensor.stages, (*settings, tensor.combine, *tensor.refine), strict=True)
         is_sole = (
-            is_whole
+            (tensor.weights[weighted[0]] == 1 or tensor.combine.get("normalize", False))
             and tensor.drop_of(model) is None
-            and all(stage.leaves(own, tensor.key, tensor.shape) for stage, own in chain)
+            and all(stage.is_identity(own) for stage, own in chain)
             and not self.source_of(tensor, model).delta_of(tensor.name).is_change
         )
         return model if is_sole else None

@@ -122,6 +122,7 @@ def matrix_delta_stage(
                 block.factor = 1.0
                 block.leave_nonzero()
 
+        declared["is_identity"] = lambda settings: not acts_when(settings)
         delta_stage(**_survey(work, work_bytes), surveys_when=acts_when, **declared)(apply)
         return function
 

@@ -226,8 +226,8 @@ class Stage:
     is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
     # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
     redrops: Predicate = _never
-    # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1 beside
-    # others of weight 0.
+    # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1, if
+    # all others have the weight 0.
     is_identity: Predicate = _never
     # True if it leaves values and figures to the backend; else it computes on arrays with NumPy, on
     # the CPU.
@@ -260,12 +260,6 @@ class Stage:
         """Return whether it must see the whole of a tensor first, for these parameters."""
         asks = self.survey is not None and self.surveys_when(settings)
         return asks and self.surveys_tensor(settings, tensor, shape)
-
-    def leaves(self, settings: Settings, tensor: str, shape: tuple[int, ...]) -> bool:
-        """Return whether it leaves a tensor as it is; a matrix stage does so with vectors."""
-        is_for_matrices = self.sees == "matrix" and self.kind != "combine"
-        asks = self.surveys(settings, tensor, shape)
-        return self.is_identity(settings) or (is_for_matrices and not asks)
 
     def left_bytes(self, shape: tuple[int, ...], models: int) -> int:
         """Return the memory that its survey of a tensor leaves behind."""
