@@ -428,10 +428,11 @@ def test_nan_and_infinity_in_weights_are_reported_if_they_are_allowed(tmp_path):
     assert np.isnan(report.models[0].largest_delta)
 
 
-def test_overflow_is_reported(tmp_path):
+def test_overflow_is_reported_if_it_is_allowed(tmp_path):
     base = {"w": np.full(10, 60000, np.float16)}
     model = {"w": np.full(10, 65000, np.float16)}
-    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
+    allowed = {"scale": 2.0, "allow_not_finite": True}
+    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", **allowed))
     assert report.overflowed == 10
     assert [(w.code, w.severity) for w in report.warnings] == [("overflow", "severe")]
     assert "10 merged values" in str(report)
