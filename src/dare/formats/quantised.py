@@ -72,8 +72,8 @@ def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecodin
     for name, code in coded.items():
         if isinstance(code, Scale):
             if is_sure and not code.is_one and block != (code.block_rows, code.block_columns):
-                what = "its scales are for other blocks than the base's weight_block_size"
-                raise RecipeError(f"{name}: {what}; leave format out, or take another base")
+                what = f"{name}: its blocks are not of the base's weight_block_size"
+                raise RecipeError(f"{what}; leave format out, or take another base")
             codes[name] = Fp8(code, powers or code.info.dtype.name == "F8_E8M0")
         elif code == MXFP4:
             codes[name] = Mxfp4()

@@ -106,7 +106,7 @@ def read_values(source: Source, info: TensorInfo, first: int, count: int) -> Flo
     return decoded(raw)
 
 
-def dequantized(source: Source, block: Block = USUAL_BLOCK, *, is_sure: bool = False) -> Source:
+def dequantized(source: Source, block: Block = USUAL_BLOCK, is_sure: bool = False) -> Source:
     """Apply a source's scales, if it has any; if `is_sure`, each must be for such a block."""
     scales = {
         name: scale
@@ -138,7 +138,7 @@ def _find_scale(weight: TensorInfo, source: Source, block: Block, is_sure: bool)
         return Scale(weight.dtype, scale, 1, 1, width)
     if len(weight.shape) == 2 and scale.shape == grid:
         return Scale(weight.dtype, scale, scale.shape[1], *block)
-    others = " (weight_block_size in config.json)" if is_sure else ", for each row, or for all"
+    others = " (is weight_block_size right?)" if is_sure else ", one for each row, or one"
     raise InputError(
         f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
         f"scale for each block of {block[0]}×{block[1]}{others}. Dequantise the model first"

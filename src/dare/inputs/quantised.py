@@ -36,9 +36,8 @@ def read_quantised(
     Scales of activations are left out, or shown as bits, which are copied and never merged.
     """
     where = f"{home_of(source)}: " if source.files else ""
-    block, is_sure = block_size(config, where)
-    plain = nvfp4.unpacked(mxfp4.unpacked(source, config))
-    plain = fp8.dequantized(plain, block, is_sure=is_sure)
+    unpacked = nvfp4.unpacked(mxfp4.unpacked(source, config))
+    plain = fp8.dequantized(unpacked, *block_size(config, where))
     if plain is not source:
         left = {
             name: info
@@ -106,7 +105,8 @@ def block_size(config: Mapping[str, Any], where: str = "") -> tuple[fp8.Block, b
             match size:
                 case [int(rows), int(columns)] if min(rows, columns) > 0:
                     return (rows, columns), key == "weight_block_size"
-            raise InputError(f"{where}config.json: {key} is {size!a}, not two numbers above 0")
+            if key == "weight_block_size":
+                raise InputError(f"{where}config.json: {key} is {size!a}, not two numbers above 0")
     return fp8.USUAL_BLOCK, False
 
 
