@@ -196,8 +196,11 @@ UNCHANGING = {
     "trim+linear": {"keep_ratio": 1.0},
     "dare+trim+ties": {"drop_rate": 0.0, "keep_ratio": 1.0},
     "sum": {},
-    "linear": {},
+    "linear": {"normalize": True},
     "ties": {},
+    "breadcrumbs+sum": {"keep_middle": 1.0, "drop_largest": 0.0},
+    "nm+linear": {"n": 4, "m": 4},
+    "fourier+sum": {"radius": 0.0},
 }
 
 
@@ -226,6 +229,25 @@ def test_with_nothing_dropped_one_model_is_there_bit_for_bit(kind, backend):
         assert (report.overflowed, report.nans) == (0, 0)
         assert report.models[0].drop_rate_realised in (0, None)
         assert len(report.tensors) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("own", "given"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]
+)
+def test_the_one_model_with_weight_is_there_in_any_type(own, given, backend):
+    values = np.random.default_rng(2).standard_normal((3, 90, 50))
+    base, model, other = (np.asarray(v, t) for v, t in zip(values, (own, given, own), strict=True))
+    for method, settings in UNCHANGING.items():
+        weight = 3 if "normalize" in settings else 1
+        for models, weights in (([model], [weight]), ([other, model], [0, weight])):
+            how = {"method": method, "backend": backend, "verbose": False, **settings}
+            merged, report = dare.merge_arrays(
+                {"w": base}, [{"w": each} for each in models], weights=weights, **how
+            )
+            assert merged["w"].tobytes() == model.astype("f4").astype(own).tobytes(), method
+            delta = np.abs(model.astype("f4") - base.astype("f4")).max()
+            assert report.models[-1].largest_delta == delta
 
 
 def test_nan_and_its_payload_are_the_models_too():
@@ -406,10 +428,11 @@ def test_nan_and_infinity_in_weights_are_reported_if_they_are_allowed(tmp_path):
     assert np.isnan(report.models[0].largest_delta)
 
 
-def test_overflow_is_reported(tmp_path):
+def test_overflow_is_reported_if_it_is_allowed(tmp_path):
     base = {"w": np.full(10, 60000, np.float16)}
     model = {"w": np.full(10, 65000, np.float16)}
-    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
+    allowed = {"scale": 2.0, "allow_not_finite": True}
+    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", **allowed))
     assert report.overflowed == 10
     assert [(w.code, w.severity) for w in report.warnings] == [("overflow", "severe")]
     assert "10 merged values" in str(report)

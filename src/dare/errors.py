@@ -68,7 +68,7 @@ class HeaderError(InputError):
 
 
 class NotFiniteError(InputError):
-    """An input has elements that are NaN or infinite, and the recipe does not allow that."""
+    """An input or its merge has NaN or infinite elements, and the recipe does not allow that."""
 
 
 class MismatchError(DareError):

@@ -94,12 +94,48 @@ def test_the_setting_changes_no_byte_of_what_would_be_merged_without_it(tmp_path
     assert outputs[0] == outputs[1]
 
 
-def test_infinities_that_are_shared_and_overflow_on_the_way_are_not_refused():
+def test_infinities_that_are_shared_are_not_refused_and_those_made_on_the_way_are():
     base = {"v": np.array([-np.inf, -3e38, 1.0], np.float32)}
     tuned = {"v": np.array([-np.inf, 3e38, 1.0], np.float32)}  # the change is above float32
-    merged, report = dare.merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)
+    how = {"method": "sum", "scale": 0.5, "verbose": False}
+    with pytest.raises(dare.NotFiniteError, match=r"^v: 1 value .*F32; lower scale"):
+        dare.merge_arrays(base, [tuned], **how)
+    merged, report = dare.merge_arrays(base, [tuned], **how, allow_not_finite=True)
     assert merged["v"][0] == -np.inf
     assert (report.overflowed, [n.code for n in report.warnings]) == (1, ["overflow"])
+    tuned["v"][1] = -3e38
+    assert dare.merge_arrays(base, [tuned], **how)[0]["v"][0] == -np.inf
+
+
+WIDE = {"F16": (66e3, "BF16 or F32"), "F8_E4M3": (465, "BF16 or F32"), "BF16": (3.4e38, "F32")}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("place", ["merged", "copied"])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_what_the_output_cannot_hold_is_refused_at_once_and_leaves_nothing(
+    tmp_path, dtype, place, backend
+):
+    base, tuned = vectors(size=10)
+    large, remedy = WIDE[dtype]
+    names = {"merged": "layers.0.weight", "copied": "layers.1.weight"}
+    for name in names.values():
+        base[name] = np.full((1024, 1024), 1.0, np.float32)  # two chunks
+    base[names[place]][0, 3] = large
+    tuned[names["merged"]] = base[names["merged"]] + 0  # the model lacks the other
+    how = {"method": "dare+sum", "dtype": dtype, "backend": backend, "on_missing": "base"}
+    given = write_recipe(tmp_path, base, [tuned], threads=1, **how)
+    before, seen = listing(tmp_path), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dare.output.output.Output.record", lambda _self, made: seen.extend(made))
+        with pytest.raises(
+            dare.NotFiniteError,
+            match=rf"^{names[place]}: 1 value .* {dtype}; set dtype = {remedy}, .*allow_not_finite",
+        ):
+            dare.merge(given)
+    assert listing(tmp_path) == before
+    assert (names[place], 1) not in {record.key for record in seen}
+    assert dare.merge(given.changed(allow_not_finite=True)).overflowed == 1
 
 
 def test_a_model_without_weight_in_a_tensor_may_be_broken_there():
@@ -150,6 +186,20 @@ def test_chunks_of_an_interrupted_merge_that_allowed_it_are_refused_too(tmp_path
     with refused(1):
         dare.merge(recipe)
     assert not recipe.recipe.output.exists()
+
+
+def test_chunks_that_overflow_are_refused_by_slices_resumed_merges_and_candidates(tmp_path):
+    base, tuned = vectors([600_000], 7e4)
+    given = write_recipe(tmp_path, base, [tuned], method="sum", dtype="F16")
+    ways = [lambda: dare.merge_slice(given, "2/2"), dare.Candidates(given).make]
+    ways += [lambda: dare.merge_arrays(base, [tuned], method="sum", dtype="F16")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dare.output.output.Output.finish", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dare.merge(given.changed(allow_not_finite=True))
+    for way in (*ways, lambda: dare.merge(given)):
+        with pytest.raises(dare.NotFiniteError, match=r"^v: 1 value .* F16; set dtype = BF16"):
+            way()
 
 
 def test_candidates_are_refused_likewise(tmp_path):

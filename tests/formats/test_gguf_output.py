@@ -28,7 +28,7 @@ from tiny_models import (
 )
 
 import dare
-from dare.errors import DareError, InputError, OutputError, RecipeError
+from dare.errors import DareError, InputError, NotFiniteError, OutputError, RecipeError
 from dare.formats import gguf as writing
 from dare.formats.gguf_keys import model_keys, vocabulary_keys
 from dare.inputs.directory import Sidecars
@@ -165,13 +165,19 @@ def test_pieces_of_any_size_give_the_same_bytes(planned, size):
         assert encode() == usual
 
 
-def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path):
-    huge = weights(LLAMA)
-    huge["model.embed_tokens.weight"][0, 0] = 1e9
-    make_directory(tmp_path / "base", huge, config("llama"))
-    make_directory(tmp_path / "tuned", huge, config("llama"))
-    with pytest.raises(OutputError, match=r"token_embd.weight: .*Q8_0.* BF16"):
-        merge(tmp_path, "out.gguf", dtype="Q8_0")
+def test_a_value_that_the_type_cannot_hold_is_refused_before_recoding(tmp_path, monkeypatch):
+    monkeypatch.setattr("dare.output.sink.RecodedSink.recode", lambda *_: 1 / 0)
+    for dtype, limit in {"Q8_0": 127 * 65520, "F16": 65520}.items():
+        for value in (limit - 1, limit):
+            huge = weights(LLAMA)
+            huge["model.embed_tokens.weight"][0, 0] = value
+            for name in ("base", "tuned"):
+                make_directory(tmp_path / name, huge, config("llama"))
+            error = NotFiniteError if value == limit else ZeroDivisionError
+            said = rf"embed_tokens.*{dtype}.*dtype = BF16 or F32" if value == limit else "zero"
+            with pytest.raises(error, match=said):
+                merge(tmp_path, f"{value}.gguf", dtype=dtype)
+            assert bool(list(tmp_path.glob(f"{value}.gguf*"))) == (value < limit)
 
 
 def test_a_head_of_its_own_is_written_and_a_tied_one_is_not(tmp_path):

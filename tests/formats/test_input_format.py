@@ -106,6 +106,20 @@ def test_fp8_is_stored_as_the_base_has_it_and_reads_as_the_plain_merge(tmp_path,
     assert files[0] == files[1]
 
 
+def test_a_base_with_blocks_of_another_size_keeps_it(tmp_path):
+    base = write(tmp_path / "base", fp8_tensors(1), weight_block_size=[200, 64])
+    scale = {f"{weight(n, 'up')}_scale_inv": np.full((2, 2), 0.01, np.float32) for n in range(2)}
+    for folder in (base, write(tmp_path / "tuned", {}, weight_block_size=[200, 64])):
+        save(folder / "model.safetensors", fp8_tensors(1) | scale)
+    merge(base, tmp_path / "tuned", output=tmp_path / "out")
+    codes, grid = (read(tmp_path / "out")[weight(0, "up") + end] for end in ("", "_scale_inv"))
+    found = codes.astype(np.float32) * np.repeat(np.repeat(grid, 200, 0), 64, 1)[:256]
+    expected = read(base)[weight(0, "up")].astype(np.float32) * np.float32(0.01)
+    np.testing.assert_allclose(found, expected, rtol=0.07, atol=1e-3)
+    largest = np.abs(expected)[200:, 64:].max()
+    assert grid[1, 1] == pytest.approx(largest / 448)
+
+
 def test_a_base_that_is_not_changed_keeps_its_codes(tmp_path):
     base = write(tmp_path / "base", fp8_tensors(1))
     merge(base, write(tmp_path / "same", fp8_tensors(1)), output=tmp_path / "out")
@@ -209,6 +223,11 @@ def test_a_stack_of_models_in_different_formats_is_refused(tmp_path):
     for part in (other, plain):
         with pytest.raises(RecipeError, match=r"layers.1.mlp.up.weight: .*leave format"):
             stack(tmp_path, base, (base, [0, 1]), (part, [1, 2]))
+    same = write(tmp_path / "same", fp8_tensors(1), weight_block_size=[128, 128])
+    blocks = write(tmp_path / "blocks", fp8_tensors(1), weight_block_size=[200, 200])
+    for part in (other, blocks):
+        with pytest.raises(RecipeError, match=r"mlp.up.weight: .*weight_block_size.*leave format"):
+            stack(tmp_path, same, (part, [0, 2]))
     (plain / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     with pytest.raises(RecipeError, match=r"config.json does not say .* take another base"):
         stack(tmp_path, plain, (base, [0, 1]), (base, [1, 2]))

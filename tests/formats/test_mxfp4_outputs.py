@@ -7,7 +7,7 @@ from encoding import decoded, encoded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.errors import OutputError
+from dare.errors import NotFiniteError
 from dare.formats.mxfp4 import Mxfp4
 
 NAME = "layers.0.mlp.experts.down_proj"
@@ -70,5 +70,5 @@ def test_others_are_rounded_to_the_nearest_value_of_their_group(exponent, seed):
 
 
 def test_what_is_not_finite_is_refused():
-    with pytest.raises(OutputError, match=r"down_proj: .* not finite.*leave format out"):
+    with pytest.raises(NotFiniteError, match=r"down_proj: .* not finite.*leave format out"):
         encoded(Mxfp4(), column([np.inf]), NAME)

@@ -89,6 +89,35 @@ def test_a_block_scale_is_for_128_rows_and_columns():
     }
 
 
+SAYS = {
+    "transformers": lambda size: {"quantization_config": {"weight_block_size": size}},
+    "compressed-tensors": lambda size: {
+        "text_config": {"compression_config": {"g": {"weights": {"block_structure": size}}}}
+    },
+}
+
+
+@pytest.mark.parametrize("says", SAYS.values(), ids=SAYS)
+@pytest.mark.parametrize("size", [(200, 200), (1, 128), (64, 300), (130, 256)])
+def test_blocks_are_of_the_size_that_the_configuration_says(size, says):
+    grid = tuple(-(-side // block) for side, block in zip((256, 256), size, strict=True))
+    weight, scale = codes((256, 256)), factors(grid)
+    source = read_quantised(source_of({"w": weight, "w_scale_inv": scale}), says(list(size)))
+    expanded = np.repeat(np.repeat(scale, size[0], 0), size[1], 1)[:256, :256]
+    found = np.frombuffer(read_tensor(source, "w"), np.float32).reshape(256, 256)
+    with np.errstate(invalid="ignore"):
+        assert_same_bits(found, weight.astype(np.float32) * expanded)
+
+
+@pytest.mark.parametrize("size", [[128], [0, 128], [128.0, 128], "128", [100, 100]])
+@pytest.mark.parametrize("grid", [(2, 2), (256, 1), ()])
+def test_scales_that_disagree_with_the_configuration_are_refused(size, grid):
+    source = source_of({"w": codes((256, 256)), "w_scale": factors(grid)})
+    with pytest.raises(InputError, match=r"weight_block_size"):
+        read_quantised(source, SAYS["transformers"](size))
+    assert read_quantised(source, SAYS["transformers"](None)).tensors["w"].dtype.name == "F32"
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("ending", ["_scale", "_scale_inv"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1), (2, 3)])
@@ -240,7 +269,7 @@ def write(path, weight, scale):
 @pytest.mark.parametrize(
     ("weight", "scale", "message"),
     [
-        ((4, 6), (6,), r"w_scale is 6 and w is 4×6; expected one scale, one for each"),
+        ((4, 6), (6,), r"w_scale is 6 and w is 4×6; expected one scale for each"),
         ((256, 256), (2, 3), r"w_scale is 2×3 and w is 256×256"),
         ((4, 6), (0,), r"w_scale is 0 and w is 4×6"),
         ((2, 4, 6), (2, 4), r"w_scale is 2×4 and w is 2×4×6"),

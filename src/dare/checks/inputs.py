@@ -1,9 +1,9 @@
 """Inputs that a merge refuses: elements that are not finite, and models that are there by mistake.
 
 Finding what is not finite costs nothing: the figures of every chunk hold its largest |δ| and the
-number of NaN results, and only where these say so are the stored elements read again. An infinity
-that a model and the base share, as in a stored causal mask, is no change and never refused.
-Overflow of finite inputs is a notice in the report.
+numbers of results that overflow and that are NaN, and only where these say so are the stored
+elements read again. An infinity that a model and the base share, as in a stored causal mask, is no
+change and never refused. Finite inputs whose result is not finite in the output are refused too.
 
 A pattern such as `*.safetensors` also catches the base, the same model again, or an earlier output
 of the merge. Files are known by device and inode, so that a link is known for what it leads to.
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dare.documents.notices import Notice, notice
+from dare.documents.words import times
 from dare.errors import NotFiniteError, RecipeError
 from dare.inputs.sources import Raw, Source, hold_open, read_chunks
 from dare.planning.data import TensorPlan
@@ -30,42 +31,50 @@ from dare.recipe.recipe import ModelEntry, Recipe
 from dare.stages.blocks import INFINITY
 from dare.stores.locations import is_stored
 from dare.tensors.chunks import chunk_span
+from dare.tensors.dtypes import STORAGE_TYPES
 
 BASE = -1  # the base's number where models are counted by their places in the recipe
 
 
 def is_suspect(models: Sequence[Sequence[int]], exceptions: tuple[int, int]) -> bool:
     """Tell if the figures of a chunk show a |δ| or a result that is not finite."""
-    return exceptions[1] > 0 or any(figures[0] >= INFINITY for figures in models)
+    return any(exceptions) or any(figures[0] >= INFINITY for figures in models)
 
 
 def check_chunk(
-    plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw], *, nans: int
+    plan: Plan, tensor: TensorPlan, base: Raw, tuned: Mapping[int, Raw], exceptions: Sequence[int]
 ) -> None:
-    """Refuse a tensor if these stored elements of it are not finite; `nans` results are NaN.
+    """Refuse a tensor if these stored elements of it are not finite, or their results.
 
-    A model without weight is left alone as long as nothing of it reaches the result. The inputs
-    must be open.
+    So many results overflow, and so many are NaN; what is only copied may be NaN. A model without
+    weight is left alone as long as nothing of it reaches the result. The inputs must be open.
     """
-    weights = dict(zip(tensor.models, tensor.weights, strict=True))
-    taking_part = {model: raw for model, raw in tuned.items() if weights[model] or nans}
-    if any(_count_not_finite(plan, tensor, base, taking_part).values()):
+    overflowed, nans = exceptions[0], exceptions[1] * tensor.is_merged
+    weights = dict(zip(tensor.models, tensor.weights, strict=False))
+    taking_part = {m: raw for m, raw in tuned.items() if weights.get(m) or nans}
+    if tensor.is_merged and any(_count_not_finite(plan, tensor, base, taking_part).values()):
         raise NotFiniteError(_refusal(plan, tensor, list(taking_part)))
+    if overflowed or nans:
+        own, kind = tensor.dtype, plan.recoding.format if plan.recoding else tensor.dtype.name
+        wider = [t for t in ("BF16", "F32") if own.overflow_bits < STORAGE_TYPES[t].overflow_bits]
+        what = f"{times(overflowed + nans, 'value')} would be infinite or NaN in {kind}; "
+        what += f"set dtype = {' or '.join(wider)}, " * bool(wider) + "lower scale or weights, or "
+        raise NotFiniteError(f"{tensor.name}: {what}set allow_not_finite (--allow-not-finite)")
 
 
-def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, int]]) -> None:
-    """Refuse chunks with elements that are not finite, unless the recipe allows them.
+def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, tuple[int, int]]]) -> None:
+    """Refuse chunks with elements or results that are not finite, unless the recipe allows them.
 
-    A chunk is given by its tensor, its number, and how many of its results are NaN.
+    A chunk is given by its tensor, its number, and how many results overflow and are NaN.
     """
     if plan.recipe.allow_not_finite or not chunks:
         return
-    tensors = {tensor.name: tensor for tensor in plan.merged()}
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
     with hold_open((plan.base, *plan.models)):
-        for name, number, nans in chunks:
+        for name, number, exceptions in chunks:
             span = chunk_span(number, tensors[name].elements)
             ((base, tuned),) = _stored(plan, tensors[name], tensors[name].models, *span)
-            check_chunk(plan, tensors[name], base, tuned, nans=nans)
+            check_chunk(plan, tensors[name], base, tuned, exceptions)
 
 
 def _stored(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.errors import OutputError
+from dare.errors import NotFiniteError
 from dare.formats.recoding import Loss, LossMeter, Put, Read
 from dare.inputs.fp8 import SCALE_ENDINGS, Scale
 from dare.inputs.sources import Floats, Raw, decoded
@@ -53,15 +53,16 @@ class Fp8:
         (name, kind, _), (beside, _, grid) = self.stored(tensor)
         meter, cpu = LossMeter(), kernels.load("cpu")
         largest = np.zeros((1 if self.scale.is_one else grid[0], self.scale.columns), np.float32)
+        top = float(limits_of(kind.numpy_type).max)
+        most = top * float(limits_of(self.scale.info.dtype.numpy_type).max)
         for _, matrix, rows, columns in self._pieces(tensor, read):
-            if not np.isfinite(matrix).all():
-                what = "has values that are not finite, which FP8 cannot store"
-                raise OutputError(f"{name}: {what}; leave format out")
+            if not float(np.abs(matrix).max(initial=0)) <= most:  # or it is NaN
+                what = "has values that are not finite, or too large for FP8 with such scales"
+                raise NotFiniteError(f"{name}: {what}; leave format out")
             found = np.maximum.reduceat(np.abs(matrix), _begins(columns), axis=1)
             found = np.maximum.reduceat(found, _begins(rows), axis=0)
             part = largest[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
             np.maximum(part, found, out=part)
-        top = float(limits_of(kind.numpy_type).max)
         scales = self._fresh(largest / np.float32(top))
         put(beside, 0, scales.reshape(-1).view(np.uint8))
         factors = scales.astype(np.float32)

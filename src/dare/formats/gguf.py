@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import InputError, OutputError, RecipeError
+from dare.errors import InputError, NotFiniteError, RecipeError
 from dare.formats.gguf_keys import CONVERTER, model_keys, vocabulary_keys
 from dare.formats.recoding import Floats, Loss, LossMeter, Put, Read, Recoding
 from dare.inputs.directory import Sidecars, main_type
@@ -40,6 +40,8 @@ from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import Described, TensorInfo
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked for
+# Bits of the smallest magnitude whose scale is infinite in F16: 65520 times the largest code.
+OVERFLOW_BITS = {"Q4_0": 0x48FFF000, "Q5_0": 0x497FF000, "Q8_0": 0x4AFDF020}
 PIECE_ELEMENTS = 1 << 18  # recoded at once
 MOST_COPIED = 1 << 16  # elements of a tensor that is no weights
 LAST = "output_norm.weight"  # every model has it; what is no weights is written with it
@@ -63,7 +65,8 @@ class GgufRecoding(Recoding):
 
     def merged_type(self, base: TensorInfo) -> StorageType:
         name = self._kind(self._name(base.name), base.shape)
-        return STORAGE_TYPES[name if name in AS_STORED else "F32"]
+        kind = STORAGE_TYPES[name if name in AS_STORED else "F32"]
+        return replace(kind, overflow_bits=OVERFLOW_BITS.get(name, kind.overflow_bits))
 
     def stored(self, tensor: Described) -> Sequence[Described]:
         found = self._find(tensor)
@@ -162,7 +165,7 @@ def _quantise(tensor: Stored, values: Floats, meter: LossMeter) -> NDArray[np.ui
         stored = quants.dequantize(codes, tensor.kind).reshape(-1)
     if not np.isfinite(stored).all():
         what = f"has values that {tensor.kind.name} cannot hold"
-        raise OutputError(f"{tensor.name}: {what}; set dtype = F32 or BF16")
+        raise NotFiniteError(f"{tensor.name}: {what}; set dtype = F32 or BF16")
     meter.add(values, stored)
     return codes.reshape(-1)
 

@@ -13,7 +13,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
-from dare.errors import OutputError
+from dare.errors import NotFiniteError
 from dare.formats.fp8 import ceil_log2
 from dare.formats.recoding import Loss, LossMeter, Put, Read
 from dare.inputs.mxfp4 import GROUP, GROUP_BYTES, VALUES
@@ -45,7 +45,7 @@ class Mxfp4:
                 values = decoded(raw, "cpu").reshape(GROUP, outputs)
                 if not np.isfinite(values).all():
                     what = "has values that are not finite, which MXFP4 cannot store"
-                    raise OutputError(f"{tensor[0]}: {what}; leave format out")
+                    raise NotFiniteError(f"{tensor[0]}: {what}; leave format out")
                 largest = np.abs(values).max(axis=0) / VALUES.max()
                 own = ceil_log2(np.maximum(largest, np.float32(2.0**LOWEST)))
                 exponents[:, group] = own

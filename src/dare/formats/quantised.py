@@ -17,7 +17,7 @@ from dare.formats.recoding import Loss, Put, Read, Recoding
 from dare.inputs.directory import MODELOPT_CONFIG, Sidecars
 from dare.inputs.fp8 import Scale
 from dare.inputs.mxfp4 import MXFP4
-from dare.inputs.quantised import quantisation_settings, tables_of
+from dare.inputs.quantised import block_size, quantisation_settings, tables_of
 from dare.inputs.sources import CodedInfo, Source, read_config
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.recipe import Recipe
@@ -67,9 +67,13 @@ def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecodin
         if isinstance(table[key], dict)
     }
     powers = any(table.get("scale_fmt") == "ue8m0" for table in settings.values())
+    block, is_sure = block_size(config)
     codes: dict[str, Fp8 | Mxfp4] = {}
     for name, code in coded.items():
         if isinstance(code, Scale):
+            if is_sure and not code.is_one and block != (code.block_rows, code.block_columns):
+                what = f"{name}: its blocks are not of the base's weight_block_size"
+                raise RecipeError(f"{what}; leave format out, or take another base")
             codes[name] = Fp8(code, powers or code.info.dtype.name == "F8_E8M0")
         elif code == MXFP4:
             codes[name] = Mxfp4()

@@ -1,8 +1,9 @@
 """Weights in FP8 with scales.
 
 A weight in F8_E4M3 or F8_E5M2 with a scale is presented as float32, each element one float32
-product `stored · scale`. A scale is one number, one for each row, or one for each block of 128×128
-(DeepSeek). FP8 tensors without a scale are passed on as they are.
+product `stored · scale`. A scale is one number, one for each row, or one for each block: of the
+size that the configuration says, else 128×128 (DeepSeek). FP8 tensors without a scale are passed on
+as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dare.tensors.header import TensorInfo
 
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 
-BLOCK = 128
+Block = tuple[int, int]  # rows and columns that have one scale
+USUAL_BLOCK: Block = (128, 128)
 SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are factors; the first is DeepSeek's
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
@@ -104,17 +106,17 @@ def read_values(source: Source, info: TensorInfo, first: int, count: int) -> Flo
     return decoded(raw)
 
 
-def dequantized(source: Source) -> Source:
-    """Apply a source's scales, if it has any."""
+def dequantized(source: Source, block: Block = USUAL_BLOCK, is_sure: bool = False) -> Source:
+    """Apply a source's scales, if it has any; if `is_sure`, each must be for such a block."""
     scales = {
         name: scale
         for name, info in source.tensors.items()
-        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source)) is not None
+        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source, block, is_sure))
     }
     return DequantizedSource(source, scales) if scales else source
 
 
-def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
+def _find_scale(weight: TensorInfo, source: Source, block: Block, is_sure: bool) -> Scale | None:
     """Find a weight's scale, and which part of the weight each of its factors is for."""
     where, tensors = home_of(source), source.tensors
     names = [weight.name + end for end in SCALE_ENDINGS if weight.name + end in tensors]
@@ -129,15 +131,17 @@ def _find_scale(weight: TensorInfo, source: Source) -> Scale | None:
         raise InputError(f"{where}: {scale.name} is {scale.dtype.name}, not {kinds}")
     width = weight.shape[-1] if weight.shape else 1
     rows = weight.elements // width if width else 0
-    if scale.elements == 1:
+    grid = -(-rows // block[0]), -(-width // block[1])
+    if scale.elements == 1 and (not is_sure or grid == (1, 1)):
         return Scale(weight.dtype, scale, 1, max(rows, 1), max(width, 1))
-    if len(weight.shape) == 2 and scale.shape in ((rows,), (rows, 1)):
+    if len(weight.shape) == 2 and not is_sure and scale.shape in ((rows,), (rows, 1)):
         return Scale(weight.dtype, scale, 1, 1, width)
-    if len(weight.shape) == 2 and scale.shape == (-(-rows // BLOCK), -(-width // BLOCK)):
-        return Scale(weight.dtype, scale, scale.shape[1], BLOCK, BLOCK)
+    if len(weight.shape) == 2 and scale.shape == grid:
+        return Scale(weight.dtype, scale, scale.shape[1], *block)
+    others = " (is weight_block_size right?)" if is_sure else ", one for each row, or one"
     raise InputError(
         f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
-        f"scale, one for each row, or for each block of {BLOCK}×{BLOCK}. Dequantise the model first"
+        f"scale for each block of {block[0]}×{block[1]}{others}. Dequantise the model first"
     )
 
 

@@ -35,7 +35,9 @@ def read_quantised(
 
     Scales of activations are left out, or shown as bits, which are copied and never merged.
     """
-    plain = fp8.dequantized(nvfp4.unpacked(mxfp4.unpacked(source, config)))
+    where = f"{home_of(source)}: " if source.files else ""
+    unpacked = nvfp4.unpacked(mxfp4.unpacked(source, config))
+    plain = fp8.dequantized(unpacked, *block_size(config, where))
     if plain is not source:
         left = {
             name: info
@@ -44,7 +46,6 @@ def read_quantised(
         }
         plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
     method = quantisation_method(config)
-    where = f"{home_of(source)}: " if source.files else ""
     if reason := _DATA["in_use"].get(method or ""):
         raise InputError(f"{where}config.json: quant_method is {method!r}; {reason}")
     if found := _find_codes(plain, method):
@@ -88,6 +89,25 @@ def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for table in left:
         left += [value for value in table.values() if isinstance(value, dict)]
         yield table
+
+
+def block_size(config: Mapping[str, Any], where: str = "") -> tuple[fp8.Block, bool]:
+    """Return the size of the blocks that FP8 has scales for, and if all scales are for blocks.
+
+    transformers says so for the whole model; groups of compressed-tensors may differ in it.
+
+    >>> block_size({"quantization_config": {"weight_block_size": [128, 64]}}), block_size({})
+    (((128, 64), True), ((128, 128), False))
+    """
+    tables = list(tables_of(dict(config)))
+    for key in ("weight_block_size", "block_structure"):
+        for size in (table[key] for table in tables if table.get(key) is not None):
+            match size:
+                case [int(rows), int(columns)] if min(rows, columns) > 0:
+                    return (rows, columns), key == "weight_block_size"
+            if key == "weight_block_size":
+                raise InputError(f"{where}config.json: {key} is {size!a}, not two numbers above 0")
+    return fp8.USUAL_BLOCK, False
 
 
 def quantisation_settings(table: Mapping[str, Any]) -> list[str]:

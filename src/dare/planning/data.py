@@ -445,22 +445,24 @@ class PlanData:
         source = self.models[model]
         return source if tensor.name in source.tensors else self.base
 
-    def is_model(self, tensor: TensorPlan) -> bool:
-        """Tell whether a merged tensor is by definition the one model's, which is then copied.
+    def sole_model(self, tensor: TensorPlan) -> int | None:
+        """Return the model that a merged tensor is by definition, and that is then copied.
 
-        Otherwise base + (tuned - base) in float32 would be rounded twice.
+        It is the only one with a weight, and no stage changes it. Otherwise base + (tuned - base)
+        in float32 would be rounded twice.
         """
-        if not tensor.is_merged or tensor.weights != (1.0,) or self.recipe.scale != 1:
-            return False
-        (model,), (settings,) = tensor.models, tensor.settings
-        source = self.source_of(tensor, model)
+        weighted = [place for place, weight in enumerate(tensor.weights) if weight]
+        if not tensor.is_merged or len(weighted) != 1 or self.recipe.scale != 1:
+            return None
+        model, settings = tensor.models[weighted[0]], tensor.settings[weighted[0]]
         chain = zip(tensor.stages, (*settings, tensor.combine, *tensor.refine), strict=True)
-        return (
-            not tensor.drops
+        is_sole = (
+            (tensor.weights[weighted[0]] == 1 or tensor.combine.get("normalize", False))
+            and tensor.drop_of(model) is None
             and all(stage.is_identity(own) for stage, own in chain)
-            and not source.delta_of(tensor.name).is_change
-            and source.tensors[tensor.name].dtype == tensor.base.dtype
+            and not self.source_of(tensor, model).delta_of(tensor.name).is_change
         )
+        return model if is_sole else None
 
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
         """The models that take part in a tensor, and what is said of their copies."""

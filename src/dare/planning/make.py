@@ -470,7 +470,7 @@ def _float64_notices(plan: Plan) -> Iterator[Notice]:
     count = 0
     for tensor in plan.merged():
         kinds = {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
-        count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
+        count += STORAGE_TYPES["F64"] in kinds and plan.sole_model(tensor) is None
     if count:
         yield notice("float64", tensors=times(count, "tensor"))
 

@@ -183,7 +183,7 @@ class Recipe(Strict, init=False):
         False, description="Also read pytorch_model.bin and the like, with torch, weights only."
     )
     allow_not_finite: Annotated[bool, SAME_WEIGHTS] = Field(
-        False, description="Merge inputs even if they have NaN or infinite elements."
+        False, description="Merge even if inputs or results are NaN or infinite."
     )
 
     delta_threshold: Annotated[float, SAME_WEIGHTS] = Field(

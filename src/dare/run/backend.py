@@ -185,10 +185,10 @@ class ArrayBackend(Backend):
             merged = chunk_of_summary(deltas)
         else:
             merged = tensor.combine_stage.apply(deltas, **tensor.combine)
-        base = chunk.base
-        if self._plan.is_model(tensor):  # the stages were run for their figures
+        base, sole = chunk.base, self._plan.sole_model(tensor)
+        if sole is not None:  # the stages were run for their figures
             merged.fill(0)
-            (base,) = chunk.tuned.values()
+            base = chunk.tuned[sole]
         exceptions = self._add(base, merged, tensor.dtype, into)
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [

@@ -99,7 +99,7 @@ class Run:
             self._display.announce("comparing the inputs with those of the earlier run")
             output.confirm(_made_of_same(plan, output.doubtful))
         suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
-        check_chunks(plan, [(r.tensor, r.chunk, r.exceptions[1]) for r in suspects])
+        check_chunks(plan, [(r.tensor, r.chunk, r.exceptions) for r in suspects])
         elements = {tensor.name: tensor.elements for tensor in plan.tensors}
         done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
         self._display.advance(plan.cost.bytes_read * done // max(sum(elements.values()), 1))

@@ -124,7 +124,7 @@ class Merge(Work[Report]):
 def take_sample(plan: Plan) -> SampledModels:
     """Sample the weights; refuse what is not finite, and warn of what was noticed."""
     sample = sample_models(plan)
-    check_chunks(plan, [(t.name, n, 0) for t in sample.not_finite for n in range(t.chunks)])
+    check_chunks(plan, [(t.name, n, (0, 0)) for t in sample.not_finite for n in range(t.chunks)])
     warn(plan, [*plan.warnings, *sample.notices])
     return sample
 

@@ -10,11 +10,8 @@ list only serves speed: bytes depend on the plan and the inputs alone.
 A worker does steps: it reads what they need, and has its backend compute. Chunks that are read
 together go through a coder, which makes records of them: the merger here, or those of delta files.
 
-A merge refuses inputs with elements that are not finite, unless the recipe allows them. Finding
-them costs nothing: the figures of every chunk hold its largest |δ| and the number of NaN results,
-and only where these say so are the stored elements read again. An infinity that a model and the
-base share, as in a stored causal mask, is no change and never refused. Overflow of finite inputs
-is a warning in the report.
+A merge refuses inputs and results that are not finite, unless the recipe allows them, in the chunk
+where they first appear (`dare.checks.inputs`).
 """
 
 from __future__ import annotations
@@ -435,14 +432,12 @@ class Merger:
         return records
 
     def _check(self, chunk: Chunk, made: Sequence[Made]) -> None:
-        """Refuse inputs that are not finite, and copies that differ from the base."""
+        """Refuse what is not finite, and copies that differ from the base."""
         tensor = chunk.tensor
-        if tensor.is_merged:
-            if not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
-                nans = sum(each.exceptions[1] for each in made)
-                check_chunk(self._plan, tensor, chunk.base, chunk.tuned, nans=nans)
-            return
-        for place, model in enumerate(tensor.models, start=1):
+        if not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
+            exceptions = list(map(sum, zip(*(each.exceptions for each in made), strict=True)))
+            check_chunk(self._plan, tensor, chunk.base, chunk.tuned, exceptions)
+        for place, model in enumerate(() if tensor.is_merged else tensor.models, start=1):
             if any(each.inputs[place] != each.inputs[0] for each in made):
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(

@@ -59,6 +59,7 @@ def survey_middle(
     survey=survey_middle,
     surveys_when=lambda settings: settings["keep_middle"] < 1,
     is_lazy=lambda settings: settings["per"] == "tensor",
+    is_identity=lambda settings: settings["keep_middle"] == 1,
 )
 def breadcrumbs(
     block: Block,

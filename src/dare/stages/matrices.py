@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from dare.errors import InputError
+from dare.errors import NotFiniteError
 from dare.stages.blocks import Block, Deltas, Floats, View
 from dare.stages.registry import (
     Parameter,
@@ -81,7 +81,7 @@ def _gather(view: View, *, combines: bool) -> tuple[list[Floats], list[float]]:
             part = _chunk_of(values, block)
             np.multiply(block.values, np.float32(block.factor), out=part)
             if not np.isfinite(part).all():
-                raise InputError(
+                raise NotFiniteError(
                     f"{block.tensor}: a model's change has NaN or infinite values, which would "
                     "spread over the whole matrix; check the inputs, or merge this tensor by "
                     "another method"
@@ -122,6 +122,7 @@ def matrix_delta_stage(
                 block.factor = 1.0
                 block.leave_nonzero()
 
+        declared["is_identity"] = lambda settings: not acts_when(settings)
         delta_stage(**_survey(work, work_bytes), surveys_when=acts_when, **declared)(apply)
         return function
 

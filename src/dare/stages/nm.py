@@ -57,6 +57,7 @@ def survey_groups(
     surveys_when=lambda settings: settings["n"] < settings["m"],
     check=_check_turn,
     is_random=lambda settings: settings["choose"] == "random" and settings["n"] < settings["m"],
+    is_identity=lambda settings: settings["n"] == settings["m"],
 )
 def nm(
     block: Block,

@@ -228,7 +228,8 @@ class Stage:
     is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
     # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
     redrops: Predicate = _never
-    # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1.
+    # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1, if
+    # all others have the weight 0.
     is_identity: Predicate = _never
     # True if it leaves values and figures to the backend; else it computes on arrays with NumPy, on
     # the CPU.
