@@ -393,8 +393,30 @@ DELTAS = [
     C(
         "task_arithmetic, lambda over the layers",
         models("task_arithmetic", "math {weight: 1}", more="parameters: {lambda: [0.5, 1]}"),
+    ),
+    C(
+        "task_arithmetic, lambda by filter",
+        models(
+            "task_arithmetic",
+            f"math {FILTERS}",
+            "code {weight: 0.7}",
+            more="parameters: {lambda: [{filter: mlp.up, value: 0.5}, {filter: q_, value: 0}]}",
+        ),
+    ),
+    C(
+        "dare_ties, lambda by filter and over the layers",
+        models(
+            "dare_ties",
+            "math {weight: [{filter: mlp, value: 0.3}, {value: 1}]}",
+            "code {weight: -0.7}",
+            more="parameters: {lambda: [{filter: up, value: [0.5, 2]}, {value: -1.5}]}",
+        ),
+    ),
+    C(
+        "ties, lambda by filter, normalised",
+        models("ties", "math {weight: 1}", more="parameters: {lambda: [{filter: up, value: 2}]}"),
         REFUSED_HERE,
-        "scale is one number for all tensors; write it into the weights",
+        "weights by which the result is divided cannot hold it",
     ),
     C(
         "dare_linear, all kept",
@@ -791,6 +813,17 @@ STACKS = [
         "    parameters: {weight: [{filter: mlp, value: 0.3}, {value: 0.5}]}",
     ),
     C(
+        "modules, slices of all layers",
+        "merge_method: linear\nmodules:\n  text_decoder:\n    slices:\n"
+        "      - sources:\n          - {model: vlm, layer_range: [0, 2]}\n"
+        "          - {model: vlm-tuned, layer_range: [0, 2], parameters: {weight: [0.2, 0.7]}}\n"
+        "        parameters: {weight: [{filter: mlp, value: 0.3}]}\n"
+        "    parameters: {weight: 1}\n"
+        "  multi_modal_projector:\n    models: &models [{model: vlm}, {model: vlm-tuned}]\n"
+        "    parameters: {weight: 1}\n"
+        "  vision_tower:\n    models: *models\n    parameters: {weight: [0.1, 0.9]}",
+    ),
+    C(
         "modules, encoder and decoder",
         "merge_method: linear\nmodules:\n"
         "  encoder:\n    models: &models [{model: t5}, {model: t5-tuned}]\n"
@@ -881,11 +914,33 @@ def tokenized(more: str, method: str = "task_arithmetic") -> str:
     return models(method, *TOKENIZED, more=more, base="with-tokens")
 
 
+def sharing(method: str, *, own: str = "", base: str = "with-tokens", source: str = "union") -> str:
+    """Write a merge of models with tokenizers, two of which add the same token."""
+    weights = {"a": 1.0, "c": 0.3, "b": 0.6}
+    given = [f"with-tokens-{name} {{weight: {w}{own}}}" for name, w in weights.items()]
+    return models(method, *given, more=f"tokenizer_source: {source}", base=base)
+
+
 TOKENS = [
     C("tokenizer_source: base", tokenized("tokenizer_source: base")),
     C("tokenizer_source: union", tokenized("tokenizer_source: union")),
     C("tokenizer_source: a model", tokenized("tokenizer_source: with-tokens-b")),
     C("tokenizer: as usual", tokenized("tokenizer: {}")),
+    *(
+        C(f"a token that two models add, {method}", sharing(method, own=own))
+        for method, own in (
+            ("task_arithmetic", ""),
+            ("ties", ", density: 0.5"),
+            ("breadcrumbs_ties", ", density: 0.6"),
+            ("dare_linear", ", density: 1"),
+            ("multislerp", ""),
+            ("model_stock", ""),
+            ("sce", ""),
+        )
+    ),
+    C("a token that two models add, one is the source", sharing("ties", source="with-tokens-c")),
+    C("linear, a token that two of three have", sharing("linear", base="")),
+    C("karcher, a token that two of three have", sharing("karcher", base="")),
     C("tokenizer: rows of tokens", tokenized(ROWS)),
     C(
         "tokenizer: rows of a model",
@@ -938,7 +993,16 @@ experts:
   - {{source_model: with-tokens-a, positive_prompts: ["1 2 3"]}}
   - {{source_model: with-tokens-b, positive_prompts: ["4 5"], negative_prompts: ["6"]}}
 """
+APART = ("experts-math {weight: 1, density: 0.5}", "experts-code {weight: 0.3, density: 0.5}")
 MIXTURES = [
+    C("experts stored apart", models("task_arithmetic", *APART, base="experts-base")),
+    C(
+        "experts stored apart, ties",
+        models("ties", *APART, base="experts-base"),
+        DIFFERS,
+        "mergekit joins the experts of a layer first, and cuts them together",
+        share=0.1,
+    ),
     C("mixture, cheap_embed", EXPERTS.format(gates="cheap_embed")),
     C(
         "mixture, hidden",

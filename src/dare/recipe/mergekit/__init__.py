@@ -11,17 +11,21 @@ that it may name as its models; so is a model with an adapter.
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dare.errors import printable
+from dare.errors import DareError, printable
 from dare.recipe.document import request_from_document
-from dare.recipe.mergekit.configuration import Config, Part, TensorsOf, read_config
+from dare.recipe.mergekit.configuration import KNOWN, Config, Part, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, Draft
 from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.recipe import Recipe
+from dare.stores.locations import to_path
+from dare.tensors.files import is_there
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         config = read_config(root, METHODS, tensors_of)
         root.require(config.name not in recipes, _twice(config.name))
         recipes[config.name] = _tables(config, differences)
+        model = to_path(config.base or config.parts[0].inputs[0].model)
+        with suppress(DareError):  # the merge says what is wrong with a model
+            if is_there(model) and re.search(r"\.experts\.\d+\.", " ".join(tensors_of(model))):
+                differences[KNOWN["differences"]["experts"]] = None
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
     for tables in recipes.values():  # a part has no template of its own
         template = tables.pop("chat_template", None)
@@ -102,7 +110,7 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
     if config.computes_in != "float32" and any(draft.document()["models"] for draft in drafts):
         kind = config.computes_in or "the type that the weights are stored in"
         drafts[-1].differ("arithmetic", kind=kind)
-    if "pad_to_multiple_of" in config.keys:
+    if "vocabulary" in config.keys:
         drafts[-1].differ("padding")
     if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
         drafts[-1].differ("head")

@@ -72,7 +72,7 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     if "slices" in table:
         parts = _parts_of_slices(table["slices"], method, base, shared)
     elif "modules" in table:
-        parts = _parts_of_modules(table["modules"], method, base, shared)
+        parts = _parts_of_modules(table["modules"], method, base, shared, tensors_of)
     else:
         items = as_items(table["models"], "models")
         found = tuple(_input(item, "a model", shared) for item in items)
@@ -85,6 +85,8 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
     models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
     keys = _tokenizer(table, base or models[0], models) | _chat_template(table)
+    if keys.get("vocabulary", "base") != "base" or ("vocabulary" in keys and not base):
+        keys["new_rows"] = "merge" if base else "merge_all"
     if stored := types.get("out_dtype", types.get("dtype")):
         keys["dtype"] = stored
     names = [as_text(table[key], key) for key in ("name", "out_path") if key in table]
@@ -165,7 +167,7 @@ def _parts_of_slices(
     parts = []
     for item in as_items(node, "slices"):
         table = as_table(item, known, "a slice", required="sources")
-        scopes = (*_parameters(table, "a slice"), *shared)
+        scopes = (*_parameters(table, "a slice", shared[0].module if shared else None), *shared)
         items = as_items(table["sources"], "sources")
         inputs = tuple(_input(source, "a source", scopes) for source in items)
         lengths = {given.span[1] - given.span[0] for given in inputs if given.span}
@@ -182,18 +184,20 @@ def _span(node: Node) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _is_whole(part: Part, tensors_of: TensorsOf) -> bool:
-    """Tell if a part is known to be all layers of its models."""
+def _is_whole(part: Part, tensors_of: TensorsOf, module: tuple[str, ...] | None = None) -> bool:
+    """Tell if a part is known to be all layers of its models, or of a module of them."""
     spans = {given.span for given in part.inputs if given.span}
     model = to_path(part.base or part.inputs[0].model)
     if len(spans) == 1 and is_there(model):
-        counts = count_layers(tensors_of(model)).values()
+        texts = module or [text for known in MODULES.values() for text in known]
+        own = [name for name in tensors_of(model) if any(t in name for t in texts) == bool(module)]
+        counts = count_layers(tensors_of(model) if module is None else own).values()
         return spans <= {(0, count) for count in counts}
     return not spans
 
 
 def _parts_of_modules(
-    node: Node, method: str, base: str | None, shared: tuple[Scope, ...]
+    node: Node, method: str, base: str | None, shared: tuple[Scope, ...], tensors_of: TensorsOf
 ) -> tuple[Part, ...]:
     """Read modules: parts of a model that have parameters of their own, and the same models."""
     node.require(isinstance(node.value, dict) and node.value, "modules: must be a table of modules")
@@ -204,9 +208,14 @@ def _parts_of_modules(
         table = as_table(node.value[name], ("models", "slices", "parameters"), "a module")
         scopes = (*_parameters(table, "a module", module), *shared)
         if "slices" in table:
+            parts = _parts_of_slices(table["slices"], method, base, scopes)
+            if module is None:
+                return parts
+            is_whole = len(parts) == 1 and _is_whole(parts[0], tensors_of, module)
             text = "slices: only the layers of a model with one module can be stacked"
-            table["slices"].require(len(node.value) == 1, text)
-            return _parts_of_slices(table["slices"], method, base, scopes)
+            table["slices"].require(is_whole and parts[0].base == base, f"{text}; give all of them")
+            found.append((parts[0].node, [*parts[0].inputs], parts[0].shared))
+            continue
         items = as_items(table.get("models", node.value[name]), "models")
         found.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
     first, inputs, _ = found[0]

@@ -15,6 +15,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
+from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +231,7 @@ class Case:
     def words(self) -> dict[str, Any]:
         """The keys of a rule that say which tensors it is for."""
         words = {} if self.contains is None else {"contains": self.contains}
-        return words | ({"match": [f"*{text}*" for text in self.module]} if self.module else {})
+        return words | ({"match": [f"*{escape(t)}*" for t in self.module]} if self.module else {})
 
     def changed(self, change: Callable[[Any], float]) -> Case:
         """Return the case with its number changed, or every number of its list."""
@@ -298,6 +301,18 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
         given.node.require(default is not None, text)
         cases = (*cases, Case(None, default, given.node))
     return as_numbers(name, cases)
+
+
+def multiply(cases: Cases, factors: Cases) -> Iterator[Case]:
+    """Yield the products of a model's weights and of lambda, in the order in which they count."""
+    for factor, case in product(factors, cases):
+        number, varied = sorted((factor, case), key=lambda one: isinstance(one.value, list))
+        is_plain = not factor.words or factor.module is case.module is None
+        can = is_plain and not isinstance(number.value, list)
+        factor.node.require(can, "lambda: cannot be combined with weight; multiply the weights")
+        module = case.module if factor.contains is None else (factor.contains,)
+        value = varied.changed(partial(mul, number.value))
+        yield replace(value, contains=case.contains, module=module)
 
 
 def as_numbers(name: str, cases: Cases) -> Cases:
