@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dare.inputs.sources import ArraySource
+from dare.output.targets import default_scratch
 from dare.planning.make import make_plan
 from dare.planning.plan import Estimate, Plan, estimate, keep_rate
 from dare.recipe.recipe import Request
@@ -131,9 +132,13 @@ def test_the_range_is_told_with_two_digits(low, high, text):
     ("platform", "expected"),
     [("linux", ".cache/dare"), ("darwin", "Library/Caches/dare"), ("win32", "local/dare")],
 )
-def test_where_rates_are_kept(platform, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", [None, "", "not/absolute"])  # such are to be ignored
+def test_where_rates_and_uploads_are_kept(platform, expected, given, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
+    if given is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
     assert files.cache_folder() == tmp_path / expected
+    assert default_scratch() == tmp_path / expected / "uploads"
