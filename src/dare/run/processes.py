@@ -326,8 +326,11 @@ def answer_requests(answering: object) -> None:
     requests, replies = (os.fdopen(os.dup(number), mode) for number, mode in ((0, "rb"), (1, "wb")))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no child of the evaluator has ours
     os.dup2(2, 1)
+    process = os.getpid()
     for request in requests:
         reply = _reply(answering, *json.loads(request))
+        if os.getpid() != process:  # the evaluator has forked, and its copy returns here too
+            break
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the evaluator has closed it
                 stream.flush()
