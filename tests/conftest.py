@@ -18,6 +18,11 @@ from file_server import Files, serving
 for library in ("OPENBLAS", "OMP"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
+# No test asks an address outside of this machine: a cloud's metadata server would answer.
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+for name in ("AWS_METADATA_ENDPOINT", "AWS_EC2_METADATA_SERVICE_ENDPOINT"):
+    os.environ[name] = "http://127.0.0.1:9"
+
 # Timing is asserted where it matters; elsewhere a busy machine must not fail a test.
 settings.register_profile("dare", deadline=None, max_examples=30)
 settings.load_profile("dare")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -34,7 +34,7 @@ from dare.inputs.delta_files import INDEX, DeltaSource
 from dare.inputs.gguf import MAGIC, GgufSource
 from dare.inputs.lora import bind_base, open_adapter
 from dare.inputs.opening import convert_yaml, open_model
-from dare.inputs.sources import Source, open_source
+from dare.inputs.sources import Source, decoded, open_source
 from dare.output.targets import seal
 from dare.output.verification import verify
 from dare.recipe.document import request_from_document
@@ -281,7 +281,34 @@ QUANTISED_TREES: tuple[dict[str, Any], ...] = (
             "a.weight_scale": ["F8_E4M3", [2, 1]],
             "a.weight_global_scale": ["F32", [1]],
         },
-        "config": {},
+        "config": {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
+                "ignore": ["lm_head"],
+            }
+        },
+    },
+    {
+        "tensors": {
+            "a.weight": ["U8", [3, 2, 16]],
+            "a.weight_scale": ["F8_E4M3", [3, 2, 2]],
+            "a.weight_scale_2": ["F32", []],
+            "b.weight": ["F8_E5M2", [3, 5]],
+            "b.weight_scale": ["BF16", [3, 1]],
+        },
+        "config": {"quantization_config": {"quant_algo": "NVFP4", "group_size": 16}},
+    },
+    {
+        "tensors": {
+            "experts.gate_up_proj_blocks": ["U8", [2, 3, 2, 16]],
+            "experts.gate_up_proj_scales": ["U8", [2, 3, 2]],
+            "experts.gate_up_proj_bias": ["BF16", [2, 3]],
+            "a.weight_packed": ["I32", [2, 1]],
+            "a.weight_shape": ["I64", [2]],
+        },
+        "config": {"quantization_config": {"quant_method": "mxfp4", "bits": 4}},
     },
 )
 """The types and shapes of tensors, and a configuration."""
@@ -302,6 +329,10 @@ class Quantised(Target):
         for _, shape in random.choices(tensors, k=random.randrange(3)):
             shape[random.randrange(len(shape) + 1) :] = random.choices(range(4), k=2)
         tree["config"] = change_values(random, tree["config"])
+        for name in random.choices(list(tree["tensors"]), k=random.choice((0, 0, 0, 1))):
+            other = random.choice([*tree["tensors"], f"{name}_scale", "a.weight"])
+            tree["tensors"][other] = tree["tensors"].pop(name)
+        tree["seed"] = random.getrandbits(32)
         return tree
 
     def read(self, case: dict[str, Any]) -> None:
@@ -309,7 +340,9 @@ class Quantised(Target):
         for name, (kind, shape) in case["tensors"].items():
             start, end = end, end + math.prod(shape) * STORAGE_TYPES[kind].itemsize
             header[name] = entry(kind, shape, start, end)
-        (self.folder / "model.safetensors").write_bytes(file_bytes(header, bytes(end)))
+        (self.folder / "model.safetensors").write_bytes(
+            file_bytes(header, Random(case["seed"]).randbytes(end))
+        )
         (self.folder / "config.json").write_text(json.dumps(case["config"]))
         read_some(open_model(self.folder))
         again = dare.ModelEntry(file=self.folder, seed=1)
@@ -317,12 +350,25 @@ class Quantised(Target):
         planned = dare.plan(**given, output=self.folder / "out", format="input")
         str(planned), planned.to_dict()
         for tensor in planned.tensors:
-            zeros = np.zeros(tensor.elements, tensor.dtype.carrier)
-            planned.recoding.encode(
-                (tensor.name, tensor.dtype, tensor.shape),
-                lambda start, count, zeros=zeros: zeros[start : start + count],
-                lambda name, offset, data: None,
-            )
+            for values in self.values_of(tensor):
+                planned.recoding.encode(
+                    (tensor.name, tensor.dtype, tensor.shape),
+                    lambda start, count, values=values: values[start : start + count],
+                    lambda name, offset, data: None,
+                )
+
+    def values_of(self, tensor: Any) -> Iterator[Any]:
+        """Zeros, and what is stored: the same, whether read whole or in two pieces."""
+        yield np.zeros(tensor.elements, tensor.dtype.carrier)
+        with open_model(self.folder, keeps_scales=True) as source:
+            parts = [np.empty(n, tensor.dtype.carrier) for n in (tensor.elements, tensor.elements)]
+            source.read(tensor.name, 0, parts[0])
+            place = tensor.elements // 3
+            source.read(tensor.name, 0, parts[1][:place])
+            source.read(tensor.name, place, parts[1][place:])
+        assert parts[0].tobytes() == parts[1].tobytes(), "other values in pieces"
+        if tensor.dtype.name in ("F32", "BF16") and np.isfinite(decoded(parts[0])).all():
+            yield parts[0]
 
 
 class Torch(OneFile):
@@ -626,7 +672,10 @@ class Adapters(Target):
             (plain, pair | others),
             (plain | {"use_dora": True, "trainable_token_indices": {"embed": [1, 3]}}, pair | made),
             (plain | {"target_parameters": parameters}, experts),
+            (plain | {"init_lora_weights": "pissa_niter_4"}, pair),
         ]
+        self.initial = (plain, pair)
+        (folder / "pissa_init").mkdir()
         shapes = {
             "layers.0.q_proj.weight": (3, 4),
             "embed.weight": (5, 4),
@@ -634,18 +683,22 @@ class Adapters(Target):
         }
         self.base = array_source({n: np.ones(s, np.float32) for n, s in shapes.items()}, "base")
 
-    def make(self, random: Random) -> tuple[bytes, bytes]:
-        config, weights = (json.dumps(part).encode() for part in random.choice(self.seeds))
-        if random.random() < 0.6:
-            config = change_json(random, config)
-        if random.random() < 0.6:
-            weights = json.dumps(change_values(random, json.loads(weights))).encode()
-        return config, weights
+    def make(self, random: Random) -> dict[str, tuple[bytes, bytes]]:
+        """An adapter, and the one before training, which only PiSSA reads."""
+        made = {}
+        for place, seed in (("", random.choice(self.seeds)), ("pissa_init", self.initial)):
+            config, weights = (json.dumps(part).encode() for part in seed)
+            if random.random() < 0.6:
+                config = change_json(random, config)
+            if random.random() < 0.6:
+                weights = json.dumps(change_values(random, json.loads(weights))).encode()
+            made[place] = config, any_numbers(random, weights)
+        return made
 
-    def read(self, case: tuple[bytes, bytes]) -> None:
-        config, weights = case
-        (self.folder / "adapter_config.json").write_bytes(config)
-        (self.folder / "adapter_model.safetensors").write_bytes(zeros(weights))
+    def read(self, case: dict[str, tuple[bytes, bytes]]) -> None:
+        for place, (config, weights) in case.items():
+            (self.folder / place / "adapter_config.json").write_bytes(config)
+            (self.folder / place / "adapter_model.safetensors").write_bytes(weights)
         source = open_adapter(self.folder, base=self.base)
         bind_base(source)
         read_some(source)
@@ -667,6 +720,11 @@ class LoraFiles(Target):
                 "lora_te_text_model_q.lora_down.weight": ["F16", [2, 4]],
                 "lora_te_text_model_q.lora_up.weight": ["F16", [3, 2]],
                 "lora_te_text_model_q.alpha": ["F32", []],
+                "lora_unet_time_embed_0.lora_down.weight": ["BF16", [2, 4]],
+                "lora_unet_time_embed_0.lora_up.weight": ["BF16", [3, 2]],
+                "lora_unet_time_embed_0.alpha": ["F16", [1]],
+                "unet.mid.attn.processor.to_q_lora.down.weight": ["F32", [2, 4]],
+                "unet.mid.attn.processor.to_q_lora.up.weight": ["F32", [3, 2]],
                 "unet.double_blocks.0.img_attn.qkv.lora_A.weight": ["F32", [2, 4]],
                 "unet.double_blocks.0.img_attn.qkv.lora_B.weight": ["F32", [12, 2]],
                 "unet.transformer_blocks.1.attn.to_k.lora_A.weight": ["F32", [2, 4]],
@@ -676,28 +734,29 @@ class LoraFiles(Target):
         shapes = {
             "conv_in.weight": (3, 4, 1, 1),
             "text_model.q.weight": (3, 4),
+            "time_embedding.linear_1.weight": (3, 4),
+            "mid.attn.to_q.weight": (3, 4),
             "double_blocks.0.img_attn.qkv.weight": (12, 4),
             "double_blocks.1.img_attn.qkv.weight": (12, 4),
         }
         self.base = array_source({n: np.ones(s, np.float32) for n, s in shapes.items()}, "base")
 
-    def make(self, random: Random) -> tuple[str, bytes]:
+    def make(self, random: Random) -> bytes:
         noted, weights = self.metadata, self.weights
         if random.random() < 0.4:
             noted = change_json(random, noted.encode()).decode("latin-1")
         if random.random() < 0.7:
             weights = json.dumps(change_values(random, json.loads(weights))).encode()
-        return noted, weights
+        return any_numbers(random, weights, {"lora_adapter_metadata": noted})
 
-    def read(self, case: tuple[str, bytes]) -> None:
-        noted, weights = case
+    def read(self, case: bytes) -> None:
         file = self.folder / "lora.safetensors"
-        file.write_bytes(zeros(weights, {"lora_adapter_metadata": noted}))
+        file.write_bytes(case)
         read_some(open_model(file, base=self.base))
 
 
-def zeros(weights: bytes, metadata: dict[str, str] | None = None) -> bytes:
-    """A file of zeros, by a table of names, types and shapes, which may be nonsense."""
+def any_numbers(random: Random, weights: bytes, metadata: dict[str, str] | None = None) -> bytes:
+    """A file of zeros or any bytes, by a table of names, types and shapes, maybe nonsense."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position, entries = 0, json.loads(weights)
     for name, value in entries.items() if isinstance(entries, dict) else ():
@@ -707,7 +766,8 @@ def zeros(weights: bytes, metadata: dict[str, str] | None = None) -> bytes:
         size = size if 0 <= size < MOST_ELEMENTS else 4
         header[name] = entry(kind, shape, position, position + size)
         position += size
-    return file_bytes(header, bytes(position))
+    is_zero = random.random() < 0.3
+    return file_bytes(header, bytes(position) if is_zero else random.randbytes(position))
 
 
 class Tokenizers(Target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -172,6 +173,25 @@ def test_a_bucket_in_another_region(web, quick, monkeypatch):
     assert "set AWS_REGION" in refusal(bucket)
     always(web, lambda handler: handler.refuse(403, b"<Code>SignatureDoesNotMatch</Code>"))
     assert re.search("403 SignatureDoesNotMatch.*set AWS_PROFILE", refusal(bucket))
+
+
+@pytest.mark.parametrize("lack", ["keys", "boto3", "profile", "secret"])
+def test_without_credentials_it_says_where_they_were_sought(web, quick, monkeypatch, lack):
+    """Whoever answers, store or metadata server: the store is not blamed."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    for name in ("AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT"):
+        monkeypatch.setenv(name, web.url)
+    if lack == "boto3":
+        monkeypatch.setattr(reading, "find_spec", lambda _name: None)
+    elif lack != "keys":
+        variable = {"profile": "AWS_PROFILE", "secret": "AWS_ACCESS_KEY_ID"}[lack]
+        monkeypatch.setenv(variable, "unknown")
+    always(web, lambda handler: handler.refuse(412))
+    found = refusal(to_path("s3://bucket/w.safetensors"))
+    assert re.search("no credentials.*environment.*~/.aws.*AWS_PROFILE", found)
 
 
 @pytest.mark.parametrize(

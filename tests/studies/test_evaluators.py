@@ -613,6 +613,17 @@ def test_children_that_a_function_starts_end_with_it(process):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+def test_a_copy_of_its_process_that_a_function_leaves_answers_nothing(process):
+    how = """
+        if os.fork() == 0:
+            returned = 7.0
+        else:
+            os.wait()
+    """
+    for _ in range(2):
+        assert process.score(how).scores == {"score": 1.0}
+
+
 def test_other_items_than_those_asked_for_are_refused(process):
     how = "returned = {'items': {f'a/{next(number)}': 1}}"
     first, second = process.score(how), process.score(how)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import linecache
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,7 @@ CHARTER = replace(MENDED, evaluator="scor.py:score")
 @pytest.mark.parametrize("name", ["what?.db", "100%.db", "a%20b.db", "größe #1.db"])
 def test_a_study_lies_where_it_was_asked_for(tmp_path: Path, name: str):
     Study(tmp_path / name, CHARTER).close()
-    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}.lock"}
+    assert [path.name for path in tmp_path.iterdir()] == [name]
     with closing(Study(tmp_path / name)) as study:
         assert study.charter == CHARTER
 
@@ -226,6 +228,21 @@ def test_an_evaluator_whose_code_has_changed_is_refused(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match=r"(?s)score.*--study"):
         Study(tmp_path / "s.db", other)
     Study(tmp_path / "s.db", MENDED).close()  # one without a digest is accepted
+
+
+def test_data_files_of_an_evaluator_are_read_by_pieces(tmp_path: Path):
+    """The digest is that of the files one after another, and memory does not grow with them."""
+    parts = [b"print(1)", b"\1" * (40 << 20), b""]
+    files = [tmp_path / f"{number}.txt" for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        file.write_bytes(part)
+    tracemalloc.start()
+    found = source_digest(f"python {files[0]} --data={files[1]} {files[2]}")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == sha256(b"\0".join(parts)).hexdigest()
+    assert peak < 4 << 20
+    assert source_digest(str(files[2])) == ""
 
 
 def test_a_recipe_of_another_study_is_not_replaced(tmp_path: Path, monkeypatch, capsys):

@@ -116,6 +116,22 @@ def test_two_processes_share_the_work_and_do_nothing_twice(tmp_path: Path):
     assert sorted(rates) == pytest.approx([0.1 + place / 50 for place in range(10)])
 
 
+def test_a_study_has_one_lock_whatever_it_is_called(tmp_path: Path):
+    """Two names lead to one study, and the last who works on it removes the lock."""
+    (tmp_path / "link.db").symlink_to("study.db")
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        code = textwrap.dedent(f"""
+            import sys
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from test_study import *
+            with closing(Study(Path({str(tmp_path / "link.db")!r}))) as study:
+                print(study._presence.is_alive({study._presence.mark}))
+        """)
+        assert subprocess.check_output([sys.executable, "-c", code]) == b"True\n"
+        assert (tmp_path / "study.db.lock").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.db", "study.db"]
+
+
 def test_failed_trials_are_tried_again_only_if_asked(tmp_path: Path):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         claim = study.take_next(SPACE, 1, leave_to_sampler)

@@ -77,8 +77,7 @@ class Magnitudes:
 
 
 def _quotient(wanted: Floats, norms: NDArray[np.float64]) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.divide(wanted, norms, dtype=np.float64).astype(np.float32)
+    return np.divide(wanted, norms, dtype=np.float64).astype(np.float32)
 
 
 @dataclass(frozen=True)

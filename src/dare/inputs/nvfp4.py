@@ -69,9 +69,8 @@ class UnpackedSource(SourceView):
         scales = read_values(self.inner, packed.scales, group, last // GROUP + 1 - group)
         number = read_values(self.inner, packed.number, 0, 1)
         divides = packed.number.name.endswith(NUMBERS["_packed"])
-        with np.errstate(all="ignore"):
-            factors = scales / number if divides else scales * number
-            values *= factors[np.arange(first, last + 1) // GROUP - group]
+        factors = scales / number if divides else scales * number
+        values *= factors[np.arange(first, last + 1) // GROUP - group]
         np.copyto(values, np.float32(np.nan), where=np.isnan(values))
 
 

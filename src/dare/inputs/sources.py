@@ -377,7 +377,8 @@ class SourceView(Source):
 
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         if name in self.computed:
-            self.compute(name, start, into)
+            with np.errstate(all="ignore"):  # what is not finite is counted where it is merged
+                self.compute(name, start, into)
         else:
             self.inner.read(self.names.get(name, name), start, into, base)
 

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -34,9 +33,15 @@ from dare.checks.inputs import file_identity
 from dare.errors import ExistsError, InputError, OutputError
 from dare.planning.data import Layout, is_directory_target
 from dare.planning.slices import Slice
-from dare.stores.locations import home_folder, is_stored
+from dare.stores.locations import is_stored
 from dare.tensors.chunks import DIGEST_LENGTH, SEAL, UNKNOWN, bytes_digest, file_digest
-from dare.tensors.files import as_stream, open_input, read_beginning, read_limited
+from dare.tensors.files import (
+    as_stream,
+    cache_folder,
+    open_input,
+    read_beginning,
+    read_limited,
+)
 from dare.tensors.header import json_bytes, read_header
 from dare.tensors.system import NO_LINKS
 
@@ -79,10 +84,7 @@ def work_folder(layout: Layout) -> Path:
 
 def default_scratch() -> Path:
     """The scratch folder of this user, where the next try finds what one has left."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if not cache and (home := home_folder()) is not None:
-        cache = str(home / ".cache")
-    return Path(cache or tempfile.gettempdir()) / "dare" / "uploads"
+    return cache_folder() / "uploads"
 
 
 def manifest_path(target: Path) -> Path:

@@ -2,9 +2,9 @@
 
 A `Presence` locks a byte of a file beside the one that is worked on. By that others know that its
 process is alive: the system releases the lock when the process ends, however it ends. Byte 0 is for
-taking turns. Such locks belong to the process: it can lock its own bytes again, and loses all of
-them when it closes the file once. So a process has each such file open once, for all that works
-on it.
+taking turns. The last who works on a file removes the lock beside it. Such locks belong to the
+process: it can lock its own bytes again, and loses all of them when it closes the file once. So a
+process has each such file open once, for all that works on it.
 
 Code of others is imported, or run in child processes that have bounds and end when we end. A
 `Watched` process has a session of its own, so that it can be ended with all it has started. A
@@ -44,9 +44,19 @@ from dare.tensors import system
 class _LockFile:
     """A file that this process has open."""
 
+    path: Path
     descriptor: int
     turn: threading.RLock = field(default_factory=threading.RLock)
     marks: set[int] = field(default_factory=set)  # of those here that work on the file
+
+    def close(self) -> None:
+        """Close the file; remove it if no other process has locked anything in it."""
+        is_last = system.IS_POSIX and system.lock_byte(self.descriptor, 0, count=0)
+        with contextlib.suppress(OSError):
+            there = self.path.stat()
+            if is_last and not there.st_size and os.path.samestat(there, os.fstat(self.descriptor)):
+                self.path.unlink()
+        os.close(self.descriptor)
 
 
 _open_files: dict[tuple[int, int], _LockFile] = {}  # by device and inode
@@ -57,18 +67,18 @@ class Presence:
     """A worker on a file, known to others by its mark."""
 
     def __init__(self, path: Path) -> None:
-        lock_path = path.with_name(f"{path.name}.lock")
+        real = path.resolve()  # a file with two names has one lock
+        lock_path = real.with_name(f"{real.name}.lock")
         self.mark = 1 + secrets.randbelow(1 << 30)
         with _opening:
             try:
-                self._file = _open_lock_file(lock_path)
+                self._file = _open_lock_file(lock_path, self.mark)
             except OSError as error:
                 raise OutputError(
                     f"{path}: a study needs a folder that can be written to: {lock_path.name}: "
                     f"{error.strerror or error}"
                 ) from None
             self._file.marks.add(self.mark)
-            system.lock_byte(self._file.descriptor, self.mark)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -94,24 +104,30 @@ class Presence:
             if self.mark not in self._file.marks:
                 return
             self._file.marks.remove(self.mark)
-            if self._file.marks:
-                system.unlock_byte(self._file.descriptor, self.mark)
-            else:
-                for identity in [key for key, file in _open_files.items() if file is self._file]:
-                    del _open_files[identity]
-                os.close(self._file.descriptor)
+            system.unlock_byte(self._file.descriptor, self.mark)
+            if not self._file.marks:
+                _open_files.pop(_identity(os.fstat(self._file.descriptor)), None)
+                self._file.close()
 
 
-def _open_lock_file(path: Path) -> _LockFile:
-    """Open a file, or find it among those that are open."""
-    if path.exists():
-        there = path.stat()
-        if (found := _open_files.get((there.st_dev, there.st_ino))) is not None:
-            return found
-    file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | system.NO_LINKS, 0o666))
-    new = os.fstat(file.descriptor)
-    _open_files[new.st_dev, new.st_ino] = file
-    return file
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _open_lock_file(path: Path, mark: int) -> _LockFile:
+    """Open a file, or find it among those that are open, and lock the byte of a mark in it."""
+    while True:
+        file = None
+        with contextlib.suppress(FileNotFoundError):
+            file = _open_files.get(_identity(path.stat()))
+        if file is None:
+            flags = os.O_RDWR | os.O_CREAT | system.NO_LINKS
+            file = _LockFile(path, os.open(path, flags, 0o666))
+        system.lock_byte(file.descriptor, mark, wait=True)
+        status = os.fstat(file.descriptor)
+        if status.st_nlink:
+            return _open_files.setdefault(_identity(status), file)
+        os.close(file.descriptor)  # somebody has just removed it
 
 
 # ---------------------------------------------------------------- code of others
@@ -310,8 +326,11 @@ def answer_requests(answering: object) -> None:
     requests, replies = (os.fdopen(os.dup(number), mode) for number, mode in ((0, "rb"), (1, "wb")))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no child of the evaluator has ours
     os.dup2(2, 1)
+    process = os.getpid()
     for request in requests:
         reply = _reply(answering, *json.loads(request))
+        if os.getpid() != process:  # the evaluator has forked, and its copy returns here too
+            break
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the evaluator has closed it
                 stream.flush()

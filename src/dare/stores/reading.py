@@ -52,6 +52,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _REGION = re.compile(r"(?:expecting '|<Region>)([a-z0-9-]{3,30})")
 _RETRIED = re.compile(r"after (\d+) retries")
+_METADATA = re.compile(r"//[^/]+/latest/(?:api/token|meta-data)")  # asked for a role
+SOUGHT = "the environment, the profiles in ~/.aws, or a role of this machine"
 
 Result = TypeVar("Result")
 # The entries of a folder by name: the size of a file, None for a folder.
@@ -232,7 +234,6 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         options["allow_http"] = True
     if headers:
         options["default_headers"] = dict(headers)
-    settings = _s3_settings() if path.store.speaks_s3 else {}
     waits = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=8)}
     retries = {
         "max_retries": RETRIES,
@@ -240,6 +241,7 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         "backoff": {**waits, "base": 2},
     }
     try:
+        settings = _s3_settings() if path.store.speaks_s3 else {}
         connect: Any = store.from_url
         return connect(url, client_options=options, retry_config=retries, **settings)
     except Exception as error:
@@ -267,7 +269,8 @@ def _s3_settings() -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
         settings["endpoint"] = endpoint
-    has_keys = "AWS_ACCESS_KEY_ID" in given and "AWS_PROFILE" not in given
+    keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    has_keys = keys <= given and "AWS_PROFILE" not in given
     if has_keys or "AWS_SKIP_SIGNATURE" in given or find_spec("boto3") is None:
         return settings
     import boto3  # type: ignore[import-untyped]
@@ -456,6 +459,8 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
     if path.store.speaks_s3 and (is_elsewhere or "without LOCATION" in text):
         where = f"is in another region{f', {region[1]}' if region else ''}; set AWS_REGION to it"
         return InputError(f"{path}: the bucket {path.authority} {where}")
+    if path.store.speaks_s3 and _lacks_credentials(path, error, number):
+        return Forbidden(f"{path}: no credentials were found in {SOUGHT}; {remedy}")
     if number in ("401", "403"):
         return Forbidden(f"{path}: the store denies access ({answer}); {remedy}")
     if isinstance(error, exceptions.NotSupportedError):
@@ -476,6 +481,14 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
         f"{_reason(text, answer)}; check the address and the network and run the merge again; "
         "it resumes"
     )
+
+
+def _lacks_credentials(path: Address, error: Exception, number: str) -> bool:
+    """Tell whether nobody has given credentials, without which the store does not answer."""
+    if type(error).__module__.startswith("botocore") or _METADATA.search(str(error)):
+        return True
+    is_refused = number in ("400", "401", "403", "412") and "AWS_SKIP_SIGNATURE" not in os.environ
+    return is_refused and locate(path)[0].config.get("skip_signature") == "true"
 
 
 def _reason(text: str, answer: str) -> str:

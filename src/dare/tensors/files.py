@@ -447,8 +447,9 @@ def make_private(folder: Path) -> None:
 def cache_folder() -> Path:
     """Return the folder in which this user's programs keep files that they can make again."""
     variables = ["XDG_CACHE_HOME"] + ["LOCALAPPDATA"] * (sys.platform == "win32")
-    if home := next((os.environ[name] for name in variables if name in os.environ), None):
-        return Path(home) / "dare"
+    given = (Path(os.environ.get(name, "")) for name in variables)
+    if home := next(filter(Path.is_absolute, given), None):
+        return home / "dare"
     with suppress(RuntimeError):  # no HOME, and nobody is known by this number
         return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "dare"
     return temporary_folder()

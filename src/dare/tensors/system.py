@@ -131,12 +131,12 @@ def lock_file(file_descriptor: int) -> bool:
     return True
 
 
-def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False) -> bool:
-    """Lock one byte of a file for this process; return whether that was possible."""
+def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False, count: int = 1) -> bool:
+    """Lock a byte of a file for this process, or several; return whether that was possible."""
     how = ["LOCK_EX"] if wait else ["LOCK_EX", "LOCK_NB"]
     while True:
         try:
-            _lock(file_descriptor, byte, how, "LK_NBLCK")
+            _lock(file_descriptor, byte, how, "LK_NBLCK", count)
         except (BlockingIOError, PermissionError):  # as POSIX and Windows call it
             if not wait:
                 return False
@@ -147,19 +147,19 @@ def lock_byte(file_descriptor: int, byte: int, *, wait: bool = False) -> bool:
 
 def unlock_byte(file_descriptor: int, byte: int) -> None:
     """Let others lock a byte."""
-    _lock(file_descriptor, byte, ["LOCK_UN"], "LK_UNLCK")
+    _lock(file_descriptor, byte, ["LOCK_UN"], "LK_UNLCK", 1)
 
 
-def _lock(file_descriptor: int, byte: int, posix: Iterable[str], windows: str) -> None:
+def _lock(fd: int, byte: int, posix: Iterable[str], windows: str, count: int) -> None:
     if IS_POSIX:
         import fcntl
 
-        fcntl.lockf(file_descriptor, sum(getattr(fcntl, name) for name in posix), 1, byte)
+        fcntl.lockf(fd, sum(getattr(fcntl, name) for name in posix), count, byte)
         return
     msvcrt: Any = import_module("msvcrt")
-    with _turns[file_descriptor]:
-        os.lseek(file_descriptor, byte, os.SEEK_SET)
-        msvcrt.locking(file_descriptor, getattr(msvcrt, windows), 1)
+    with _turns[fd]:
+        os.lseek(fd, byte, os.SEEK_SET)
+        msvcrt.locking(fd, getattr(msvcrt, windows), count)
 
 
 # ---------------------------------------------------------------- processes

@@ -84,7 +84,7 @@ def test_what_lasts_is_told_and_the_same_merge_goes_on(
     ("variable", "value", "text"),
     [
         ("AWS_SECRET_ACCESS_KEY", "another-secret-of-mine", "AWS_PROFILE"),
-        ("AWS_ACCESS_KEY_ID", None, "AWS_PROFILE"),
+        ("AWS_ACCESS_KEY_ID", None, "no credentials.*AWS_PROFILE"),
         ("AWS_ACCESS_KEY_ID", "other:stranger", r"AWS_PROFILE|make it first"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "no connection"),
     ],

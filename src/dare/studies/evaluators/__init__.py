@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from itertools import islice
 from os.path import isfile
 from pathlib import Path
@@ -66,17 +66,20 @@ def source_digest(evaluator: Evaluator) -> str:
     It is empty if there are none: so with tasks of the harness, and with a lambda, whose lines are
     also those of the call that it stands in.
     """
-    source = b""
+    digest = sha256()
     if isinstance(evaluator, str):
         named = [Path(word) for word in re.split(r"[\s\"'=:;|&<>()]+", evaluator)]
         module = f"{str(named[0]).replace('.', '/')}.py"
         places = (Path(folder, module) for folder in ("", *sys.path))
         files = [*filter(isfile, named), *islice(filter(isfile, places), 1)]
-        source = b"\0".join(file.read_bytes() for file in files)
+        for number, file in enumerate(files):
+            digest.update(b"\0" * min(number, 1))
+            with file.open("rb") as opened:
+                file_digest(opened, lambda: digest)  # data may be large: it is read by pieces
     elif getattr(evaluator, "__name__", "<lambda>") != "<lambda>":
         with suppress(OSError, TypeError):  # of one that was typed in, there are no lines
-            source = inspect.getsource(evaluator).encode()
-    return sha256(source).hexdigest() if source else ""
+            digest.update(inspect.getsource(evaluator).encode())
+    return "" if digest.digest() == sha256().digest() else digest.hexdigest()
 
 
 def open_scorer(
