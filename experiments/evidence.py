@@ -131,6 +131,17 @@ def _score(found: Mapping[str, float] | Sequence[float] | float) -> float:
     return float(np.mean(found["score"] if isinstance(found, Mapping) else found))
 
 
+def against_base(entry: Record, name: str) -> dict[str, float]:
+    """How many points a candidate is above the base, by task."""
+    scores = (entry["scores"][which]["by_task"] for which in (name, "base"))
+    return {t: one - base for t, one, base in zip(entry["tasks"], *scores, strict=True)}
+
+
+def own_task(model: str) -> str:
+    """The task that a model was trained on: `full-usual-upside_down-0` has `upside down`."""
+    return model.split("-", 2)[2].rpartition("-")[0].replace("_", " ")
+
+
 def kept(model: Record, scores: float | Sequence[float]) -> float:
     """The share of a model's gain over the base that is left; 1 is all of it."""
     return float((_score(scores) - model["base"]) / (model["full"] - model["base"]))

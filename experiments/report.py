@@ -1,6 +1,6 @@
-"""Make the tables and figures of docs/evidence.md from stored results.
+"""Make the tables and figures of docs/evidence.md, and of pages on ideas, from stored results.
 
-    python experiments/report.py            # rewrites the blocks of the page, and its figures
+    python experiments/report.py            # rewrites the blocks of the pages, and the figures
     python experiments/report.py --check    # says which of them are out of date
 
 A block stands between `<!-- evidence: NAME -->` and `<!-- end -->`; `images/evidence-NAME.svg` is a
@@ -19,8 +19,10 @@ from figures import FIGURES, draw, is_current
 from tables import BLOCKS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs/evidence.md"
-IMAGES = PAGE.parent / "images"
+DOCS = HERE.parent / "docs"
+NAMES = ("evidence", "more-models", "opposing", "trimming", "base-abilities")
+PAGES = [DOCS / f"{name}.md" for name in NAMES]
+IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"(<!-- evidence: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -36,20 +38,20 @@ def fill(page: str, evidence: Evidence) -> str:
 
 
 def main() -> None:
-    """Rewrite the page and its figures, or say what is out of date."""
+    """Rewrite the pages and the figures, or say what is out of date."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--check", action="store_true", help="write nothing")
     asked = parser.parse_args()
     evidence = read(asked.results)
-    old_page = PAGE.read_text("utf-8")
-    page = fill(old_page, evidence)
+    pages = {page: fill(page.read_text("utf-8"), evidence) for page in PAGES}
     charts = {IMAGES / f"evidence-{name}.svg": make(evidence) for name, make in FIGURES.items()}
     if asked.check:
-        stale = [PAGE] if page != old_page else []
+        stale = [page for page, text in pages.items() if text != page.read_text("utf-8")]
         stale += [file for file, chart in charts.items() if not is_current(file, chart)]
         sys.exit("\n".join(f"{file.name} is out of date" for file in stale) or 0)
-    PAGE.write_text(page, "utf-8")
+    for page, text in pages.items():
+        page.write_text(text, "utf-8")
     for file, chart in charts.items():
         file.write_text(draw(chart), "utf-8")
 

@@ -20,6 +20,7 @@ from evidence import (
     Evidence,
     Record,
     Values,
+    against_base,
     balance,
     beyond,
     differences,
@@ -27,6 +28,7 @@ from evidence import (
     estimate,
     group,
     methods,
+    own_task,
     rank_correlation,
     shares,
     shares_by_rate,
@@ -54,6 +56,8 @@ LATE = ("prototypes", "typefaces")
 """Bases that were made after the outcomes of advice were fixed."""
 RIVALS = ("base", "best single", "average", "sum", "search")
 """What advice is held against."""
+LOST_POINTS = 5.0
+"""A merge this far below the base has lost what the base could do; less may be chance."""
 NOTHING_STORED = "No results are stored yet."
 BLOCKS: dict[str, Callable[[Evidence], str]] = {}
 """By the name that the page has for them. A block of one line may stand within a sentence."""
@@ -359,6 +363,80 @@ def seeds(evidence: Evidence) -> str:
         found = estimate(differences(records, f"{name}, own", f"{name}, shared"))
         rows.append((f"`{name}`", len(records), found.points, found.verdict))
     return table(("three models", "bases", "own minus shared", "masks of their own"), rows)
+
+
+# ---------------------------------------------------------------- for the pages on ideas
+
+
+@block
+def survives(evidence: Evidence) -> str:
+    """What models and merges do to tasks that the base has done before."""
+    sets = [entry for entry in evidence.sets if not entry["strangers"]]
+    singles = [
+        (entry, place, own_task(m)) for entry in sets for place, m in enumerate(entry["models"])
+    ]
+    found: dict[str, Values] = {
+        "one fine-tune, tasks that it was not trained on": [
+            (entry["world"], points)
+            for entry, place, own in singles
+            for task, points in against_base(entry, f"single {place}").items()
+            if task != own
+        ]
+    }
+    for name in ("linear", "sum", "ties", "tsv", "model_stock"):
+        scored = [(entry["world"], against_base(entry, name)) for entry in sets]
+        found[f"`{name}` of all"] = [(base, p) for base, own in scored for p in own.values()]
+    rows = [
+        (
+            label,
+            len(values),
+            estimate(values).points,
+            f"{sum(points < -LOST_POINTS for _, points in values) / len(values):.0%}".replace(
+                "%", " %"
+            ),
+        )
+        for label, values in found.items()
+    ]
+    return table(
+        ("", "scores", "points against the base", f"more than {LOST_POINTS:g} below"), rows
+    )
+
+
+@block
+def surviving_sets(evidence: Evidence) -> str:
+    sets = [entry for entry in evidence.sets if not entry["strangers"]]
+    return f"{len(sets)} sets from {len({entry['world'] for entry in sets})} bases"
+
+
+@block
+def opposed(evidence: Evidence) -> str:
+    """Sets in which one model was taught wrong answers."""
+    sets = kinds(evidence)["opposed"]
+    names = (
+        "linear without strangers",
+        "iso",
+        "model_stock",
+        "ties",
+        "dare+ties 0.5",
+        "dare+ties 0.9",
+    )
+    return table(
+        (f"instead of the average, {len(sets)} sets", "wins / ties / loses", "points"),
+        [(f"`{name}`", *_beside_average(sets, name)) for name in names],
+    )
+
+
+@block
+def trimming(evidence: Evidence) -> str:
+    """Trimming and dropping, each against the same method without it."""
+    rows = []
+    for plain in ("ties", "sum"):
+        for name in (f"trim+{plain}", f"dare+{plain} 0.5", f"dare+{plain} 0.9"):
+            sets = [s for s in evidence.sets if {name, f"trim+{plain}"} <= s["scores"].keys()]
+            rows.append(
+                (f"`{name}` instead of `{plain}`", len(sets), _difference(sets, name, plain))
+            )
+    return table(("merge", "sets", "points"), rows)
 
 
 # ---------------------------------------------------------------- how far it goes

@@ -161,7 +161,7 @@ def test_only_the_largest_expected_logits_are_compared():
 
 
 def test_outputs_of_another_shape_are_refused():
-    with pytest.raises(InputError, match=r"\(3,\)"):
+    with pytest.raises(InputError, match=" 3, expected 2"):
         find_q_by_outputs(lambda q, seed: np.ones(3), np.ones(2), 0.5)
     with pytest.raises(RecipeError, match="at least one"):
         find_q_by_outputs(lambda q, seed: np.ones(2), np.ones(2), 0.5, seeds=())

@@ -37,7 +37,7 @@ from dare.output.receipt import Report
 from dare.recipe.recipe import Request
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, show_shape
 
 __all__ = [
     "Configuration",
@@ -393,9 +393,10 @@ def _by_name(task_vectors: Sequence[Arrays]) -> Iterator[tuple[str, list[Any]]]:
     vectors = [named_arrays(vector, "task_vectors") for vector in task_vectors]
     for name in dict.fromkeys(name for vector in vectors for name in vector):
         arrays = [vector[name] for vector in vectors if name in vector]
-        shapes = sorted({tuple(plain_array(array, name)[1].shape) for array in arrays})
-        if len(shapes) > 1:
-            raise MismatchError(f"{name}: has different shapes: {', '.join(map(str, shapes))}")
+        plain = [plain_array(array, name) for array in arrays]
+        if len({array.shape for _, array in plain}) > 1:
+            forms = ", ".join(f"{show_shape(array.shape)} {kind.name}" for kind, array in plain)
+            raise MismatchError(f"{name}: has different shapes: {forms}")
         yield name, arrays
 
 

@@ -28,6 +28,7 @@ from dare.api import AnyRecipe, make_request, merge
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import as_float64
 from dare.recipe.recipe import TensorRule
+from dare.tensors.header import show_shape
 from dare.tensors.mask import check_drop_rate
 
 # The largest q that `analytic_q` gives: 1 would leave a share p of the delta out for good.
@@ -142,7 +143,7 @@ def find_q_by_outputs(
     if not seeds:
         raise RecipeError("seeds = []: give at least one")
     wanted = as_float64(expected, "expected")
-    shape = wanted.shape
+    shape = show_shape(wanted.shape)
     if top is not None:
         top = min(top, wanted.shape[-1])
         places = np.argsort(-wanted, axis=-1, kind="stable")[..., :top]
@@ -150,8 +151,8 @@ def find_q_by_outputs(
 
     def distance(q: float, seed: int) -> float:
         values = as_float64(outputs(q, seed), f"outputs at q = {q}")
-        if values.shape != shape:
-            raise InputError(f"outputs at q = {q} have the shape {values.shape}, expected {shape}")
+        if (found := show_shape(values.shape)) != shape:
+            raise InputError(f"outputs at q = {q} are {found}, expected {shape}")
         if top is not None:
             values = np.take_along_axis(values, places, axis=-1)
         return float(np.mean((values - wanted) ** 2))
@@ -243,7 +244,7 @@ def analytic_q(delta: Any, mean_inputs: Any, drop_rate: float, *, eta: float = 0
     changes = as_float64(delta, "delta")
     inputs = as_float64(mean_inputs, "mean_inputs")
     if changes.ndim != 2 or inputs.shape != changes.shape[1:]:
-        found = f"{changes.shape} and {inputs.shape}"
+        found = f"{show_shape(changes.shape)} and {show_shape(inputs.shape)}"
         raise InputError(f"expected outputs × inputs and a mean for each input, found {found}")
     sums = np.abs(changes @ inputs)
     squares = (changes**2) @ (inputs**2)

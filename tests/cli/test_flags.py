@@ -114,6 +114,7 @@ def test_a_flag_sets_its_field_and_no_other(field):
 STAGE_FLAGS = {
     "drop_rate": ("dare+linear", "dare", "0.25", 0.25),
     "rescale": ("dare+linear", "dare", "false", False),
+    "normalize": ("linear", "linear", "", True),  # the flag alone
     "t": ("slerp", "slerp", "0", 0),
     "on": ("slerp", "slerp", "deltas", "deltas"),
     "keep_ratio": ("ties", "ties", "0.5", 0.5),
@@ -125,7 +126,7 @@ STAGE_FLAGS = {
 def test_a_flag_sets_the_parameter_of_its_stage(parameter):
     method, stage, text, value = STAGE_FLAGS[parameter]
     flag = f"--{parameter.replace('_', '-')}"
-    recipe = asked_recipe(*TWO, "--method", method, flag, text)
+    recipe = asked_recipe(*TWO, "--method", method, flag, *text.split())
     assert recipe.recipe.stages == {stage: {parameter: value}}
 
 

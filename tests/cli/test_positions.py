@@ -43,7 +43,16 @@ def test_methods_are_known_in_capitals(word, folder):
     assert dare_succeeds("methods", word).out == dare_succeeds("methods", "dare+ties").out
 
 
+def test_base_and_model_of_an_extraction_stand_without_flags(folder):
+    extract = ("lora", "extract", "--rank", 1, "--save-others")
+    dare_succeeds(*extract, *THREE[:2], "-o", "by-position")
+    dare_succeeds(*extract, "-b", THREE[0], "-m", THREE[1], "-o", "by-flags")
+    files = (Path(by) / "adapter_model.safetensors" for by in ("by-position", "by-flags"))
+    assert len({sha256(file) for file in files}) == 1
+
+
 WRONG = {
+    "plan base.safetensors math.safetensors --drop-rate": "at least 1 element",
     "math.safetensors": "at least one model",
     "plan empty": "at least one model",
     "math.safetensors -m code.safetensors": "by flags",

@@ -239,6 +239,19 @@ def test_without_scored_advice_the_page_says_so(evidence: ModuleType, name: str)
     assert block_of(evidence, name, a_set("w")) == sys.modules["tables"].NOTHING_STORED
 
 
+def test_what_survives_is_counted_by_task_and_without_own_tasks(evidence: ModuleType) -> None:
+    scores = {"base": [50, 50], "single 0": [90, 40], "single 1": [44, 80]}
+    scores |= {key: [60, 44] for key in ("linear", "sum", "ties", "tsv", "model_stock")}
+    entry = {"world": "w", "tasks": ["a", "up down"], "strangers": [], "models": []}
+    entry["models"] = ["full-usual-a-0", "lora-harsh-up_down-1"]
+    entry["scores"] = {name: {"by_task": found} for name, found in scores.items()}
+    lines = block_of(evidence, "survives", entry).splitlines()[2:4]
+    assert [line.split(" | ")[1:] for line in lines] == [
+        ["2", "−8.0", "100 % |"],
+        ["2", "+2.0", "50 % |"],
+    ]
+
+
 def test_blocks_are_filled_in_place(report: ModuleType, evidence: ModuleType) -> None:
     page = "We made <!-- evidence: amounts -->?<!-- end -->."
     found = evidence.Evidence([a_set("a"), a_set("b"), a_set("b")], [], [])

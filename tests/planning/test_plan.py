@@ -577,7 +577,8 @@ LOOSE = {"on_extra": "drop", "on_missing": "base", "on_mismatch": "base", "verbo
     ("idle", "seen"),
     [
         ({"other.a": np.ones(4, np.float32)}, r"none of its 1 tensors \(other\.a\)"),
-        ({"a": np.ones(5, np.float32)}, r"none of its 1 tensors \(a\)"),
+        ({"a": np.ones(5, np.float32)}, r".*\(a\).*\(a: base is 4 F32, model 1 is 5 F32\)"),
+        ({"a": np.ones(4, np.int8)}, r".*\(a\).*\(a: base is 4 F32, model 1 is 4 I8\)"),
         ({}, "none of its 0 tensors fits"),
     ],
 )

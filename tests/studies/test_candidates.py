@@ -372,10 +372,10 @@ def test_arrays_need_not_follow_each_other_in_memory(held):
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"scale": None}, r"scale: the array to fill must be bfloat16 \[\], not absent"),
-        ({"more": np.zeros(3)}, r"more: the array to fill must be absent, not float64 \[3\]"),
-        ({"scale": np.zeros(1, BF16)}, r"must be bfloat16 \[\], not bfloat16 \[1\]"),
-        ({"scale": np.zeros((), np.float32)}, r"must be bfloat16 \[\], not float32 \[\]"),
+        ({"scale": None}, r"scale: the array to fill must be a scalar bfloat16, not absent"),
+        ({"more": np.zeros(3)}, r"more: the array to fill must be absent, not 3 float64"),
+        ({"scale": np.zeros(1, BF16)}, r"must be a scalar bfloat16, not 1 bfloat16"),
+        ({"scale": np.zeros((), np.float32)}, r"must be a scalar bfloat16, not a scalar float32"),
     ],
 )
 def test_arrays_of_another_kind_are_refused(held, wrong, match):

@@ -159,7 +159,7 @@ def make_tuned(
 
 def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
     """Anything the engine has: stages, weights, rates, seeds, models in any order."""
-    combine = chance.choice(["linear", "sum", "ties", "ties"])
+    combine = chance.choice(["linear", "sum", "ties", "slerp", "slerp"])
     deltas = chance.choice([[], ["dare"], ["trim"], ["dare", "trim"]])
     tables: dict[str, dict[str, Any]] = {}
     if "dare" in deltas:
@@ -167,6 +167,8 @@ def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
         tables["dare"] = {"drop_rate": rate, "rescale": chance.choice([True, True, False])}
     if "trim" in deltas:
         tables["trim"] = {"keep_ratio": chance.choice([1.0, 0.2, 0.01, chance.random()])}
+    if is_arc := combine == "slerp":
+        tables["slerp"] = {"t": chance.choice([0.0, 0.5, 1.0, chance.random()])}
     return {
         "base": "base",
         "method": "+".join([*deltas, combine]),
@@ -174,8 +176,9 @@ def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
         "seed": chance.choice([42, 0, 2**40]),
         "stages": tables,
         "models": [
-            {"name": name, "weight": random_weight(chance), "seed": chance.choice([None, None, 7])}
-            for name in chance.sample(list(names), chance.randint(1, len(names)))
+            {"name": name, "weight": weight, "seed": chance.choice([None, None, 7])}
+            for name in chance.sample(list(names), 2 if is_arc else chance.randint(1, len(names)))
+            for weight in [None if is_arc else random_weight(chance)]
         ],
     }
 
@@ -288,6 +291,7 @@ import { defaults, recipeText, settingOf } from "./parts/live/setting.js";
 answer(given.map((values) =>
   recipeText(settingOf((name) => values[name.slice(5)] ?? defaults[name]))));
 """
+ARC = {"dare": {"drop_rate": 0.9}, "slerp": {"t": 0.3}}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"method": "dare+sum", "stages": {"dare": {"drop_rate": 0.5}}}),
     (
@@ -309,6 +313,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "seed": 7,
             "stages": {"dare": {"drop_rate": 0.5}, "trim": {"keep_ratio": 0.4}},
         },
+    ),
+    (
+        {"m": "dare+slerp", "say": False, "w": True, "p": 0.9, "t": 0.3},
+        {"models": ["add", "sort"], "method": "dare+slerp", "stages": ARC},
     ),
 ]
 

@@ -111,6 +111,19 @@ def test_a_link_restores_everything_and_start_again_forgets_it(static_site, open
     assert tab.said == []
 
 
+def test_slerp_goes_between_two_models(static_site, open_tab):
+    tab = open_tab(f"{static_site.with_state('live.m=dare%2Bslerp&live.t=0.25&live.p=0.9')}#live")
+    page = tab.page
+    stages = {"dare": {"drop_rate": 0.9}, "slerp": {"t": 0.25}}
+    arrays = merge("dare+slerp", ["add", "sort"], stages=stages)
+    assert shown_digest(page) == digest(arrays)
+    assert_scores(shown_scores(page), arrays)
+    assert not page.is_visible("#control-live-w")
+    press(page, "live-sort", "Space")
+    page.wait_for_selector("#live-scores [data-place=reason]:has-text('two models')")
+    assert tab.said == []
+
+
 def steady_box(page, element) -> dict[str, float]:
     """Where an element is, once the parts that came into view have filled themselves."""
     box = None

@@ -104,6 +104,7 @@ class Flag:
     names: tuple[str, ...] = ()
     metavar: str | None = None
     help: str = ""  # its meaning; else the description in the recipe's schema
+    least: int = 1  # values; 0 if the flag alone says yes
 
     def parameter(self, name: str) -> inspect.Parameter:
         """The parameter that a command gets for it."""
@@ -113,7 +114,7 @@ class Flag:
             help=self.help or KNOWN[name].description,
             metavar=self.metavar,
             negative="",
-            consume_multiple=(1, None),
+            consume_multiple=(self.least, None),
         )
         return _keyword(name, Annotated[self.kind | None, flag], None)
 
@@ -156,9 +157,11 @@ def stage_flags() -> list[inspect.Parameter]:
     groups = {
         name: METHOD if name == "drop_rate" else STAGE_PARAMETERS for name in parameter_names()
     }
+    known = [found for stage in STAGES.values() for found in stage.parameters.values()]
+    least = {found.name: 0 for found in known if isinstance(found.default, bool)}
     return [
-        Flag(list[str], group, (), "VALUE...", _stage_help(name)).parameter(name)
-        for name, group in groups.items()
+        Flag(list[str], group, (), "VALUE...", _stage_help(n), least.get(n, 1)).parameter(n)
+        for n, group in groups.items()
     ]
 
 
@@ -250,7 +253,7 @@ def read_flag(name: str, value: Any) -> Any:
         return [read_rule(text) for text in value]
     if name in FIELDS or name in PER_MODEL:
         return value
-    return [read_value(text) for text in value]
+    return [read_value(text) for text in value] or [True]
 
 
 def read_rule(text: str) -> dict[str, Any]:

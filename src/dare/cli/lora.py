@@ -86,9 +86,9 @@ def merge(
 @lora.command
 @runs(extract_adapter)
 def extract(
-    *,
     base: Annotated[Path, Parameter(["--base", "-b"])],
     model: Annotated[Path, Parameter(["--model", "-m"])],
+    *,
     output: Output,
     rank: Rank = None,
     energy: Energy = None,

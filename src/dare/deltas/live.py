@@ -36,6 +36,7 @@ from dare.inputs.sources import Raw
 from dare.planning.plan import available_cores
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, tensor_digest
 from dare.tensors.dtypes import StorageType
+from dare.tensors.header import show_shape
 from dare.tensors.names import some_of
 from dare.tensors.planes import DIFFERENCE
 
@@ -190,7 +191,8 @@ class LiveDelta:
         for target in targets:
             tensor = self.notes.tensors[target.tensor]
             if target.shape != tensor.shape:
-                wrong.append(f"{target.name} is {target.shape}, not {tensor.shape}")
+                forms = show_shape(target.shape), show_shape(tensor.shape)
+                wrong.append(f"{target.name} is {forms[0]}, not {forms[1]}")
             elif tensor_digest(digests[target.name]) != tensor.base:
                 wrong.append(_difference(target, tensor))
         if wrong:

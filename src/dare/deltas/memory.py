@@ -28,7 +28,7 @@ from dare.inputs.sources import Raw, RenamedSource, Source
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, show_shape
 from dare.tensors.names import some_of
 
 Arrays = dict[str, NDArray[Any]]
@@ -260,8 +260,8 @@ def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) 
         kind, shape, memory = memory_of(arrays[name], name)
         if shape != tensor.shape or not _holds_all(kind, tensor.dtype):
             raise InputError(
-                f"{name}: is {kind.name} {list(shape)} in the model and "
-                f"{tensor.dtype.name} {list(tensor.shape)} in the merge; load the model "
+                f"{name}: is {show_shape(shape)} {kind.name} in the model and "
+                f"{show_shape(tensor.shape)} {tensor.dtype.name} in the merge; load the model "
                 "in that type or a wider one, such as float32"
             )
         if tensor.elements:
@@ -298,8 +298,8 @@ def make_arrays(plan: Plan) -> Arrays:
 
 def check_arrays(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
     """Refuse arrays that are not like those of a candidate."""
-    wanted = {t.name: f"{t.dtype.numpy_type} {list(t.shape)}" for t in plan.tensors}
-    given = {name: f"{array.dtype} {list(array.shape)}" for name, array in into.items()}
+    wanted = {t.name: f"{show_shape(t.shape)} {t.dtype.numpy_type}" for t in plan.tensors}
+    given = {name: f"{show_shape(array.shape)} {array.dtype}" for name, array in into.items()}
     for name in sorted(wanted.keys() | given.keys()):
         expected, found = (known.get(name, "absent") for known in (wanted, given))
         if found != expected:

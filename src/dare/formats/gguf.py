@@ -37,7 +37,7 @@ from dare.inputs.gguf import (
 from dare.inputs.sources import CONFIG, Source, SourceView, decoded, read_config
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
-from dare.tensors.header import Described, TensorInfo
+from dare.tensors.header import Described, TensorInfo, show_shape
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked for
 # Bits of the smallest magnitude whose scale is infinite in F16: 65520 times the largest code.
@@ -95,7 +95,7 @@ class GgufRecoding(Recoding):
         is_gemmas_head = own == "output.weight" and self.family and self.family.norm_shift
         if own in self.own:
             if self.own[own].shape != shape:
-                what = f"has the shape {shape}, but the vocabulary of a GGUF base cannot change"
+                what = f"is {show_shape(shape)}, but the vocabulary of a GGUF base cannot change"
                 raise RecipeError(f"{name}: {what}; {CONVERTER}")
         elif name in self.ties or is_gemmas_head or name.endswith("rotary_emb.inv_freq"):
             return None

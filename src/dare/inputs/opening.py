@@ -262,7 +262,7 @@ def take_extras(
             raise MismatchError(f'{tensor}: {what}; set on_extra = "drop"')
         unlike = not first.dtype.is_weight or any(o.shape != first.shape for o in others)
         if recipe.on_extra == "average" and others and unlike:
-            forms = ", ".join(f"{names[n]} {models[n].tensors[tensor].shape}" for n in owners)
+            forms = ", ".join(f"{names[n]} {models[n].tensors[tensor].described}" for n in owners)
             what = f"cannot be averaged ({forms})"
             raise MismatchError(f'{tensor}: {what}; set on_extra = "first"')
     if recipe.on_extra == "first":

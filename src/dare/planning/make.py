@@ -30,7 +30,7 @@ from dare.stages import Settings, Stage
 from dare.stages.darex import suggest_q
 from dare.stages.registry import LATER_PARAMETERS
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, show_shape
 from dare.tensors.names import is_layer_matrix, some_of
 
 
@@ -57,7 +57,7 @@ class Form:
 
     def __str__(self) -> str:
         """The shape and the storage type: `8×4 F32`."""
-        return f"{'×'.join(map(str, self.shape)) or 'a scalar'} {self.dtype}"
+        return f"{show_shape(self.shape)} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -412,9 +412,11 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[s
         idle = f"{name}: nothing of it would be merged: "
         if number not in fitting:
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
+            unlike = [m for f in weights for m in f.misfits if m.found and m.models == (name,)]
+            own = unlike[0] if unlike else some_of(sorted(base.tensors))
             strangers.append(
                 f"{idle}none of its {len(model.tensors)} tensors{held} fits one of the base's "
-                f"({some_of(sorted(base.tensors))}); use a model of this base, or leave it out"
+                f"({own}); use a model of this base, or leave it out"
             )
         elif number not in used:
             displaced.append(f"{idle}where it fits the base, another does not; leave that one out")

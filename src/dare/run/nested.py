@@ -297,7 +297,7 @@ class _Stack:
         self.layers: list[tuple[Path | None, int]] = []
         self.config: Config = {}  # of the first range that has one
         self._name = ""  # the first part of the names of all layers
-        self._shapes: dict[str, tuple[int, ...]] = {}  # by names as in layer 0
+        self._forms: dict[str, str] = {}  # by names as in layer 0
 
     def renumbered(
         self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: tuple[bool, bool]
@@ -331,9 +331,9 @@ class _Stack:
         for tensor, info in source.tensors.items():
             stack, _ = stack_and_layer(tensor) or ("", 0)
             like = at_layer(tensor, 0) if stack == self._name else tensor
-            shape = self._shapes.setdefault(like, info.shape)
-            if shape != info.shape:
-                raise MismatchError(f"{tensor}: is {info.shape}, but {shape} in earlier layers")
+            form = self._forms.setdefault(like, info.form)
+            if form != info.form:
+                raise MismatchError(f"{tensor}: is {info.form}, but {form} in earlier layers")
         self.parts.append(source)
         own = [(origin.folder, layer) for layer in range(*span)]
         self.layers += origin.layers[slice(*span)] or own

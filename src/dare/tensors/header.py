@@ -77,6 +77,15 @@ METADATA = "__metadata__"  # the key of a header's notes, so that no tensor can 
 Described = tuple[str, StorageType, tuple[int, ...]]
 
 
+def show_shape(shape: Iterable[int]) -> str:
+    """Return a shape for people.
+
+    >>> show_shape((4096, 11008)), show_shape([3]), show_shape(())
+    ('4096×11008', '3', 'a scalar')
+    """
+    return "×".join(map(str, shape)) or "a scalar"
+
+
 def stored_elements(dtype: StorageType, shape: Iterable[int]) -> int:
     """Return the number of a tensor's elements, or of its bytes if elements share them.
 
@@ -109,7 +118,7 @@ class TensorInfo:
     @property
     def form(self) -> str:
         """The shape for people: 4096×11008."""
-        return "×".join(map(str, self.shape)) or "a scalar"
+        return show_shape(self.shape)
 
     @property
     def described(self) -> str:
@@ -272,10 +281,10 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
         raise HeaderError(f"{place}: data_offsets {shorten(offsets)} are not two whole numbers")
     begin, end = offsets
     if math.prod(shape) * dtype.packed_bits % 8:
-        raise HeaderError(f"{place}: {dtype.name} of shape {shape} does not fill whole bytes")
+        raise HeaderError(f"{place}: {show_shape(shape)} {dtype.name} does not fill whole bytes")
     expected = stored_elements(dtype, shape) * dtype.itemsize
     if end - begin != expected:
-        what = f"{dtype.name} of shape {shape} takes {expected} bytes"
+        what = f"{show_shape(shape)} {dtype.name} takes {expected} bytes"
         raise HeaderError(f"{place}: {what}, and data_offsets {offsets} span {end - begin}")
     return dtype, tuple(shape), begin
 

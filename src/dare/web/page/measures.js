@@ -5,9 +5,7 @@
  * the noise as a multiple of that of δ (√(p/(1−p)) with rescaling).
  */
 export function lawsOf(delta, after) {
-  let product = 0;
-  let error = 0;
-  let square = 0;
+  let [product, error, square] = [0, 0, 0];
   for (let at = 0; at < delta.length; at += 1) {
     product += after[at] * delta[at];
     error += (after[at] - delta[at]) ** 2;
@@ -45,14 +43,11 @@ export function sizesOf(values, smallest, largest) {
  */
 export function conflictsOf(deltas, sign) {
   const size = sign.length;
-  let meeting = 0;
-  let conflicting = 0;
-  let chance = 0;
+  let [meeting, conflicting, chance] = [0, 0, 0];
   const all = deltas.map(() => 0);
   const silenced = deltas.map(() => 0);
   for (let at = 0; at < size; at += 1) {
-    let positive = 0;
-    let negative = 0;
+    let [positive, negative] = [0, 0];
     for (let model = 0; model < deltas.length; model += 1) {
       const value = deltas[model][at];
       if (value > 0) positive += 1;

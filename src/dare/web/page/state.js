@@ -46,20 +46,11 @@ export function createState() {
       }
     },
 
-    /** Call back when one of these changes; a name that ends with a dot: all that begin so. */
-    on(names, listener) {
-      const all = Object.keys(defaults);
-      const meant = names.flatMap((name) =>
-        name.endsWith(".") ? all.filter((known) => known.startsWith(name)) : [name],
-      );
-      listeners.push({ names: meant, listener });
-    },
+    /** Call back when one of these changes. */
+    on(names, listener) { listeners.push({ names, listener }); },
 
-    /** Set everything that begins so back to what it was, or everything. */
-    reset(prefix = "") {
-      const mine = Object.entries(defaults).filter(([name]) => name.startsWith(prefix));
-      this.set(Object.fromEntries(mine));
-    },
+    /** Set everything back to what it was. */
+    reset() { this.set(defaults); },
 
     /** Set what the query of a link says. */
     take(query) {

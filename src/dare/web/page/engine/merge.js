@@ -11,7 +11,7 @@ import { keepMask } from "./mask.js";
 import { trimmed } from "./trim.js";
 
 const round = Math.fround;
-const WEIGHTS = { linear: (count) => 1 / count, sum: () => 1, ties: () => 1 };
+const WEIGHTS = { linear: (count) => 1 / count, sum: () => 1, ties: () => 1, slerp: () => 1 };
 
 /** The merged tensors, like the base's; `models` has those of the base and of all models by name. */
 export function mergeModels(setting, models) {
@@ -21,8 +21,10 @@ export function mergeModels(setting, models) {
   const chain = method.split("+");
   const combine = chain.pop();
   if (!Object.hasOwn(WEIGHTS, combine) || chain.some((stage) => !DELTA_STAGES[stage])) {
-    throw new Error(`method '${method}': this page merges by dare, trim, linear, sum and ties`);
+    throw new Error(`method '${method}': this page has dare, trim, linear, sum, ties and slerp`);
   }
+  const [isArc, { t = 0.5 }] = [combine === "slerp", setting.stages.slerp ?? {}];
+  if (isArc && setting.models.length !== 2) throw new Error(`method '${method}': choose two models`);
   const stages = chain.map((stage) => [stage, setting.stages[stage] ?? {}]);
   const weights = setting.models.map(
     ({ weight }) => weight ?? WEIGHTS[combine](setting.models.length));
@@ -31,11 +33,11 @@ export function mergeModels(setting, models) {
     prepare(base, models.get(name), stages, own ?? seed + place));
   return new Map([...base].map(([name, tensor]) => {
     const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
-    const scaled = weights.map((weight, place) => weight * deltas[place].factor);
     const values = deltas.map((delta) => delta.values);
-    const shares = weights.map(Math.abs);
-    const merged =
-      combine === "ties" ? elect(values, scaled, shares).merged : weightedSum(values, scaled);
+    const own = isArc ? onArc(t, deltas, keptFloats(tensor)) : weights;
+    const scaled = own.map((weight, place) => weight * (deltas[place]?.factor ?? 1));
+    const merged = combine === "ties" ? elect(values, scaled, weights.map(Math.abs)).merged :
+      weightedSum([...values, keptFloats(tensor)], scaled);
     return [name, { ...tensor, data: added(tensor, merged, scale) }];
   }));
 }
@@ -114,12 +116,31 @@ export function dropped(delta, keep, factor = 1) {
 /** Σ weight·delta; a model whose weight is 0 is left out, so that 0·NaN spreads nothing. */
 function weightedSum(deltas, weights) {
   const total = new Float32Array(deltas[0].length);
-  deltas.forEach((delta, model) => {
-    const weight = round(weights[model]);
-    if (weights[model] === 0) return;
+  weights.forEach((exact, model) => {
+    const [weight, delta] = [round(exact), deltas[model]];
+    if (exact === 0) return;
     for (let i = 0; i < total.length; i++) total[i] += round(weight * delta[i]);
   });
   return total;
+}
+
+/** SLERP's weights of two deltas and the base; on a straight line if parallel, or if one is zero. */
+function onArc(t, deltas, base) {
+  const models = deltas.map(({ values, factor }) =>
+    values.map((value, i) => round(value * round(factor)) + base[i]));
+  const [aa, ab, bb] = [[0, 0], [0, 1], [1, 1]].map(([a, b]) => product(models[a], models[b]));
+  const cosine = ab / (Math.sqrt(aa) * Math.sqrt(bb));
+  const angle = Math.abs(cosine) <= 0.9995 ? Math.acos(cosine) : null;
+  const [one, other] = [1 - t, t].map((part) =>
+    (angle === null ? part : Math.sin(part * angle) / Math.sin(angle)));
+  return [one, other, one + other - 1];
+}
+
+/** Σ left·right in 64 interleaved sums, like the package's for tensors of one chunk. */
+function product(left, right) {
+  const lanes = new Float64Array(64);
+  for (let i = 0; i < left.length; i++) lanes[i % 64] += left[i] * right[i];
+  return lanes.reduce((total, lane) => total + lane, 0);
 }
 
 /**

@@ -9,7 +9,7 @@ import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
 import { decimal, noiseInWords, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./drop/answers.js";
-import { addFigures, captionsOf, LARGEST, SMALLEST } from "./drop/figures.js";
+import { addFigures, captionsIn, LARGEST, SMALLEST } from "./drop/figures.js";
 
 export const defaults = {
   "drop.p": 0.5,
@@ -34,6 +34,7 @@ export function mount(section, { state, engine, complain }) {
   let limit = 1;
   let focus = [40, 64];
   const figures = addFigures();
+  const captionsOf = captionsIn(section);
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];

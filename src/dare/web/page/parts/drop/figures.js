@@ -4,15 +4,6 @@ import { addFigure, colours, dot, layer, quantity, RATE } from "../../figures.js
 export const SMALLEST = 2 ** -15;
 export const LARGEST = 2;  // of the sizes that are shown
 
-const RESCALED = {
-  "after-title": "Kept and rescaled",
-  "drop-average-title": "On average nothing changes",
-  "drop-average-words": "The line is the mean over all seeds. Small dots are eight other seeds. "
-    + "The large dot is your seed.",
-  "drop-noise-title": "But it gets noisy",
-  "drop-noise-words": "At p = 0.5 the noise is as big as the change, at 0.9 three times as big, at "
-    + "0.99 ten times. The line is √(p / (1 − p)).",
-};
 const NOT_RESCALED = {
   "after-title": "Kept as it is",
   "drop-average-title": "On average, a share p is lost",
@@ -23,8 +14,12 @@ const NOT_RESCALED = {
     + "in one direction: back to the base.",
 };
 
-/** What the pictures and figures are called, with and without rescaling. */
-export const captionsOf = (rescale) => (rescale ? RESCALED : NOT_RESCALED);
+/** What pictures and figures are called: as the page has it, or other words without rescaling. */
+export function captionsIn(section) {
+  const textOf = (name) => section.querySelector(`[data-shows="${name}"]`).textContent;
+  const own = Object.fromEntries(Object.keys(NOT_RESCALED).map((name) => [name, textOf(name)]));
+  return (rescale) => (rescale ? own : NOT_RESCALED);
+}
 
 export function addFigures() {
   const share = quantity("average", "change remaining", [0, 2], { tickCount: 4 });

@@ -10,6 +10,7 @@ const STAGES = {
   sum: "adds up the deltas of all models.",
   linear: "takes the mean of the deltas.",
   ties: "elects a sign for each element, and takes the mean of the deltas that have it.",
+  slerp: "goes from one model to another on an arc, so choose two: t = 0 is the first, 1 the second.",
 };
 const two = (value) => value.toFixed(2);
 
@@ -24,6 +25,7 @@ export function addPanel(panel, state) {
   slider(at("dare"), state, "live.p", DROP_RATE);
   toggle(at("dare"), state, "live.rescale", { label: "Rescale what is kept" });
   bind("trim", "keep", "Keep the largest", 0.05, 1, 0.05, (share) => percent(share, 0));
+  bind("slerp", "t", "Place on the arc t", 0, 1, 0.01);
   bind("numbers", "scale", "Scale λ", 0, 3, 0.05);
   bind("numbers", "seed", "Seed", 0, 99, 1, String);
   for (const name of MODELS) {
@@ -37,9 +39,11 @@ export function addPanel(panel, state) {
     const chain = state.get("live.m").split("+");
     at("words").replaceChildren(
       ...chain.map((name) => make("p", {}, make("b", {}, name), ` ${STAGES[name]}`)));
-    at("dare").hidden = !chain.includes("dare");
-    at("trim").hidden = !chain.includes("trim");
+    const has = (stage) => chain.includes(stage);
+    for (const stage of ["dare", "trim", "slerp"]) at(stage).hidden = !has(stage);
+    at("weighing").hidden = has("slerp");
     at("weights").hidden = !state.get("live.w");
+    if (has("slerp") && MODELS.every((name) => state.get(`live.${name}`))) state.set({ "live.say": false });
   }
 
   state.on(NAMES, follow);

@@ -4,19 +4,18 @@ import { writeToml } from "../../toml.js";
 
 export const METHODS = [
   "dare+sum", "dare+linear", "dare+ties", "dare+trim+ties", "sum", "linear", "ties", "trim+ties",
+  "slerp", "dare+slerp",
 ];
+const ofEach = (start, value) => Object.fromEntries(MODELS.map((name) => [start + name, value]));
 export const defaults = {
   "live.m": "dare+sum",
-  "live.add": true,
-  "live.sort": true,
-  "live.say": true,
+  ...ofEach("live.", true),
   "live.w": false,  // weights of their own
-  "live.wadd": 1,
-  "live.wsort": 1,
-  "live.wsay": 1,
+  ...ofEach("live.w", 1),
   "live.p": 0.5,
   "live.rescale": true,
   "live.keep": 0.2,
+  "live.t": 0.5,
   "live.scale": 1,
   "live.seed": 42,
 };
@@ -28,6 +27,7 @@ export function settingOf(get) {
   const tables = {
     dare: { drop_rate: get("live.p"), rescale: get("live.rescale") },
     trim: { keep_ratio: get("live.keep") },
+    slerp: { t: get("live.t") },
   };
   const used = Object.entries(tables).filter(([name]) => chain.includes(name));
   return {
@@ -36,7 +36,7 @@ export function settingOf(get) {
     scale: get("live.scale"),
     seed: get("live.seed"),
     models: MODELS.filter((name) => get(`live.${name}`)).map((name) =>
-      (get("live.w") ? { name, weight: get(`live.w${name}`) } : { name })),
+      (get("live.w") && !chain.includes("slerp") ? { name, weight: get(`live.w${name}`) } : { name })),
     stages: Object.fromEntries(used),
   };
 }

@@ -65,6 +65,6 @@ export function addWeight(card, state, { tensor, element, values }) {
     });
   }
 
-  state.on(["top."], oncePerFrame(follow));
+  state.on(Object.keys(defaults), oncePerFrame(follow));
   follow();
 }
