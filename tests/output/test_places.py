@@ -12,8 +12,9 @@ import dare
 from dare.lora import extract_adapter, merge_adapters
 from dare.output import receipt
 from dare.output.receipt import portable_path, resolve_path, short_name
-from dare.output.targets import manifest_path
+from dare.output.targets import default_scratch, manifest_path
 from dare.recipe.entries import AnyPath
+from dare.tensors.files import cache_folder
 from helpers import save, sha256
 
 
@@ -132,3 +133,19 @@ def test_an_adapter_tells_nothing_either(secret, tmp_path):
         content = file.read_bytes()
         for word in (b"Jane", b"Doe", str(tmp_path).encode()):
             assert word not in content, file
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("linux", ".cache/dare"), ("darwin", "Library/Caches/dare"), ("win32", "local/dare")],
+)
+@pytest.mark.parametrize("given", [None, "", "not/absolute"])  # such are to be ignored
+def test_where_caches_and_uploads_are_kept(platform, expected, given, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if given is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    assert cache_folder() == tmp_path / expected
+    assert default_scratch() == tmp_path / expected / "uploads"
