@@ -141,7 +141,7 @@ def test_an_adapter_tells_nothing_either(secret, tmp_path):
 )
 @pytest.mark.parametrize("given", [None, "", "not/absolute"])  # such are to be ignored
 def test_where_caches_and_uploads_are_kept(platform, expected, given, tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if given is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
