@@ -69,6 +69,7 @@ GIVEN = {
     "allow_pickle": (["--allow-pickle"], True),
     "allow_not_finite": (["--allow-not-finite"], True),
     "vocabulary": (["--vocabulary", "union"], "union"),
+    "new_rows": (["--new-rows", "merge"], "merge"),
     "pad_to_multiple_of": (["--pad-to-multiple-of", "64"], 64),
     "input_digests": (["--input-digests", "a", "b", "c"], ("a", "b", "c")),
     "output_digest": (["--output-digest", "d"], "d"),

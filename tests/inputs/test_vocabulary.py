@@ -77,6 +77,7 @@ def aligned(
     weights: Sequence[float] | None = None,
     pad: int | None = None,
     tokens: Mapping[str, Any] | None = None,
+    new_rows: str = "mean",
 ) -> Aligned:
     names = ["math", "code", "chat"][: len(models)]
     recipe = Recipe(base="base", models=names, tokens=tokens or {})
@@ -87,6 +88,7 @@ def aligned(
         directories=[base[1], *(folder for _, folder in models)],
         names=names,
         weights=weights or [1.0] * len(models),
+        new_rows=new_rows,
         pad_to_multiple_of=pad,
         chosen=recipe.token_rows,
     )
@@ -126,6 +128,20 @@ def test_new_tokens_take_the_next_ids_and_the_mean_of_their_owners_rows(
     assert found.tokenizer == 0
     (new,) = [note.text for note in found.notes if note.code == "new_tokens"]
     assert new.endswith("'<x>' 3, '<y>' 4")
+
+
+def test_new_rows_that_are_merged_are_the_models_own_and_the_plain_mean_for_the_others(
+    abc: Path, with_xy: Path, with_y: Path, tmp_path: Path
+) -> None:
+    ab = write_tokenizer(tmp_path / "ab", "ab")
+    math, code, chat = source(rows(5, 6, 7, 10, 20)), source(rows(1, 2, 3, 40)), source(rows(8, 9))
+    given = (source(rows(1, 2, 3)), abc), (math, with_xy), (code, with_y), (chat, ab)
+    for new_rows, c in {"merge": 3, "merge_all": (7 + 3) / 2}.items():  # the base has c, chat not
+        found = aligned("union", *given, weights=[3, 1, 1], new_rows=new_rows)
+        np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 10, 30))
+        np.testing.assert_array_equal(read(found.models[0]), rows(5, 6, 7, 10, 20))
+        np.testing.assert_array_equal(read(found.models[1]), rows(1, 2, 3, 10, 40))
+        np.testing.assert_array_equal(read(found.models[2]), rows(8, 9, c, 10, 30))
 
 
 def test_the_tokenizer_gets_the_tokens_with_the_flags_of_the_first_that_has_them(

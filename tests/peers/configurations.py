@@ -881,11 +881,33 @@ def tokenized(more: str, method: str = "task_arithmetic") -> str:
     return models(method, *TOKENIZED, more=more, base="with-tokens")
 
 
+def sharing(method: str, *, own: str = "", base: str = "with-tokens", source: str = "union") -> str:
+    """Write a merge of models with tokenizers, two of which add the same token."""
+    weights = {"a": 1.0, "c": 0.3, "b": 0.6}
+    given = [f"with-tokens-{name} {{weight: {w}{own}}}" for name, w in weights.items()]
+    return models(method, *given, more=f"tokenizer_source: {source}", base=base)
+
+
 TOKENS = [
     C("tokenizer_source: base", tokenized("tokenizer_source: base")),
     C("tokenizer_source: union", tokenized("tokenizer_source: union")),
     C("tokenizer_source: a model", tokenized("tokenizer_source: with-tokens-b")),
     C("tokenizer: as usual", tokenized("tokenizer: {}")),
+    *(
+        C(f"a token that two models add, {method}", sharing(method, own=own))
+        for method, own in (
+            ("task_arithmetic", ""),
+            ("ties", ", density: 0.5"),
+            ("breadcrumbs_ties", ", density: 0.6"),
+            ("dare_linear", ", density: 1"),
+            ("multislerp", ""),
+            ("model_stock", ""),
+            ("sce", ""),
+        )
+    ),
+    C("a token that two models add, one is the source", sharing("ties", source="with-tokens-c")),
+    C("linear, a token that two of three have", sharing("linear", base="")),
+    C("karcher, a token that two of three have", sharing("karcher", base="")),
     C("tokenizer: rows of tokens", tokenized(ROWS)),
     C(
         "tokenizer: rows of a model",

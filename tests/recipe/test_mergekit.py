@@ -393,6 +393,19 @@ def test_tokenizer_and_template_are_carried_over(convert):
     assert "vocabulary" not in convert(head("ties") + TWO).document
 
 
+@pytest.mark.parametrize(
+    ("base", "source", "expected"),
+    [
+        *(("b", "union", "merge"), ("b", "math", "merge"), ("b", "base", "mean")),
+        *(("", "union", "merge_all"), ("", "base", "merge_all")),
+    ],
+)
+def test_new_rows_are_merged_as_mergekit_does(convert, base, source, expected):
+    found = convert(head("nuslerp", base, tokenizer_source=source) + TWO)
+    assert found.recipe.new_rows == expected
+    assert any(text.startswith("padding:") for text in found.differences)
+
+
 def test_rows_of_tokens(convert):
     tokens = """
 tokenizer:

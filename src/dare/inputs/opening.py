@@ -239,6 +239,7 @@ def align_rows(
         directories=folders,
         names=recipe.names,
         weights=[mean_value(w) if isinstance(w, list) else w for w in recipe.weights()],
+        new_rows=recipe.new_rows,
         pad_to_multiple_of=recipe.pad_to_multiple_of,
         chosen=recipe.token_rows,
     )

@@ -8,7 +8,8 @@ embedding and head are put in one order, that of the output, before anything is 
 is presented with its own row for every token that it shares with the base, and with the base's row
 for all others, where its change is therefore zero. The base is presented with a row for each new
 token, the mean of the rows of the models that have it. Readers of the sources notice nothing.
-The order may be a model's instead of the base's, and rows of single tokens may be chosen.
+The order may be a model's instead of the base's, and rows of single tokens may be chosen. If new
+rows are merged, as mergekit does, models keep theirs, and only the others get the mean.
 
 Nothing is copied beforehand: elements are read from the sources that their rows come from, or
 computed, at the moment they are asked for.
@@ -213,6 +214,7 @@ def align(
     directories: Sequence[Path | None],
     names: Sequence[str],
     weights: Sequence[float],
+    new_rows: str = "mean",
     pad_to_multiple_of: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> Aligned:
@@ -220,8 +222,10 @@ def align(
 
     The policy is error, base or union, or the number of the model whose tokens the output has.
     `directories` are where the tokenizers lie, the base's first; `names` and `weights` are the
-    models'; `chosen` has rows of single tokens. Raises MismatchError, with a line for each model,
-    where the policy does not allow it.
+    models'; `chosen` has rows of single tokens. With `new_rows` other than "mean" models keep their
+    rows of new tokens, and those that lack one take the plain mean; with "merge_all" also of tokens
+    that the base has. Raises MismatchError, with a line for each model, where the policy does not
+    allow it.
     """
     tokenizers = Tokenizers()
     vocabulary = tokenizers.vocabulary(base, "base", directories[0])
@@ -266,6 +270,15 @@ def align(
     picked = {ids[token]: _picked(token, *given, every) for token, given in chosen.items()}
     forced = frozenset(ids[token] for token, (_, row) in chosen.items() if row.force)
     loose = {token: ids[token] for token in chosen if ids[token] not in forced}
+    if new_rows != "mean":
+        weights = [1.0] * len(weights)
+        named = [other.ids for other in known if other.tokens]
+        loose |= {
+            token: number
+            for token, number in (ids if new_rows == "merge_all" else new).items()
+            if token not in chosen
+            if token in new or 0 < sum(token in own for own in named) < len(named)
+        }
     sources = (base, *models)
     aligned, *presented = present(
         RowOrigins(order, every, sources, weights, new, picked, forced, loose, rows)
@@ -489,10 +502,10 @@ class RowOrigins:
         if any(index not in fitting for owner in owners.values() for index, _, _ in owner):
             what = "a model that [tokens] names has no matching rows"
             raise MismatchError(f"{base.name}: {what}; choose other rows in [tokens]")
-        for token, number in self.new.items():
+        for token, number in {**self.new, **self.loose}.items():
             if number in owners:
                 continue
-            having = {index: ids[token] for index, ids in fitting.items() if token in ids}
+            having = {index: ids[token] for index, ids in fitting.items() if index and token in ids}
             if not having:
                 what = f"none of the models with the token {token!r} has a matching row"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')

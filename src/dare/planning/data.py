@@ -400,6 +400,7 @@ class PlanData:
         later = {  # what came after the first manifests, and stands there only if it is used
             "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary_of,
             "tokens": recipe.described_tokens() or None,
+            "new_rows": None if recipe.new_rows == "mean" else recipe.new_rows,
             "pad_to_multiple_of": recipe.pad_to_multiple_of,
             "on_extra": recipe.on_extra if self.base.extras else None,
             "later_draws": LATER_DRAWS_VERSION if self.has_later_draws else None,

@@ -170,6 +170,9 @@ class Recipe(Strict, init=False):
         default_factory=dict,
         description="Rows of single tokens, and the models they come from.",
     )
+    new_rows: Literal["mean", "merge", "merge_all"] = Field(
+        "mean", description="Rows of tokens that the base lacks: the models' mean, or merged."
+    )
     pad_to_multiple_of: int | None = Field(
         None, gt=0, description="Pad embedding and head with rows of zeros to a multiple of this."
     )
@@ -494,7 +497,7 @@ class Recipe(Strict, init=False):
     @property
     def weighs_rows(self) -> bool:
         """True if the rows of some tokens are means that depend on the models' weights."""
-        return self.vocabulary not in ("error", "base")
+        return self.vocabulary not in ("error", "base") and self.new_rows == "mean"
 
     @cached_property
     def token_rows(self) -> dict[str, tuple[int | None, TokenEntry]]:

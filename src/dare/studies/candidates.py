@@ -174,7 +174,7 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
         recipe.base,
         tuple(entry.file for entry in recipe.models),
         *(recipe.vocabulary, recipe.pad_to_multiple_of, recipe.on_mismatch, recipe.allow_pickle),
-        *(str(recipe.described_tokens()), recipe.on_extra, recipe.dtype),
+        *(str(recipe.described_tokens()), recipe.new_rows, recipe.on_extra, recipe.dtype),
         tuple(map(mean_value, recipe.weights())) if recipe.weighs_rows else None,
     )
 

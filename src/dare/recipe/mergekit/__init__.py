@@ -102,7 +102,7 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
     if config.computes_in != "float32" and any(draft.document()["models"] for draft in drafts):
         kind = config.computes_in or "the type that the weights are stored in"
         drafts[-1].differ("arithmetic", kind=kind)
-    if "pad_to_multiple_of" in config.keys:
+    if "vocabulary" in config.keys:
         drafts[-1].differ("padding")
     if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
         drafts[-1].differ("head")

@@ -85,6 +85,8 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
     models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
     keys = _tokenizer(table, base or models[0], models) | _chat_template(table)
+    if keys.get("vocabulary", "base") != "base" or ("vocabulary" in keys and not base):
+        keys["new_rows"] = "merge" if base else "merge_all"
     if stored := types.get("out_dtype", types.get("dtype")):
         keys["dtype"] = stored
     names = [as_text(table[key], key) for key in ("name", "out_path") if key in table]
