@@ -393,8 +393,30 @@ DELTAS = [
     C(
         "task_arithmetic, lambda over the layers",
         models("task_arithmetic", "math {weight: 1}", more="parameters: {lambda: [0.5, 1]}"),
+    ),
+    C(
+        "task_arithmetic, lambda by filter",
+        models(
+            "task_arithmetic",
+            f"math {FILTERS}",
+            "code {weight: 0.7}",
+            more="parameters: {lambda: [{filter: mlp.up, value: 0.5}, {filter: q_, value: 0}]}",
+        ),
+    ),
+    C(
+        "dare_ties, lambda by filter and over the layers",
+        models(
+            "dare_ties",
+            "math {weight: [{filter: mlp, value: 0.3}, {value: 1}]}",
+            "code {weight: -0.7}",
+            more="parameters: {lambda: [{filter: up, value: [0.5, 2]}, {value: -1.5}]}",
+        ),
+    ),
+    C(
+        "ties, lambda by filter, normalised",
+        models("ties", "math {weight: 1}", more="parameters: {lambda: [{filter: up, value: 2}]}"),
         REFUSED_HERE,
-        "scale is one number for all tensors; write it into the weights",
+        "weights by which the result is divided cannot hold it",
     ),
     C(
         "dare_linear, all kept",
@@ -789,6 +811,17 @@ STACKS = [
         "  vision_tower:\n"
         "    models: [{model: vlm}, {model: vlm-tuned, parameters: {weight: [0.2, 0.7]}}]\n"
         "    parameters: {weight: [{filter: mlp, value: 0.3}, {value: 0.5}]}",
+    ),
+    C(
+        "modules, slices of all layers",
+        "merge_method: linear\nmodules:\n  text_decoder:\n    slices:\n"
+        "      - sources:\n          - {model: vlm, layer_range: [0, 2]}\n"
+        "          - {model: vlm-tuned, layer_range: [0, 2], parameters: {weight: [0.2, 0.7]}}\n"
+        "        parameters: {weight: [{filter: mlp, value: 0.3}]}\n"
+        "    parameters: {weight: 1}\n"
+        "  multi_modal_projector:\n    models: &models [{model: vlm}, {model: vlm-tuned}]\n"
+        "    parameters: {weight: 1}\n"
+        "  vision_tower:\n    models: *models\n    parameters: {weight: [0.1, 0.9]}",
     ),
     C(
         "modules, encoder and decoder",

@@ -614,6 +614,38 @@ def test_modules_are_rules(convert):
     ]
 
 
+def test_a_slice_of_all_layers_of_a_module_is_that_module(convert, tmp_path):
+    names = ("vision.layers.2.w", "text.layers.1.w")
+    save(tmp_path / "a.safetensors", {name: np.zeros(1, np.float32) for name in names})
+    sources = (
+        "slices: [{sources: [{model: a, layer_range: [0, N]}, {model: b, layer_range: [0, N]}]}]"
+    )
+    sliced = MODULES.replace("models: [{model: a}, {model: b}]", sources)
+    sliced, plain = (text.replace("model: a", "model: a.safetensors") for text in (sliced, MODULES))
+    assert convert(sliced.replace("N", "2")).document == convert(plain).document
+    with pytest.raises(RecipeError, match="only the layers"):
+        convert(sliced.replace("N", "3"))
+
+
+def test_a_lambda_by_filter_is_multiplied_into_the_weights(convert):
+    lambdas = "[{filter: mlp, value: 0.5}, {filter: up, value: [2, 4]}]"
+    text = head("task_arithmetic", parameters=f"{{lambda: {lambdas}}}") + TWO
+    found = convert(text.replace("0.3", "[{filter: q_, value: 3}, {value: 2}]")).document
+    assert [entry["weight"] for entry in found["models"]] == [0.7, 2]
+    assert "scale" not in found
+    assert found["tensors"] == [
+        {"contains": "up", "model": "math", "weight": [1.4, 2.8]},
+        {"contains": "mlp", "model": "math", "weight": 0.35},
+        {"contains": "q_", "model": "code", "weight": 3},
+        {"contains": "up", "model": "code", "weight": [4, 8]},
+        {"contains": "q_", "match": ["*up*"], "model": "code", "weight": [6, 12]},
+        {"contains": "mlp", "model": "code", "weight": 1},
+        {"contains": "q_", "match": ["*mlp*"], "model": "code", "weight": 1.5},
+    ]
+    with pytest.raises(RecipeError, match=r"lambda.*multiply the weights"):
+        convert(text.replace("0.3", "[2, 3]"))
+
+
 def test_modules_without_a_rest_cover_the_model(convert):
     text = MODULES.replace("vision_tower", "encoder").replace("text_decoder", "blocks.")
     found = convert(text).document
@@ -680,7 +712,10 @@ def test_one_module_is_the_model(convert):
             r"line 7: modules: each must have the same",
         ),
         (
-            MODULES.replace("models: [{model: a}, {", "slices: [{"),
+            MODULES.replace(
+                "models: [{model: a}, {model: b}]",
+                "slices: [{sources: [{model: a, layer_range: [0, 3]}]}]",
+            ),
             r"line 7: slices: only the layers",
         ),
         (head("ties").replace("float32", "float23") + TWO, r"line 3: 'float23' .*'float32'"),

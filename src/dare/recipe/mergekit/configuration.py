@@ -72,7 +72,7 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
     if "slices" in table:
         parts = _parts_of_slices(table["slices"], method, base, shared)
     elif "modules" in table:
-        parts = _parts_of_modules(table["modules"], method, base, shared)
+        parts = _parts_of_modules(table["modules"], method, base, shared, tensors_of)
     else:
         items = as_items(table["models"], "models")
         found = tuple(_input(item, "a model", shared) for item in items)
@@ -167,7 +167,7 @@ def _parts_of_slices(
     parts = []
     for item in as_items(node, "slices"):
         table = as_table(item, known, "a slice", required="sources")
-        scopes = (*_parameters(table, "a slice"), *shared)
+        scopes = (*_parameters(table, "a slice", shared[0].module if shared else None), *shared)
         items = as_items(table["sources"], "sources")
         inputs = tuple(_input(source, "a source", scopes) for source in items)
         lengths = {given.span[1] - given.span[0] for given in inputs if given.span}
@@ -184,33 +184,52 @@ def _span(node: Node) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _is_whole(part: Part, tensors_of: TensorsOf) -> bool:
-    """Tell if a part is known to be all layers of its models."""
+def _is_whole(
+    part: Part, tensors_of: TensorsOf, module: Sequence[str] = (), others: Sequence[str] = ()
+) -> bool:
+    """Tell if a part is known to be all layers of its models, or of a module of them.
+
+    `others` are the texts in names of the modules that are asked before.
+    """
     spans = {given.span for given in part.inputs if given.span}
     model = to_path(part.base or part.inputs[0].model)
     if len(spans) == 1 and is_there(model):
-        counts = count_layers(tensors_of(model)).values()
+        names = (n for n in tensors_of(model) if not any(text in n for text in others))
+        own = (n for n in names if not module or any(text in n for text in module))
+        counts = count_layers(own).values()
         return spans <= {(0, count) for count in counts}
     return not spans
 
 
 def _parts_of_modules(
-    node: Node, method: str, base: str | None, shared: tuple[Scope, ...]
+    node: Node,
+    method: str,
+    base: str | None,
+    shared: tuple[Scope, ...],
+    tensors_of: TensorsOf,
 ) -> tuple[Part, ...]:
     """Read modules: parts of a model that have parameters of their own, and the same models."""
     node.require(isinstance(node.value, dict) and node.value, "modules: must be a table of modules")
-    found = []
+    found, others = [], ()
     rank = [*MODULES]
     for name in sorted(node.value, key=lambda n: rank.index(n) if n in MODULES else -1):
         module = MODULES.get(name, (name,)) if len(node.value) > 1 else None
         table = as_table(node.value[name], ("models", "slices", "parameters"), "a module")
         scopes = (*_parameters(table, "a module", module), *shared)
         if "slices" in table:
+            parts = _parts_of_slices(table["slices"], method, base, scopes)
+            if module is None:
+                return parts
+            part = parts[0]
+            is_whole = len(parts) == 1 and _is_whole(part, tensors_of, module, others)
             text = "slices: only the layers of a model with one module can be stacked"
-            table["slices"].require(len(node.value) == 1, text)
-            return _parts_of_slices(table["slices"], method, base, scopes)
-        items = as_items(table.get("models", node.value[name]), "models")
-        found.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
+            table["slices"].require(is_whole and part.base == base, f"{text}; give all of them")
+            found.append((part.node, part.inputs, part.shared))
+        else:
+            items = as_items(table.get("models", node.value[name]), "models")
+            inputs = tuple(_input(item, "a model", scopes) for item in items)
+            found.append((items[0], inputs, scopes))
+        others += module or ()
     first, inputs, _ = found[0]
     names = [given.model for given in inputs]
     for item, others, _ in found[1:]:

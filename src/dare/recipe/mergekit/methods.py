@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -15,6 +15,7 @@ from dare.recipe.mergekit.nodes import (
     Input,
     as_numbers,
     flag_for_all,
+    multiply,
     number_for_all,
     numbers,
     resolve,
@@ -131,7 +132,13 @@ def _convert_deltas(
     # To trim is up to ties, unless what is left is rescaled.
     own = drops and (drops != "trim" or rescale)
     method = f"{drops}+{combine}" if own else combine
-    draft.merge(method, models, number_for_all("lambda", shared, 1.0))
+    factors = numbers("lambda", replace(models[0], scopes=shared), default=1.0)
+    is_one = len(factors) == 1 and not isinstance(factors[0].value, list)
+    if not is_one:
+        text = "lambda: must be one value for all tensors where weights are normalised"
+        factors[0].node.require(not normalize, f"{text}; give one, or set normalize: false")
+        weights = [multiply(cases, factors, "lambda") for cases in weights]
+    draft.merge(method, models, factors[0].value if is_one else 1.0)
     draft.set_for_models(None, "weight", weights)
     if not elects and normalize:
         draft.set_stage("sum", "normalize", True)

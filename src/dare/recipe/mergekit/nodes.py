@@ -15,6 +15,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
+from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +231,7 @@ class Case:
     def words(self) -> dict[str, Any]:
         """The keys of a rule that say which tensors it is for."""
         words = {} if self.contains is None else {"contains": self.contains}
-        return words | ({"match": [f"*{text}*" for text in self.module]} if self.module else {})
+        return words | ({"match": [f"*{escape(t)}*" for t in self.module]} if self.module else {})
 
     def changed(self, change: Callable[[Any], float]) -> Case:
         """Return the case with its number changed, or every number of its list."""
@@ -298,6 +301,23 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
         given.node.require(default is not None, text)
         cases = (*cases, Case(None, default, given.node))
     return as_numbers(name, cases)
+
+
+def multiply(cases: Cases, factors: Cases, name: str) -> Cases:
+    """Return the products of numbers and factors, the values of a parameter of that name."""
+    found = []
+    for factor, case in product(factors, cases):
+        number, varied = sorted((factor, case), key=lambda one: isinstance(one.value, list))
+        texts = dict.fromkeys(c.contains for c in (case, factor) if c.contains is not None)
+        modules = {c.module for c in (case, factor) if c.module is not None}
+        is_one = len(number.numbers) == 1 and len(modules) + max(len(texts), 1) < 3
+        text = f"{name}: its lists, filters and modules cannot be combined with those of weight"
+        factor.node.require(is_one, f"{text}; multiply the weights by it")
+        contains, *more = [*texts] or [None]
+        module = (*modules, tuple(more) or None)[0]
+        value = varied.changed(partial(mul, number.numbers[0]))
+        found.append(replace(value, contains=contains, module=module))
+    return tuple(found)
 
 
 def as_numbers(name: str, cases: Cases) -> Cases:
