@@ -993,7 +993,16 @@ experts:
   - {{source_model: with-tokens-a, positive_prompts: ["1 2 3"]}}
   - {{source_model: with-tokens-b, positive_prompts: ["4 5"], negative_prompts: ["6"]}}
 """
+APART = ("experts-math {weight: 1, density: 0.5}", "experts-code {weight: 0.3, density: 0.5}")
 MIXTURES = [
+    C("experts stored apart", models("task_arithmetic", *APART, base="experts-base")),
+    C(
+        "experts stored apart, ties",
+        models("ties", *APART, base="experts-base"),
+        DIFFERS,
+        "mergekit joins the experts of a layer first, and cuts them together",
+        share=0.1,
+    ),
     C("mixture, cheap_embed", EXPERTS.format(gates="cheap_embed")),
     C(
         "mixture, hidden",

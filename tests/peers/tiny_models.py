@@ -73,6 +73,8 @@ def write_models(folder: Path) -> None:
         changes[name] = {n: change + own[n] for n, change in changes["math"].items()}
     for name, change in changes.items():
         _write(folder / name, {n: base[n] + change[n] for n in base}, CONFIG)
+    for name in ("base", "math", "code"):
+        _write_mixture(folder / f"experts-{name}", folder / name)
     for name in ("lora", "lora-too"):
         _write_adapter(folder / name, generator)
     _write_others(folder)
@@ -83,6 +85,23 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, obj
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _write_mixture(folder: Path, dense: Path) -> None:
+    """Write a Mixtral with two experts, stored apart, both made of a dense model's layers."""
+    tensors = {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        layer, is_inner, part = name.partition(".mlp.")
+        if not is_inner:
+            tensors[name] = tensor
+            continue
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = tensor.new_zeros((2, HIDDEN))
+        number = {"gate_proj": 1, "down_proj": 2, "up_proj": 3}[part.removesuffix(".weight")]
+        for expert in range(2):
+            own = f"{layer}.block_sparse_moe.experts.{expert}.w{number}.weight"
+            tensors[own] = tensor.roll(expert) * (1 + 2 * expert)
+    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    _write(folder, tensors, {**CONFIG, **kind, "num_local_experts": 2})
 
 
 def _write_adapter(folder: Path, generator: torch.Generator) -> None:

@@ -627,6 +627,18 @@ def test_a_slice_of_all_layers_of_a_module_is_that_module(convert, tmp_path):
         convert(sliced.replace("N", "3"))
 
 
+def test_experts_that_are_stored_apart_are_named(convert, tmp_path):
+    save(tmp_path / "base", {"layers.0.mlp.experts.1.w": np.zeros(1, np.float32)})
+    for method, parameters, expected in (
+        *(("ties", "{}", True), ("task_arithmetic", "{}", False)),
+        ("task_arithmetic", "{lambda: [{filter: w, value: 2}]}", True),
+    ):
+        found = convert(head(method, parameters=parameters) + TWO)
+        assert any(text.startswith("experts:") for text in found.differences) == expected
+    (tmp_path / "base").write_bytes(b"no model")
+    assert convert(head("ties") + TWO).document["method"] == "ties"
+
+
 def test_a_lambda_by_filter_is_multiplied_into_the_weights(convert):
     lambdas = "[{filter: mlp, value: 0.5}, {filter: up, value: [2, 4]}]"
     text = head("task_arithmetic", parameters=f"{{lambda: {lambdas}}}") + TWO

@@ -104,6 +104,11 @@ class Draft:
         return span | (self.document() if self._models else {"model": self.base})
 
     @property
+    def sees_tensors(self) -> bool:
+        """True if the result depends on where a tensor ends, or on its name."""
+        return bool(self._rules) or self.part.method not in KNOWN["by_element"]
+
+    @property
     def _span(self) -> tuple[int, int] | None:
         """The layers that the base has, or else the first model."""
         spans = {given.model: given.span for given in self.part.inputs}
