@@ -9,7 +9,7 @@ of a tensor, from any thread, the same bytes whatever the range.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from os import PathLike
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice
-from dare.errors import DareError, InputError, MismatchError, RecipeError
+from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.names import Config, match_names, tie
 from dare.inputs.sources import (
     Aligned,
@@ -103,13 +103,7 @@ def convert_yaml(path: str | PathLike[str]) -> Conversion:
     """Read a mergekit configuration as a recipe, which has no output yet; say how they differ."""
     from dare.recipe.mergekit import convert
 
-    def tensors_of(model: Path) -> Iterable[str]:
-        try:
-            return open_model(model).tensors
-        except DareError:  # the merge will say what is wrong, if it is
-            return ()
-
-    return convert(to_path(path), tensors_of)
+    return convert(to_path(path), lambda model: open_model(model).tensors)
 
 
 @dataclass(frozen=True)

@@ -269,16 +269,11 @@ def align(
     files = _tokenizer_files(directories[number], order, every, added)
     picked = {ids[token]: _picked(token, *given, every) for token, given in chosen.items()}
     forced = frozenset(ids[token] for token, (_, row) in chosen.items() if row.force)
-    loose = {token: ids[token] for token in chosen if ids[token] not in forced}
-    if new_rows != "mean":
-        weights = [1.0] * len(weights)
-        named = [other.ids for other in known if other.tokens]
-        loose |= {
-            token: number
-            for token, number in (ids if new_rows == "merge_all" else new).items()
-            if token not in chosen
-            if token in new or 0 < sum(token in own for own in named) < len(named)
-        }
+    # Models keep their own rows of tokens that are new, or with "merge_all" of those that only some
+    # models have; the others get the mean.
+    merged = {"mean": {}, "merge": new}.get(new_rows, ids)
+    split = [t for t in merged if t in new or len({t in v.ids for v in known if v.tokens}) == 2]
+    loose = {token: ids[token] for token in (*chosen, *split) if ids[token] not in forced}
     sources = (base, *models)
     aligned, *presented = present(
         RowOrigins(order, every, sources, weights, new, picked, forced, loose, rows)
@@ -490,7 +485,10 @@ class RowOrigins:
         return rows
 
     def owners(self, base: TensorInfo) -> Owners:
-        """Return the inputs that have each row; shares go by weights if all are positive."""
+        """Return the inputs that have each row.
+
+        Shares go by weights if all are positive and the row is not merged.
+        """
         fitting = {
             index: other.ids
             for index, (model, other) in enumerate(zip(self.inputs, self.vocabularies, strict=True))
@@ -510,7 +508,7 @@ class RowOrigins:
                 what = f"none of the models with the token {token!r} has a matching row"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index - 1] for index in having]
-            if min(weights) <= 0:
+            if min(weights) <= 0 or token in self.loose:
                 weights = [1.0] * len(having)
             owners[number] = [
                 (index, row, weight / math.fsum(weights))

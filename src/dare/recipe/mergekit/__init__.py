@@ -12,21 +12,20 @@ that it may name as its models; so is a model with an adapter.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dare.errors import printable
+from dare.errors import DareError, printable
 from dare.recipe.document import request_from_document
-from dare.recipe.mergekit.configuration import Config, Part, TensorsOf, read_config
+from dare.recipe.mergekit.configuration import KNOWN, Config, Part, TensorsOf, read_config
 from dare.recipe.mergekit.methods import METHODS, Draft
 from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import is_there
-
-EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor of one expert
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,11 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
     for root in roots:
         config = read_config(root, METHODS, tensors_of)
         root.require(config.name not in recipes, _twice(config.name))
-        recipes[config.name] = _tables(config, differences, tensors_of)
+        recipes[config.name] = _tables(config, differences)
+        model = to_path(config.base or config.parts[0].inputs[0].model)
+        with suppress(DareError):  # the merge says what is wrong with a model
+            if is_there(model) and re.search(r"\.experts\.\d+\.", " ".join(tensors_of(model))):
+                differences[KNOWN["differences"]["experts"]] = None
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
     for tables in recipes.values():  # a part has no template of its own
         template = tables.pop("chat_template", None)
@@ -98,7 +101,7 @@ def _twice(name: str | None) -> str:
     return f"name: a merge before this one is called {name} too"
 
 
-def _tables(config: Config, differences: dict[str, None], tensors_of: TensorsOf) -> dict[str, Any]:
+def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
     """Return the tables of a recipe, and put down what is different."""
     drafts = [Draft(part) for part in config.parts]
     for draft in drafts:
@@ -109,10 +112,6 @@ def _tables(config: Config, differences: dict[str, None], tensors_of: TensorsOf)
         drafts[-1].differ("arithmetic", kind=kind)
     if "vocabulary" in config.keys:
         drafts[-1].differ("padding")
-    model = to_path(drafts[0].base)
-    is_read = any(draft.sees_tensors for draft in drafts) and is_there(model)
-    if is_read and any(EXPERT.search(name) for name in tensors_of(model)):
-        drafts[-1].differ("experts")
     if len(config.parts[0].inputs) < len(config.parts[-1].inputs):
         drafts[-1].differ("head")
     differences |= dict.fromkeys(text for draft in drafts for text in draft.differences)

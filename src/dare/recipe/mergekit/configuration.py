@@ -184,33 +184,24 @@ def _span(node: Node) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _is_whole(
-    part: Part, tensors_of: TensorsOf, module: Sequence[str] = (), others: Sequence[str] = ()
-) -> bool:
-    """Tell if a part is known to be all layers of its models, or of a module of them.
-
-    `others` are the texts in names of the modules that are asked before.
-    """
+def _is_whole(part: Part, tensors_of: TensorsOf, module: tuple[str, ...] | None = None) -> bool:
+    """Tell if a part is known to be all layers of its models, or of a module of them."""
     spans = {given.span for given in part.inputs if given.span}
     model = to_path(part.base or part.inputs[0].model)
     if len(spans) == 1 and is_there(model):
-        names = (n for n in tensors_of(model) if not any(text in n for text in others))
-        own = (n for n in names if not module or any(text in n for text in module))
-        counts = count_layers(own).values()
+        texts = module or [text for known in MODULES.values() for text in known]
+        own = [name for name in tensors_of(model) if any(t in name for t in texts) == bool(module)]
+        counts = count_layers(tensors_of(model) if module is None else own).values()
         return spans <= {(0, count) for count in counts}
     return not spans
 
 
 def _parts_of_modules(
-    node: Node,
-    method: str,
-    base: str | None,
-    shared: tuple[Scope, ...],
-    tensors_of: TensorsOf,
+    node: Node, method: str, base: str | None, shared: tuple[Scope, ...], tensors_of: TensorsOf
 ) -> tuple[Part, ...]:
     """Read modules: parts of a model that have parameters of their own, and the same models."""
     node.require(isinstance(node.value, dict) and node.value, "modules: must be a table of modules")
-    found, others = [], ()
+    found = []
     rank = [*MODULES]
     for name in sorted(node.value, key=lambda n: rank.index(n) if n in MODULES else -1):
         module = MODULES.get(name, (name,)) if len(node.value) > 1 else None
@@ -220,16 +211,13 @@ def _parts_of_modules(
             parts = _parts_of_slices(table["slices"], method, base, scopes)
             if module is None:
                 return parts
-            part = parts[0]
-            is_whole = len(parts) == 1 and _is_whole(part, tensors_of, module, others)
+            is_whole = len(parts) == 1 and _is_whole(parts[0], tensors_of, module)
             text = "slices: only the layers of a model with one module can be stacked"
-            table["slices"].require(is_whole and part.base == base, f"{text}; give all of them")
-            found.append((part.node, part.inputs, part.shared))
-        else:
-            items = as_items(table.get("models", node.value[name]), "models")
-            inputs = tuple(_input(item, "a model", scopes) for item in items)
-            found.append((items[0], inputs, scopes))
-        others += module or ()
+            table["slices"].require(is_whole and parts[0].base == base, f"{text}; give all of them")
+            found.append((parts[0].node, [*parts[0].inputs], parts[0].shared))
+            continue
+        items = as_items(table.get("models", node.value[name]), "models")
+        found.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
     first, inputs, _ = found[0]
     names = [given.model for given in inputs]
     for item, others, _ in found[1:]:

@@ -104,11 +104,6 @@ class Draft:
         return span | (self.document() if self._models else {"model": self.base})
 
     @property
-    def sees_tensors(self) -> bool:
-        """True if the result depends on where a tensor ends, or on its name."""
-        return bool(self._rules) or self.part.method not in KNOWN["by_element"]
-
-    @property
     def _span(self) -> tuple[int, int] | None:
         """The layers that the base has, or else the first model."""
         spans = {given.model: given.span for given in self.part.inputs}
@@ -140,9 +135,8 @@ def _convert_deltas(
     factors = numbers("lambda", replace(models[0], scopes=shared), default=1.0)
     is_one = len(factors) == 1 and not isinstance(factors[0].value, list)
     if not is_one:
-        text = "lambda: must be one value for all tensors where weights are normalised"
-        factors[0].node.require(not normalize, f"{text}; give one, or set normalize: false")
-        weights = [multiply(cases, factors, "lambda") for cases in weights]
+        factors[0].node.require(not normalize, "lambda: must be one value with normalize: true")
+        weights = [tuple(multiply(cases, factors)) for cases in weights]
     draft.merge(method, models, factors[0].value if is_one else 1.0)
     draft.set_for_models(None, "weight", weights)
     if not elects and normalize:

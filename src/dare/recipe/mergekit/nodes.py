@@ -303,21 +303,16 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
     return as_numbers(name, cases)
 
 
-def multiply(cases: Cases, factors: Cases, name: str) -> Cases:
-    """Return the products of numbers and factors, the values of a parameter of that name."""
-    found = []
+def multiply(cases: Cases, factors: Cases) -> Iterator[Case]:
+    """Yield the products of a model's weights and of lambda, in the order in which they count."""
     for factor, case in product(factors, cases):
         number, varied = sorted((factor, case), key=lambda one: isinstance(one.value, list))
-        texts = dict.fromkeys(c.contains for c in (case, factor) if c.contains is not None)
-        modules = {c.module for c in (case, factor) if c.module is not None}
-        is_one = len(number.numbers) == 1 and len(modules) + max(len(texts), 1) < 3
-        text = f"{name}: its lists, filters and modules cannot be combined with those of weight"
-        factor.node.require(is_one, f"{text}; multiply the weights by it")
-        contains, *more = [*texts] or [None]
-        module = (*modules, tuple(more) or None)[0]
-        value = varied.changed(partial(mul, number.numbers[0]))
-        found.append(replace(value, contains=contains, module=module))
-    return tuple(found)
+        is_plain = not factor.words or factor.module is case.module is None
+        can = is_plain and not isinstance(number.value, list)
+        factor.node.require(can, "lambda: cannot be combined with weight; multiply the weights")
+        module = case.module if factor.contains is None else (factor.contains,)
+        value = varied.changed(partial(mul, number.value))
+        yield replace(value, contains=case.contains, module=module)
 
 
 def as_numbers(name: str, cases: Cases) -> Cases:
