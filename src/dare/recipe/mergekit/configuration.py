@@ -180,7 +180,8 @@ def _span(node: Node) -> tuple[int, int]:
     ends = node.plain
     if not isinstance(ends, list) or [type(end) for end in ends] != [int, int]:
         raise node.refuse("layer_range: must be two whole numbers, as in [0, 32]")
-    node.require(0 <= ends[0] < ends[1], f"layer_range: {ends} holds no layers")
+    # A module may have no layers.
+    node.require(0 <= ends[0] < ends[1] or ends == [0, 0], f"layer_range: {ends} holds no layers")
     return ends[0], ends[1]
 
 
@@ -192,7 +193,7 @@ def _is_whole(part: Part, tensors_of: TensorsOf, module: tuple[str, ...] | None 
         texts = module or [text for known in MODULES.values() for text in known]
         own = [name for name in tensors_of(model) if any(t in name for t in texts) == bool(module)]
         counts = count_layers(tensors_of(model) if module is None else own).values()
-        return spans <= {(0, count) for count in counts}
+        return spans <= {(0, count) for count in [*counts] or [0]}
     return not spans
 
 

@@ -135,7 +135,7 @@ def _convert_deltas(
     factors = numbers("lambda", replace(models[0], scopes=shared), default=1.0)
     is_one = len(factors) == 1 and not isinstance(factors[0].value, list)
     if not is_one:
-        factors[0].node.require(not normalize, "lambda: must be one value with normalize: true")
+        factors[0].node.require(not normalize, "lambda: must be one value, or set normalize: false")
         weights = [tuple(multiply(cases, factors)) for cases in weights]
     draft.merge(method, models, factors[0].value if is_one else 1.0)
     draft.set_for_models(None, "weight", weights)

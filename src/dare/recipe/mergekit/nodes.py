@@ -309,7 +309,7 @@ def multiply(cases: Cases, factors: Cases) -> Iterator[Case]:
         number, varied = sorted((factor, case), key=lambda one: isinstance(one.value, list))
         is_plain = not factor.words or factor.module is case.module is None
         can = is_plain and not isinstance(number.value, list)
-        factor.node.require(can, "lambda: cannot be combined with weight; multiply the weights")
+        factor.node.require(can, "lambda: multiply the weights by it; both have filters or lists")
         module = case.module if factor.contains is None else (factor.contains,)
         value = varied.changed(partial(mul, number.value))
         yield replace(value, contains=case.contains, module=module)
