@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from interposing import Warm, build, why_not
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("lora", "formats")]
 MEMORY = "/dev/shm"
 SHORT_RUN = 2
 """How many scenarios each attack is tried on at size 1."""

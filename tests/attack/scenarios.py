@@ -19,8 +19,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from interposing import Attack, Outcome, Warm
+from ml_dtypes import float8_e4m3fn
 from peft_models import pair, write_adapter
+from tiny_models import config, make_directory, weights
 
+from dare.formats.gguf_keys import FAMILIES
 from helpers import save, sha256
 
 Attacked = TypeVar("Attacked")
@@ -39,6 +42,8 @@ SHARDS = (*FOLDERS, *SETTINGS, "--shard-size", "1MB")
 CENSUS = ("--method", "trim+ties", "--scope", "model", "--threads", "1")
 EXTRACT = ("lora", "extract", "--base", "../inputs/small", "--model", "../inputs/tuned")
 ADAPTERS = ("lora", "merge", "../inputs/adapter-1", "../inputs/adapter-2")
+RECODED = ("--base", "../inputs/{0}-0", "--merge", "../inputs/{0}-1", *SETTINGS)
+GGUF, FP8 = (tuple(word.format(kind) for word in RECODED) for kind in ("gguf", "fp8"))
 COMPRESS = ("compress", "../inputs/base", "../inputs/one", "--threads", "1")
 LOSSY = (*COMPRESS, "--drop-rate", "0.5", "--bits", "4")
 APPLY = ("apply", "../inputs/base")
@@ -75,7 +80,7 @@ class Scenario:
     @property
     def is_file(self) -> bool:
         """Whether the output is one file of weights, with a manifest beside it."""
-        return self.output.endswith(".safetensors")
+        return self.output.endswith((".safetensors", ".gguf"))
 
 
 SCENARIOS = [
@@ -89,6 +94,9 @@ SCENARIOS = [
     ),
     Scenario("slice", "out.safetensors", (*MODELS, *CENSUS), slices=3),
     Scenario("slice of a directory", "out", SHARDS, slices=2),
+    Scenario("gguf", "out.gguf", GGUF),
+    Scenario("gguf again", "out.gguf", (*GGUF, "--dtype", "Q8_0"), (*GGUF, "--seed", "1")),
+    Scenario("fp8", "out", (*FP8, "--format", "input", "--shard-size", "1MB")),
     Scenario("extract", "out", (*EXTRACT, "--rank", "4")),
     Scenario("extract again", "out", (*EXTRACT, "--rank", "4"), (*EXTRACT, "--rank", "2")),
     Scenario("adapters", "out", ADAPTERS),
@@ -133,6 +141,12 @@ def make_inputs(folder: Path) -> None:
     for number, name in enumerate(("small", "tuned")):
         save(folder / name / "model.safetensors", moved(small, number))
         write_sidecars(folder / name)
+    for number in range(2):
+        plain = moved(weights(FAMILIES["llama"].parts.values()), number)
+        make_directory(folder / f"gguf-{number}", plain, config("llama"))
+        codes = {name: values.astype(float8_e4m3fn) for name, values in plain.items()}
+        scales = {f"{name}_scale_inv": np.ones(1, np.float32) for name in plain}
+        save(folder / f"fp8-{number}" / "model.safetensors", {**codes, **scales})
     write_adapter(folder / "adapter-1", pair("m.q_proj", 8, 2, 6))
     write_adapter(folder / "adapter-2", pair("m.q_proj", 8, 2, 6, 1) | pair("m.v_proj", 8, 2, 6, 2))
 

@@ -42,6 +42,13 @@ def test_a_study_lies_where_it_was_asked_for(tmp_path: Path, name: str):
         assert study.charter == CHARTER
 
 
+def test_a_study_that_somebody_has_just_begun_is_not_replaced(tmp_path: Path):
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        with pytest.raises(InputError, match=r"(?s)score.*--study"):
+            Study(tmp_path / "study.db", MENDED)
+        assert study.note("charter") == CHARTER.document
+
+
 def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
     path = tmp_path / "study.db"
     with closing(Study(path, CHARTER)) as study:

@@ -29,6 +29,7 @@ FORMAT = 2  # format 1 had formulas as objectives
 SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
+WORKERS = "workers"  # the note of the marks of all who have opened the study to search
 KNOWN_BEFORE = ("number", "settings", "state", "name")  # the rest is written when a trial ends
 # Notes on a trial: by whom it was taken and for what, and what became of it.
 TAKEN, OUTCOME = "taken", "outcome"
@@ -143,6 +144,9 @@ class Study:
                 "Undo the change to continue this search, "
                 "or start a new one with `--study NEW.db --write NEW.toml`",
             )
+        if charter is not None:  # one who has only begun must be known to others
+            alive = filter(self._presence.is_alive, self.note(WORKERS) or ())
+            self.keep(WORKERS, [*alive, self._presence.mark])
 
     def _begin(self, storage: Any) -> None:
         with _quiet():
@@ -161,7 +165,8 @@ class Study:
         if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
         found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
-        owners = {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
+        owners = {*(self.note(WORKERS) or ())}
+        owners |= {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
         is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
         return not is_scored and not any(map(self._presence.is_alive, owners))
 
