@@ -265,7 +265,7 @@ def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
         if not folder:
             yield from fnmatch.filter(top, last)
         elif folder in top:
-            names = fnmatch.filter(list_names(_inside(directory, folder)), last)
+            names = fnmatch.filter(list_names(resolve_inside(directory, folder)), last)
             yield from (f"{folder}/{name}" for name in names)
 
 
@@ -292,7 +292,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
     count = 0
     while left:
         here = left.pop()
-        for name in list_names(_inside(directory, here)):
+        for name in list_names(resolve_inside(directory, here)):
             count += 1
             if count > MAX_MODULE_FILES:
                 raise InputError(f"{directory / folder}: has more than {MAX_MODULE_FILES} files")
@@ -310,7 +310,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
 # ---------------------------------------------------------------- reading, and only inside
 
 
-def _inside(directory: Path, name: str) -> Path:
+def resolve_inside(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
     if is_stored(directory):  # which has no links
         return directory / name
@@ -327,7 +327,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 def _file(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads to an ordinary file that is there."""
-    path = _inside(directory, name)
+    path = resolve_inside(directory, name)
     if not is_stored(path):
         os.close(open_ordinary(path, directory / name))
     return path

@@ -25,7 +25,7 @@ import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import xxhash
@@ -352,6 +352,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: is not a manifest made by dare")
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
         raise InputError(f"{path}: the manifest has been changed since it was written")
+    for name in files if isinstance(files := document.get("files"), dict) else ():
+        place = PureWindowsPath(name)  # which knows the separators of all systems
+        if place.anchor or ".." in place.parts:
+            raise InputError(f"{path}: files: {name!a} is not in the output's folder")
     return document
 
 

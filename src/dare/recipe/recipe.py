@@ -596,6 +596,12 @@ class Recipe(Strict, init=False):
         files = (self.base, *(e.file for e in self.models), *(f for i in inner for f in i.inputs))
         return tuple(dict.fromkeys(file for file in files if str(file) not in self.merges))
 
+    def parts(self) -> Iterator[Recipe]:
+        """Yield it, and all recipes inside it."""
+        yield self
+        for inner in (*self.merges.values(), *self.layers):
+            yield from inner.parts()
+
     @property
     def paths(self) -> tuple[Path, ...]:
         """All files and directories that it names."""
