@@ -506,6 +506,15 @@ def _decoded(text: bytes, where: Path) -> str:
         raise InputError(f"{where}: is not UTF-8: {error}") from None
 
 
+def _checked_template(text: str, where: object) -> str:
+    """Refuse a template that ends in the middle of its code, or cannot be written."""
+    begins, ends = (max(map(text.rfind, marks)) for marks in (("{{", "{%"), ("}}", "%}")))
+    if begins > ends or text.encode(errors="ignore").decode() != text:
+        what = "is not a whole template in UTF-8; correct it, or name another"
+        raise RecipeError(f"{where}: {what}")
+    return text
+
+
 def choose_chat_template(
     setting: str, own: Path, models: Mapping[str, Path | None]
 ) -> tuple[str | None, tuple[Notice, ...]]:
@@ -524,11 +533,11 @@ def choose_chat_template(
             raise RecipeError(f"chat_template = {setting!r}: that model has no chat template")
         return template, ()
     if "{" in setting:
-        return setting, ()
+        return _checked_template(setting, "chat_template"), ()
     if setting in (usual := usual_templates()):
         return usual[setting], ()
-    if is_there(path := to_path(setting)):
-        return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    if is_there(path := to_path(setting)) and not path.is_dir():
+        return _checked_template(_decoded(read_limited(path, MAX_JSON_BYTES), path), path), ()
     known = ["auto", *models, *usual]
     raise RecipeError(
         f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "

@@ -152,7 +152,8 @@ def check_replaceable(layout: Layout) -> None:
     if target.is_symlink():
         raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
     if layout.is_directory != target.is_dir():
-        raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
+        kind = "file" if layout.is_directory else "directory"
+        raise OutputError(f"{target}: is a {kind}; choose another output")
     if layout.is_directory:
         _check_folder(target)
         return
@@ -202,6 +203,8 @@ def _check_name(target: Path) -> None:
         longest = manifest_path(target).name
     if (surplus := len(os.fsencode(longest)) - LONGEST_NAME) > 0:
         raise OutputError(f"{target}: the name is {surplus} bytes too long; choose a shorter name")
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise OutputError(f"{target}: is a device or a pipe; choose another output")
 
 
 # ---------------------------------------------------------------- inputs
