@@ -258,6 +258,17 @@ def test_what_no_manifest_records_is_refused_by_name(tmp_path, edit, named):
         load_recipe(recipe.recipe.output)
 
 
+def test_a_template_that_is_no_text_is_repeated_by_its_name_or_given_again(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ own }}")
+    files = {"chatml": {}, str(tmp_path / "own.jinja"): {"chat_template": "{{ own }}"}}
+    for template, given in files.items():
+        recipe = write(tmp_path, chat_template=template)
+        merge(recipe, overwrite=True)
+        again = tmp_path / "again.safetensors"
+        merge(recipe.recipe.output, output=again, overwrite=True, verbose=False, **given)
+        assert sha256(again) == sha256(recipe.recipe.output)
+
+
 def test_what_a_user_gives_again_is_not_taken_from_the_manifest(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)

@@ -510,8 +510,7 @@ def _checked_template(text: str, where: object) -> str:
     """Refuse a template that ends in the middle of its code, or cannot be written."""
     begins, ends = (max(map(text.rfind, marks)) for marks in (("{{", "{%"), ("}}", "%}")))
     if begins > ends or text.encode(errors="ignore").decode() != text:
-        what = "is not a whole template in UTF-8; correct it, or name another"
-        raise RecipeError(f"{where}: {what}")
+        raise RecipeError(f"{where}: is not a whole template in UTF-8; correct or replace it")
     return text
 
 

@@ -34,7 +34,7 @@ from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss
-from dare.inputs.directory import CHAT_TEMPLATE
+from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.sources import SINGLE_NAME
 from dare.kernels.native import numba_version
 from dare.output.journal import Record, group_by_tensor
@@ -529,13 +529,14 @@ def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any
     recipe, fields = request.recipe, request.recipe.model_fields_set
     marked = {"output", *Recipe.marked(NOT_RECORDED), *RunOptions.marked(NOT_RECORDED)}
     names = sorted(marked & (fields | request.options.model_fields_set))
-    if not given.get("allow_pickle") and any(part.allow_pickle for part in recipe.parts()):
-        names.append("allow_pickle")
-    if recipe.chat_template not in ("auto", *recipe.names) and "{" not in recipe.chat_template:
-        names.append(f"chat_template = {recipe.chat_template!r}")  # which is a file
+    if not given.get("allow_pickle") and '"allow_pickle": true' in json.dumps(document):
+        names.append("allow_pickle")  # of it, or of a recipe inside it
+    template, known = recipe.chat_template, {"auto", *recipe.names, *usual_templates()}
+    if "chat_template" not in given and "{" not in template and template not in known:
+        names.append(f"chat_template = {template!r}")  # which is a file
     files = [recipe.base] * ("base" not in given)
     files += [entry.file for entry in recipe.models] * ("models" not in given)
-    files += [file for inner in [*recipe.parts()][1:] for file in inner.inputs]
+    files += [f for inner in (*recipe.merges.values(), *recipe.layers) for f in inner.inputs]
     check_recorded(manifest_file, names, [f for f in files if str(f) not in recipe.merges])
     return recipe
 

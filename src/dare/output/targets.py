@@ -152,8 +152,7 @@ def check_replaceable(layout: Layout) -> None:
     if target.is_symlink():
         raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
     if layout.is_directory != target.is_dir():
-        kind = "file" if layout.is_directory else "directory"
-        raise OutputError(f"{target}: is a {kind}; choose another output")
+        raise OutputError(f"{target}: is {'no' * layout.is_directory or 'a'} directory; rename it")
     if layout.is_directory:
         _check_folder(target)
         return

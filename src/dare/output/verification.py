@@ -125,7 +125,7 @@ def verify(
             problems += _compare_weights(beside, manifest, digests, embedded, ok=not problems)
             if path.is_dir():
                 problems += _compare_files(path, manifest, set(source.headers), changed)
-    except (InputError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (InputError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         problems.append(notice("unreadable", error=error))
     total = None if weights is None else weights.hexdigest()
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed), total)
@@ -159,7 +159,7 @@ def _verify_files(path: Path) -> Verification:
             problems += _compare_files(path, document, set(), changed)
         elif document["files"].get(path.name) != file_digest(path):
             problems.append(notice("changed", path.name))
-    except (InputError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (InputError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         problems.append(notice("unreadable", error=error))
     return Verification(path, tuple(problems), tensors, nbytes, tuple(changed))
 

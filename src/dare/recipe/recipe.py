@@ -171,10 +171,7 @@ class Recipe(Strict, init=False):
         description="Rows of single tokens, and the models they come from.",
     )
     pad_to_multiple_of: int | None = Field(
-        None,
-        gt=0,
-        le=1 << 16,
-        description="Pad embedding and head with rows of zeros to a multiple of this.",
+        None, gt=0, le=1 << 16, description="Pad embedding and head with zeros to this multiple."
     )
     copy_from: Annotated[str | None, SAME_WEIGHTS] = Field(
         None, description="The model whose config and tokenizer an output directory gets."
@@ -600,12 +597,6 @@ class Recipe(Strict, init=False):
         inner = (*self.merges.values(), *self.layers)
         files = (self.base, *(e.file for e in self.models), *(f for i in inner for f in i.inputs))
         return tuple(dict.fromkeys(file for file in files if str(file) not in self.merges))
-
-    def parts(self) -> Iterator[Recipe]:
-        """Yield it, and all recipes inside it."""
-        yield self
-        for inner in (*self.merges.values(), *self.layers):
-            yield from inner.parts()
 
     @property
     def paths(self) -> tuple[Path, ...]:

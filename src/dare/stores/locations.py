@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from dare.errors import PACKAGE, InputError, OutsideError, RecipeError
+from dare.errors import InputError, OutsideError, RecipeError
 from dare.stores import reading
 from dare.stores.addresses import STORES, Access, Address, grant_access, without_credentials
 
@@ -73,7 +73,7 @@ _given_folders: list[Path] = []  # the only ones that are read; everything, if t
 
 def confine(folders: Iterable[Path]) -> None:
     """Let this process open nothing outside some folders; without any, everything again."""
-    _given_folders[:] = folders
+    _given_folders[:] = map(Path, map(os.path.realpath, folders))
 
 
 def check_inside(path: Path, folders: Sequence[Path] = _given_folders) -> None:
@@ -81,8 +81,7 @@ def check_inside(path: Path, folders: Sequence[Path] = _given_folders) -> None:
     if not folders:
         return
     real = path if is_stored(path) else Path(os.path.realpath(path))
-    ours = [Path(os.path.realpath(PACKAGE))] if folders is _given_folders else []  # for the page
-    if not any(real.is_relative_to(folder) for folder in (*folders, *ours)):
+    if not any(real.is_relative_to(folder) for folder in folders):
         leads = "" if real == path else f" leads to {real}, which"
         remedy = "start the playground with its folder: dare playground FOLDER …, or use a command"
         raise OutsideError(f"{path}:{leads} is outside {', '.join(map(str, folders))}; {remedy}")

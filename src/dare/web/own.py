@@ -35,6 +35,7 @@ from dare import api
 from dare.documents.shown import json_ready
 from dare.documents.words import show_size
 from dare.errors import (
+    PACKAGE,
     DareError,
     ExistsError,
     InputError,
@@ -73,7 +74,7 @@ class OwnModels:
     def __init__(self, roots: tuple[Path, ...]) -> None:
         self._roots = Roots(roots)
         self._jobs = Jobs(self._roots.folders)
-        confine(self._roots.folders)
+        confine((*self._roots.folders, Path(PACKAGE)))  # where the page's models are
 
     def close(self) -> bool:
         """Interrupt what runs; a merge keeps what is done, and the same merge goes on from there.
@@ -297,8 +298,7 @@ class Roots:
         """Return the request with absolute paths; refuse what is outside or leaves the machine."""
         recipe, options = request.recipe, request.options
         if options.cluster is not None or options.scratch is not None:
-            what = "the page merges on this machine; use the command line"
-            raise RecipeError(f"cluster, scratch: {what}")
+            raise RecipeError("cluster, scratch: the page has none; use the command line")
         output = None if recipe.output is None else self.find_output(recipe.output)
         return replace(request, recipe=recipe.moved(self.find, output))
 
