@@ -49,13 +49,16 @@ def load_recipe(path: str | PathLike[str]) -> Request:
     return make_request(path)
 
 
-def load_document(path: Path) -> dict[str, Any]:
-    """Read the tables that `load_recipe` makes a recipe of, unchecked."""
+def load_document(path: Path, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read the tables that `load_recipe` makes a recipe of, unchecked.
+
+    Given are settings by name that will be laid over them.
+    """
     path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
         return convert_yaml(path).recipe.to_document()
-    manifest_file = find_manifest(path)
-    return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
+    found = find_manifest(path)
+    return read_toml(path) if found is None else repeating_document(path, found, given or {})
 
 
 AnyPath = str | PathLike[str]
@@ -99,7 +102,7 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
         )
     else:
         path = to_path(recipe)
-        document, where = load_document(path), str(find_manifest(path) or path)
+        document, where = load_document(path, given), str(find_manifest(path) or path)
         where += " with arguments" if given else ""
     return overlaid(document, given, where)
 

@@ -6,6 +6,7 @@
     │   ├── HeaderError    … because its safetensors header or index is not valid
     │   └── NotFiniteError … because it has elements that are NaN or infinite
     ├── MismatchError      the inputs do not fit together; lists every finding
+    ├── OutsideError       a path leads out of the folders that the playground was given
     ├── OutputError        the output cannot be written, or would destroy something
     │   └── ExistsError    … because it is there already, and nobody said that it may be replaced
     ├── ClusterError       a cluster cannot be reached, or a node of it cannot be used
@@ -73,6 +74,10 @@ class NotFiniteError(InputError):
 
 class MismatchError(DareError):
     """Base and models do not fit together; its arguments are the findings, shown one to a line."""
+
+
+class OutsideError(DareError):
+    """A path leads out of the folders that the user has given to the playground."""
 
 
 class OutputError(DareError):

@@ -118,6 +118,12 @@ USAGE: dict[str, tuple[str, ...]] = {
     "verify": ("UsageError", "verify"),
     f"{MERGE_TWO} --drop-rat 0.5": ("UnknownOptionError", "--drop-rat", "`dare merge --help`"),
     "search a b 'c d' --eval e:f": ("UnusedCliTokensError", ": b 'c d'", "`dare search --help`"),
+    "base.safetensors '' code.safetensors -o x": ("UsageError", "empty", "variable"),
+    "-b '' -m math.safetensors -o x": ("UsageError", "empty", "variable"),
+    "base.safetensors math.safetensors --output=": ("UsageError", "empty", "variable"),
+    "verify ''": ("UsageError", "empty", "variable"),
+    "lora math.safetensors -o x": ("UnknownCommandError", "math.safetensors", "./lora"),
+    "plan math.safetensors -o x": ("UsageError", "math.safetensors", "./plan"),
     "mrege recipe.toml": ("UnknownCommandError", "mrege", "`dare --help`"),
     f"plan {MERGE_TWO} --weight a b": ("CoercionError", "--weight", "`dare plan --help`"),
 }
@@ -142,6 +148,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("line", [*USAGE, *FLAGS])
 def test_a_wrong_command_line(line, folder):
+    for name in ("lora", "plan"):  # as a base may be called
+        Path(name).mkdir()
     if line in USAGE:
         assert_refused(line, *USAGE[line], status=WRONG_USAGE)
     else:
@@ -286,6 +294,8 @@ def permissions_apply(folder: Path) -> Iterator[None]:
         ("-m math.safetensors -o closed/m.safetensors", "OutputError", "closed/m.safetensors.part"),
         ("-m math.safetensors -o code.safetensors/m", "OutputError", "code.safetensors/m.partial"),
         ("-m german.safetensors -o merged.safetensors", "InputError", "german.safetensors"),
+        ("-m math.safetensors -o /dev/null", "OutputError", "/dev/null: is a device"),
+        ("-m math.safetensors -o /dev/null --overwrite", "OutputError", "/dev/null: is a device"),
     ],
 )
 def test_what_may_not_be_written_or_read(line, kind, subject, folder):

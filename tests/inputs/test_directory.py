@@ -242,6 +242,13 @@ def test_which_chat_template(tmp_path: Path) -> None:
     assert (note.code, "one, other" in note.text) == ("different_templates", True)
     assert choose_chat_template("other", one, models) == ("{2}", ())
     assert choose_chat_template("{{ x }}", one, models) == ("{{ x }}", ())
+    (tmp_path / "cut").write_text("{% for m in messages %}{{ m")
+    cut, folder = str(tmp_path / "cut"), str(one)
+    for broken in ("{{ x", "{% if x %}{{ x", "{\ud800}", "{{\udcff}}", cut, folder):
+        with pytest.raises(RecipeError, match=r"chat_template|cut: "):
+            choose_chat_template(broken, one, models)
+    for whole in ("{", "{{ '{%' }}", "{% raw %}{{{% endraw %}", "{# x #}{{ '}}' }}"):
+        assert choose_chat_template(whole, one, models) == (whole, ())
     assert choose_chat_template(str(other / "chat_template.jinja"), one, models) == ("{2}", ())
     for name in ("plain", "file"):
         with pytest.raises(RecipeError, match="that model has no chat template"):

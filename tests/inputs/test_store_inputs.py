@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dare
-from dare.api import merge, plan
+from dare.api import make_request, merge, plan
 from dare.cli import main
 from dare.deltas.compressing import compress
 from dare.errors import InputError, RecipeError
@@ -103,7 +103,10 @@ def test_the_manifest_tells_addresses_and_repeats_from_them(web, models, tmp_pat
     assert f"{web.url}/in/base" in card
     assert "license: mit" in card
     web.key = ""
-    again = dare.load_recipe(tmp_path / "out").changed(output=tmp_path / "again")
+    with pytest.raises(InputError, match=rf"{web.url}/in/base: .*--base"):
+        dare.load_recipe(tmp_path / "out")  # it could be a stranger's
+    given = {"base": places["base"], "models": [places["math.safetensors"], places["code"]]}
+    again = make_request(tmp_path / "out", **given, output=tmp_path / "again", verbose=False)
     merge(again)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
     web.content["in/math.safetensors"] = web.content["in/code/model.safetensors"]
@@ -286,7 +289,7 @@ def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
     assert told["base_file"] == f"hf://org/base@{commit}"
     on_hub.add("org/base", {"config.json": b"{}"})  # the branch moves on
     reading.forget()
-    again = dare.load_recipe(tmp_path / "there").changed(output=tmp_path / "again")
+    again = dare.load_recipe(tmp_path / "there").changed(output=tmp_path / "again", verbose=False)
     merge(again)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "here")
     assert {token for _, token in on_hub.tokens} == {""}  # another server does not get ours

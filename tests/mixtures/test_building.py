@@ -18,6 +18,7 @@ from dare.cli import main
 from dare.mixtures.building import LAYOUTS, changed_config, plan_mixture
 from dare.mixtures.gates import draw_normal
 from dare.mixtures.mixture import Mixture, load_mixture
+from dare.output.targets import read_sealed, seal
 from helpers import sha256
 from lora.peft_models import pair, product, write_adapter
 
@@ -164,6 +165,14 @@ def test_a_mixture_is_made_again_from_its_output(models, tmp_path):
     with pytest.raises(dare.VerificationError, match="Nothing was written"):
         dare.moe(tmp_path / "out", output=tmp_path / "other", verbose=False)
     dare.moe(tmp_path / "out", output=tmp_path / "other", verbose=False, seed=1)
+    path = tmp_path / "out" / "dare-manifest.json"
+    for edit in ({"allow_pickle": True}, {"base": "s3://bucket/bait"}, {"output": "x"}):
+        manifest = read_sealed(path)
+        changed = {**manifest, "mixture": {**manifest["mixture"], **edit}}
+        path.write_bytes(seal(changed, manifest["files"]))
+        with pytest.raises(dare.InputError, match=r"(allow_pickle|bait|output): "):
+            dare.moe(tmp_path / "out", output=tmp_path / "another")
+        path.write_bytes(seal(manifest, manifest["files"]))
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(dare.InputError):
         dare.moe(tmp_path / "out", output=tmp_path / "another")

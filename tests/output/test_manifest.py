@@ -13,6 +13,7 @@ from dare.errors import DareError, InputError, VerificationError
 from dare.output.receipt import find_manifest, read_manifest
 from dare.output.targets import manifest_path, seal
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
+from dare.tensors.chunks import file_digest
 from helpers import listing, save, save_shards, sha256, write_recipe
 
 BASE = {
@@ -29,7 +30,7 @@ def write(folder: Path, **settings) -> Recipe:
 
 
 def to(recipe: Recipe, output: Path) -> Recipe:
-    return recipe.changed(output=output)
+    return recipe.changed(output=output, verbose=False)
 
 
 def embedded(path: Path) -> dict[str, object]:
@@ -209,6 +210,105 @@ def test_a_repeat_that_gives_other_weights_is_refused(tmp_path):
     with pytest.raises(VerificationError, match="manifest names"):
         merge(again)
     assert [name for name in listing(tmp_path) if name.startswith("again")] == []
+
+
+# ---------------------------------------------------------------- a stranger's manifest
+
+
+def reseal(output: Path, edit, table: str = "recipe") -> None:
+    """Edit a table of a manifest as somebody would who also mends its seal."""
+    manifest = read_manifest(manifest_path(output))
+    edit(manifest[table])
+    manifest_path(output).write_bytes(seal(manifest, manifest["files"]))
+
+
+BAIT = "http://127.0.0.1:9/bait"
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda r: r.update(cluster="ray://127.0.0.1:9"), "cluster"),
+        (lambda r: r.update(scratch="/tmp"), "scratch"),
+        (lambda r: r.update(backend="reference"), "backend"),
+        (lambda r: r.update(allow_pickle=True), "allow_pickle.*--allow-pickle"),
+        (lambda r: r.update(chat_template="/etc/hosts"), "chat_template"),
+        (lambda r: r.update(chat_template="../secret"), "chat_template"),
+        (lambda r: r.update(chat_template=BAIT), "chat_template"),
+        (lambda r: r.update(search={"trials": 5}), "search"),
+        (lambda r: r.update(input_digests=["0"] * 3), "input_digests"),
+        (lambda r: r.update(stage="clip.py"), "stage"),
+        (lambda r: r["models"].update(output_file="/tmp/x"), "output"),
+        (lambda r: r["models"].update(base_file=BAIT), "bait.*--base"),
+        (lambda r: r["models"].update(base_file="HTTP:/127.0.0.1:9/bait"), "bait.*--base"),
+        (lambda r: r["models"].update(base_file="s3://bucket/bait"), "bait.*--base"),
+        (lambda r: r["models"].update(base_file="/etc/hosts"), "hosts.*--base"),
+        (lambda r: r["models"].update(base_file="~/bait"), "bait.*--base"),
+        (lambda r: r["models"]["merge_files"].append({"recipe": "/etc/hosts"}), "recipe"),
+        (lambda r: r.update(merges={"m": {"base": BAIT, "models": ["a"]}}), "bait"),
+        (lambda r: r.update(merges={"m": {"base": "a", "allow_pickle": True}}), "allow_pickle"),
+        (lambda r: r.update(merges={"m": {"base": "a", "cluster": "auto"}}), "cluster"),
+    ],
+)
+def test_what_no_manifest_records_is_refused_by_name(tmp_path, edit, named):
+    recipe = write(tmp_path)
+    merge(recipe)
+    reseal(recipe.recipe.output, edit)
+    with pytest.raises(DareError, match=rf"out.safetensors.manifest.json: .*{named}"):
+        load_recipe(recipe.recipe.output)
+
+
+def test_a_template_that_is_no_text_is_repeated_by_its_name_or_given_again(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ own }}")
+    files = {"chatml": {}, str(tmp_path / "own.jinja"): {"chat_template": "{{ own }}"}}
+    for template, given in files.items():
+        recipe = write(tmp_path, chat_template=template)
+        merge(recipe, overwrite=True)
+        again = tmp_path / "again.safetensors"
+        merge(recipe.recipe.output, output=again, overwrite=True, verbose=False, **given)
+        assert sha256(again) == sha256(recipe.recipe.output)
+
+
+def test_what_a_user_gives_again_is_not_taken_from_the_manifest(tmp_path):
+    recipe = write(tmp_path)
+    merge(recipe)
+    output, files = recipe.recipe.output, [entry.file for entry in recipe.recipe.models]
+    edits = {"base_file": BAIT, "merge_files": [BAIT, "s3://bucket/bait"]}
+    reseal(output, lambda r: r.update(allow_pickle=True, threads=10**9, models=edits))
+    given = {"base": recipe.recipe.base, "models": files, "allow_pickle": True, "verbose": False}
+    merge(output, output=tmp_path / "again.safetensors", **given)
+    assert sha256(tmp_path / "again.safetensors") == sha256(output)
+    for lacking in given.keys() - {"verbose"}:
+        rest = {name: value for name, value in given.items() if name != lacking}
+        with pytest.raises(InputError, match=lacking if lacking == "allow_pickle" else "bait"):
+            merge(output, output=tmp_path / "never.safetensors", **rest)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/hosts", "a/../../x", "..\\x", "C:\\x", "\\\\host\\x", ".."]
+)
+def test_files_outside_an_output_are_refused_by_name(tmp_path, name):
+    recipe = to(write(tmp_path), tmp_path / "out")
+    merge(recipe)
+    (tmp_path / "x").write_bytes(b"mine")
+    manifest = read_manifest(manifest_path(tmp_path / "out"))
+    files = {**manifest["files"], name: file_digest(tmp_path / "x")}
+    manifest_path(tmp_path / "out").write_bytes(seal(manifest, files))
+    (problem,) = package.verify(tmp_path / "out").problems
+    assert ascii(name) in str(problem)
+    with pytest.raises(DareError, match="files"):
+        merge(recipe, overwrite=True)
+    assert (tmp_path / "x").read_bytes() == b"mine"
+
+
+def test_a_link_out_of_an_output_is_refused_unread(tmp_path):
+    merge(to(write(tmp_path), tmp_path / "out"))
+    (tmp_path / "x").write_bytes(b"mine")
+    (tmp_path / "out" / "x").symlink_to(tmp_path / "x")
+    manifest = read_manifest(manifest_path(tmp_path / "out"))
+    files = {**manifest["files"], "x": file_digest(tmp_path / "x")}
+    manifest_path(tmp_path / "out").write_bytes(seal(manifest, files))
+    assert [p.code for p in package.verify(tmp_path / "out").problems] == ["unreadable"]
 
 
 # ---------------------------------------------------------------- manifests that are none

@@ -709,6 +709,10 @@ def test_one_module_is_the_model(convert):
         ),
         (head("slerp") + TWO, r"line 1: slerp goes from the base to one other model, but 2"),
         (head("slerp", models="[{model: a}]"), r"line 1: t is missing"),
+        *(
+            (head("ties", models=f"[{{model: {m}}}]"), "line 4: .*ADAPTER")
+            for m in ("a+", "+a", "''")
+        ),
         (head("nuslerp", "math") + TWO, r"line 1: nuslerp merges two models"),
         ("merge_method: model_stock\n" + TWO, r"line 1: base_model is missing; model_stock"),
         (head("model_stock", models="[{model: a}]"), r"line 1: model_stock needs two"),

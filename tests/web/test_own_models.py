@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,8 +236,8 @@ def places(tmp_path: Path) -> tuple[Roots, Path, Path]:
 def test_what_is_outside_is_refused(places, path):
     roots, inside, outside = places
     given = path.format(inside=inside, outside=outside)
-    for find in (roots.find, roots.find_model, roots.find_output):
-        with pytest.raises(DareError if "\0" in path else OutsideError):
+    for find in (roots.find, roots.find_output):
+        with pytest.raises(DareError if "\0" in path or not path else OutsideError):
             find(given)
 
 
@@ -257,23 +258,12 @@ def test_links_that_lead_out_are_refused(places):
     (inside / "link").symlink_to(outside / "math")
     (inside / "within").symlink_to(inside / "math")
     with pytest.raises(OutsideError, match=r"leads to .*outside"):
-        roots.find_model(inside / "link")
+        roots.find(inside / "link")
     with pytest.raises(OutsideError):
         roots.find_output(inside / "link" / "out")
-    assert roots.find_model(inside / "within") == inside / "within"
+    assert roots.find(inside / "within") == inside / "within"
     shown = {entry["name"] for entry in roots.listing(str(inside))["entries"]}
     assert shown == {"math", "within"}
-
-
-def test_a_model_whose_files_lie_elsewhere_is_refused(places):
-    roots, inside, outside = places
-    (inside / "mixed").mkdir()
-    (inside / "mixed" / "model.safetensors").symlink_to(outside / "math" / "model.safetensors")
-    with pytest.raises(OutsideError):
-        roots.find_model(inside / "mixed")
-    (inside / "math" / "config.json").symlink_to(outside / "config.json")
-    with pytest.raises(OutsideError):
-        roots.find_model(inside / "math" / "model.safetensors")
 
 
 def test_the_folders_themselves_are_no_output(places):
@@ -379,8 +369,8 @@ def test_recipes_that_lead_out_are_refused(client, models, output, change, messa
 def test_settings_that_leave_the_folders_are_refused(client, models, settings):
     recipe = small(models, models / "never", **settings)
     assert "facts" not in client.post("/api/own/plan", json={"recipe": recipe}).json()
-    for body in ({"kind": "merge", "recipe": recipe}, {"kind": "analyze", "recipe": recipe}):
-        assert client.post("/api/own/jobs", json=body).is_client_error
+    body = {"kind": "merge", "recipe": recipe}
+    assert client.post("/api/own/jobs", json=body).is_client_error
     assert client.get("/api/own/jobs").json() == []
 
 
@@ -440,6 +430,84 @@ def test_a_recipe_is_read(client, models, output):
     path.write_text(recipe_of(recipe).to_toml())
     assert client.get("/api/own/recipe", params={"path": str(path)}).json() == {"recipe": recipe}
     assert client.get("/api/own/recipe", params={"path": "/etc/hosts"}).status_code == 403
+
+
+# What leads out of the folder `in`: each link in it, and what it leads to.
+WAYS_OUT = {
+    "weights": ("a/model.safetensors", "out/math/model.safetensors"),
+    "component": ("a/unet/diffusion_pytorch_model.safetensors", "out/math/model.safetensors"),
+    "link to a link": ("a/model.safetensors", "in/hop"),
+    "shard": ("a/model-00001-of-00001.safetensors", "out/math/model.safetensors"),
+    "index": ("a/model.safetensors.index.json", "out/index.json"),
+    "configuration": ("a/config.json", "out/config.json"),
+    "nothing": ("a/model.safetensors", "out/not-there"),
+}
+
+
+@pytest.fixture
+def ways_out(tmp_path: Path) -> Iterator[tuple[Path, TestClient]]:
+    """A folder `in`, beside one that is not given, and a server of it."""
+    weights = {"w": np.zeros(4, np.float32)}
+    for file in ("in/base", "in/a", "out/math"):
+        save(tmp_path / file / "model.safetensors", weights)
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "in" / "hop").symlink_to(tmp_path / "out" / "math" / "model.safetensors")
+    own = OwnModels((tmp_path / "in",))
+    with TestClient(Starlette(routes=own.routes)) as client:
+        yield tmp_path, client
+    own.close()
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_no_link_leads_out_however_deep_it_lies(ways_out, way):
+    home, client = ways_out
+    link, target = (home / name for name in (f"in/{WAYS_OUT[way][0]}", WAYS_OUT[way][1]))
+    if "component" in way:
+        (home / "in" / "a" / "model_index.json").write_text('{"unet": ["diffusers", "UNet"]}')
+    if way == "shard":
+        shutil.copy(home / "out" / "index.json", home / "in" / "a" / "model.safetensors.index.json")
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(target)
+    model = str(home / "in" / "a")
+    recipe = {
+        "base": model,
+        "models": [str(home / "in" / "base")],
+        "output": str(home / "in" / "o"),
+    }
+    for address in ("plan", "jobs"):
+        body = {"recipe": recipe, "kind": "merge"}
+        answer = client.post(f"/api/own/{address}", json=body)
+        assert (answer.status_code, "is outside" in answer.text) == (403, True)
+    if way == "component":  # and the process of a job refuses it too
+        assert client.post("/api/own/jobs", json={"kind": "analyze", "recipe": recipe}).is_success
+        jobs = "/api/own/jobs"
+        wait_until(lambda: client.get(jobs).json()[-1]["state"] == "failed", "the end of the job")
+        assert "is outside" in client.get(jobs).json()[-1]["problem"]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "recipe = '{out}/secret.toml'",
+        "recipe = '{inside}/link.toml'",
+        "recipe = '{inside}/../out/secret.toml'",
+        "recipe = 'https://127.0.0.1:9/x.toml'",
+        "recipe = {{base = '{out}/math', models = ['{inside}/a']}}",
+        "recipe = {{base = '{inside}/a', models = [{{recipe = '{out}/secret.toml'}}]}}",
+    ],
+)
+def test_no_recipe_inside_a_recipe_leads_out(ways_out, inner):
+    home, client = ways_out
+    (home / "out" / "secret.toml").write_text("base = 'secret'\nmodels = ['secret']")
+    (home / "in" / "link.toml").symlink_to(home / "out" / "secret.toml")
+    inner = inner.format(out=home / "out", inside=home / "in")
+    text = f"base = '{home}/in/base'\nmodels = [{{{inner}}}]"
+    (home / "in" / "outer.toml").write_text(text)
+    answer = client.get("/api/own/recipe", params={"path": str(home / "in" / "outer.toml")})
+    assert (answer.status_code, "'secret'" in answer.text) == (403, False)
 
 
 def test_an_analysis(client, models):

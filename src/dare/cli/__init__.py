@@ -17,6 +17,7 @@ import gc
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -120,6 +121,8 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         return INTERRUPTED
     try:
         with _uncollected_start(owns_process=owns_process):
+            if any(re.fullmatch("(--[^=]+=)?", word) for word in given):
+                raise UsageError(f"an argument is empty: {shlex.join(given)}; is a variable unset?")
             _load_stages(given)
             words = with_command(given)
             plain = ["--help" if word == HELP_ALL else word for word in words]
@@ -250,6 +253,8 @@ def _resuming(arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str, error: BaseException, arguments: Sequence[str], status: int) -> int:
+    if status == WRONG_USAGE and arguments[0] in COMMANDS and Path(arguments[0]).is_dir():
+        message += f" If you mean the folder {arguments[0]}, write ./{arguments[0]}."
     if "--debug" in arguments:
         traceback.print_exception(error)
     if "--json" in arguments:

@@ -207,7 +207,7 @@ def judge(
     if len(inputs) == 1 and is_analysis(inputs[0]):
         analysis = Analysis.load(inputs[0])
     else:
-        base, models = _named(inputs)
+        base, models = _named(inputs, (options or Options()).allow_pickle)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
     readiness, advice = judge_analysis(analysis, steps=steps)
     if advice.recipe and options is not None and options.allow_pickle:
@@ -215,7 +215,7 @@ def judge(
     return analysis, readiness, advice
 
 
-def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
+def _named(inputs: Sequence[Path], allow_pickle: bool) -> tuple[Path, list[Path]]:
     """Base and models: as they are given, or as a recipe or a finished merge names them."""
     if not inputs:
         raise UsageError("nothing to analyse: name the base and the models, or a recipe")
@@ -224,7 +224,7 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     manifest = find_manifest(inputs[0])
     if inputs[0].exists() and manifest is not None and not manifest.exists():
         raise UsageError(f"{inputs[0]} is a base without models: name models after it")
-    recipe = api.load_recipe(inputs[0]).recipe
+    recipe = api.make_request(inputs[0], allow_pickle=allow_pickle or None).recipe
     return recipe.base, [entry.file for entry in recipe.models]
 
 

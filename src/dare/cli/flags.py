@@ -236,7 +236,7 @@ def recipe_from_flags(
         if missing:
             remedy = "give --base, --models and --output, or a recipe with --config"
             raise UsageError(f"{' and '.join(missing)} missing: {remedy}")
-    document = copy.deepcopy(dict(start or {})) if config is None else load_document(config)
+    document = copy.deepcopy(dict(start or {})) if config is None else load_document(config, given)
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"

@@ -265,7 +265,7 @@ def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
         if not folder:
             yield from fnmatch.filter(top, last)
         elif folder in top:
-            names = fnmatch.filter(list_names(_inside(directory, folder)), last)
+            names = fnmatch.filter(list_names(resolve_inside(directory, folder)), last)
             yield from (f"{folder}/{name}" for name in names)
 
 
@@ -292,7 +292,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
     count = 0
     while left:
         here = left.pop()
-        for name in list_names(_inside(directory, here)):
+        for name in list_names(resolve_inside(directory, here)):
             count += 1
             if count > MAX_MODULE_FILES:
                 raise InputError(f"{directory / folder}: has more than {MAX_MODULE_FILES} files")
@@ -310,7 +310,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
 # ---------------------------------------------------------------- reading, and only inside
 
 
-def _inside(directory: Path, name: str) -> Path:
+def resolve_inside(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
     if is_stored(directory):  # which has no links
         return directory / name
@@ -327,7 +327,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 def _file(directory: Path, name: str) -> Path:
     """Resolve a name, if it leads to an ordinary file that is there."""
-    path = _inside(directory, name)
+    path = resolve_inside(directory, name)
     if not is_stored(path):
         os.close(open_ordinary(path, directory / name))
     return path
@@ -506,6 +506,14 @@ def _decoded(text: bytes, where: Path) -> str:
         raise InputError(f"{where}: is not UTF-8: {error}") from None
 
 
+def _checked_template(text: str, where: object) -> str:
+    """Refuse a template that ends in the middle of its code, or cannot be written."""
+    begins, ends = (max(map(text.rfind, marks)) for marks in (("{{", "{%"), ("}}", "%}")))
+    if begins > ends or text.encode(errors="ignore").decode() != text:
+        raise RecipeError(f"{where}: is not a whole template in UTF-8; correct or replace it")
+    return text
+
+
 def choose_chat_template(
     setting: str, own: Path, models: Mapping[str, Path | None]
 ) -> tuple[str | None, tuple[Notice, ...]]:
@@ -524,11 +532,11 @@ def choose_chat_template(
             raise RecipeError(f"chat_template = {setting!r}: that model has no chat template")
         return template, ()
     if "{" in setting:
-        return setting, ()
+        return _checked_template(setting, "chat_template"), ()
     if setting in (usual := usual_templates()):
         return usual[setting], ()
-    if is_there(path := to_path(setting)):
-        return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
+    if is_there(path := to_path(setting)) and not path.is_dir():
+        return _checked_template(_decoded(read_limited(path, MAX_JSON_BYTES), path), path), ()
     known = ["auto", *models, *usual]
     raise RecipeError(
         f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "

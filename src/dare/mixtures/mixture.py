@@ -11,13 +11,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError, warn_caller
-from dare.output.receipt import find_manifest, output_of, read_manifest, resolve_path
+from dare.output.receipt import (
+    check_recorded,
+    find_manifest,
+    output_of,
+    read_manifest,
+    resolve_path,
+)
 from dare.recipe.entries import AnyPath, Strict, as_tuple, read_toml
 from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
 from dare.recipe.options import RunOptions, Size
 from dare.recipe.recipe import WeightType
 from dare.stores.locations import to_path
 
+LEFT_OUT = {"output", "output_digest"}  # fields that manifests do not record
 RANDOM = ("random", "uniform_random")  # gates that take no prompts
 GateKind = Literal["hidden", "hidden_last", "hidden_avg", "cheap_embed", "random", "uniform_random"]
 Prompts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
@@ -93,8 +100,7 @@ class Mixture(Strict, init=False):
 
     def to_tables(self) -> dict[str, Any]:
         """Return the mixture as plain tables, without defaults and without its output."""
-        left_out = {"output", "output_digest"}
-        return self.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
+        return self.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT)
 
 
 # ---------------------------------------------------------------- reading
@@ -127,6 +133,8 @@ def _load_document(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: is not a mixture; to make it again, run dare {path}")
     output = output_of(file)
     recorded = Mixture(**tables)
+    files = [recorded.base, *(expert.model for expert in recorded.all_experts)]
+    check_recorded(file, recorded.model_fields_set & {*LEFT_OUT, "allow_pickle"}, files)
     document = recorded.with_files(lambda model: resolve_path(str(model), output)).to_tables()
     # torch gives other last bits on other machines
     same = {} if recorded.gates.startswith("hidden") else {"output_digest": manifest["output"]}

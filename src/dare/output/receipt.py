@@ -34,7 +34,7 @@ from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss
-from dare.inputs.directory import CHAT_TEMPLATE
+from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.sources import SINGLE_NAME
 from dare.kernels.native import numba_version
 from dare.output.journal import Record, group_by_tensor
@@ -44,7 +44,8 @@ from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import NOT_RECORDED, distinct
 from dare.recipe.layers import Gradient
-from dare.recipe.recipe import Request
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Recipe, Request
 from dare.stores.locations import home_folder, is_stored, parse_name, to_path
 from dare.tensors.chunks import SEAL, bytes_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
@@ -505,8 +506,46 @@ def find_manifest(path: Path) -> Path | None:
     return None
 
 
-def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
-    """Return a manifest's recipe, which demands the same inputs and output."""
+def check_recorded(manifest_file: Path, names: Iterable[str], inputs: Iterable[Path]) -> None:
+    """Refuse settings and inputs that only a user may give, by name, before anything is opened.
+
+    A manifest may be a stranger's. The inputs that it names are relative to the output, on the hub,
+    or in the store that it is in itself.
+    """
+    output = output_of(manifest_file)
+    for path in inputs:
+        place = resolve_path(str(path), output)
+        is_near = not is_stored(place) or "hf:" in place.parts[:1]
+        if path.anchor or not (is_near or place.parts[:2] == output.parts[:2]):
+            names = [*names, str(path)]
+    for name in names:
+        remedy = "give it yourself, by a flag (--allow-pickle, --base, --models …) or in a recipe"
+        raise InputError(f"{manifest_file}: {name}: is not taken from a manifest; {remedy}")
+
+
+def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe in a manifest, but not how it was run; given are a user's settings."""
+    request = request_from_document(document, str(manifest_file))
+    recipe, fields = request.recipe, request.recipe.model_fields_set
+    marked = {"output", *Recipe.marked(NOT_RECORDED), *RunOptions.marked(NOT_RECORDED)}
+    names = sorted(marked & (fields | request.options.model_fields_set))
+    if not given.get("allow_pickle") and '"allow_pickle": true' in json.dumps(document):
+        names.append("allow_pickle")  # of it, or of a recipe inside it
+    template, known = recipe.chat_template, {"auto", *recipe.names, *usual_templates()}
+    if "chat_template" not in given and "{" not in template and template not in known:
+        names.append(f"chat_template = {template!r}")  # which is a file
+    files = [recipe.base] * ("base" not in given)
+    files += [entry.file for entry in recipe.models] * ("models" not in given)
+    files += [f for inner in (*recipe.merges.values(), *recipe.layers) for f in inner.inputs]
+    check_recorded(manifest_file, names, [f for f in files if str(f) not in recipe.merges])
+    return recipe
+
+
+def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest's recipe, which demands the same inputs and output.
+
+    What is given will be laid over it, and is not asked of the manifest.
+    """
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
             raise no_such_file(path)
@@ -528,12 +567,11 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-        given = request_from_document(manifest["recipe"], str(manifest_file))
-        recipe = given.recipe
+        recipe = _recorded_recipe(manifest_file, manifest["recipe"], given)
         output = output_of(manifest_file)
         repeated = recipe.moved(lambda path: resolve_path(str(path), output), output)
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
-        return {**Request(repeated, given.options).to_document(), **demanded}
+        return {**repeated.to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
     except (TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -24,7 +24,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import xxhash
@@ -154,7 +154,7 @@ def check_replaceable(layout: Layout) -> None:
     if target.is_symlink():
         raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
     if layout.is_directory != target.is_dir():
-        raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
+        raise OutputError(f"{target}: is {'no' * layout.is_directory or 'a'} directory; rename it")
     if layout.is_directory:
         _check_folder(target)
         return
@@ -204,6 +204,8 @@ def _check_name(target: Path) -> None:
         longest = manifest_path(target).name
     if (surplus := len(os.fsencode(longest)) - LONGEST_NAME) > 0:
         raise OutputError(f"{target}: the name is {surplus} bytes too long; choose a shorter name")
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise OutputError(f"{target}: is a device or a pipe; choose another output")
 
 
 # ---------------------------------------------------------------- inputs
@@ -354,6 +356,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: is not a manifest made by dare")
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
         raise InputError(f"{path}: the manifest has been changed since it was written")
+    for name in files if isinstance(files := document.get("files"), dict) else ():
+        place = PureWindowsPath(name)  # which knows the separators of all systems
+        if place.anchor or ".." in place.parts:
+            raise InputError(f"{path}: files: {name!a} is not in the output's folder")
     return document
 
 

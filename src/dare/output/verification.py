@@ -21,6 +21,7 @@ from dare.documents.shown import Shown, show_progress
 from dare.documents.words import show_size, times
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
+from dare.inputs.directory import resolve_inside
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
@@ -124,7 +125,7 @@ def verify(
             problems += _compare_weights(beside, manifest, digests, embedded, ok=not problems)
             if path.is_dir():
                 problems += _compare_files(path, manifest, set(source.headers), changed)
-    except (InputError, KeyError, TypeError, AttributeError) as error:
+    except (InputError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         problems.append(notice("unreadable", error=error))
     total = None if weights is None else weights.hexdigest()
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed), total)
@@ -158,7 +159,7 @@ def _verify_files(path: Path) -> Verification:
             problems += _compare_files(path, document, set(), changed)
         elif document["files"].get(path.name) != file_digest(path):
             problems.append(notice("changed", path.name))
-    except (InputError, KeyError, TypeError, AttributeError) as error:
+    except (InputError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         problems.append(notice("unreadable", error=error))
     return Verification(path, tuple(problems), tensors, nbytes, tuple(changed))
 
@@ -267,10 +268,10 @@ def _compare_files(
 ) -> Iterator[Notice]:
     """Compare what lies beside the weights; `changed` gets what is likely meant."""
     expected: Mapping[str, str] = manifest["files"]
-    for name, digest in expected.items():
-        path = folder / name
-        if path in weights:  # which are compared tensor by tensor
-            continue
+    beside = [name for name in expected if folder / name not in weights]  # compared by tensor
+    places = {name: resolve_inside(folder, name) for name in beside}  # before any is opened
+    for name, path in places.items():
+        digest = expected[name]
         if not path.is_file():
             yield notice("missing", name)
         elif file_digest(path) != digest and name == CARD_NAME:

@@ -271,7 +271,7 @@ def overlaid(
         if not moved:
             return request
         return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))
-    except RecipeError as error:
+    except ValueError as error:  # a RecipeError is one
         raise RecipeError(f"{where}: {error}") from None
 
 

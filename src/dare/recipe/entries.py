@@ -233,7 +233,7 @@ def as_path(value: object) -> Path:
         raise ValueError("must be the path of a file or directory")
     try:
         return to_path(value).expanduser()
-    except RuntimeError as error:  # ~somebody who is not there
+    except (RuntimeError, RecipeError) as error:  # ~somebody who is not there; nothing
         raise ValueError(str(error)) from None
 
 

@@ -174,7 +174,7 @@ class Recipe(Strict, init=False):
         "mean", description="Rows of tokens that the base lacks: the models' mean, or merged."
     )
     pad_to_multiple_of: int | None = Field(
-        None, gt=0, description="Pad embedding and head with rows of zeros to a multiple of this."
+        None, gt=0, le=1 << 16, description="Pad embedding and head with zeros to this multiple."
     )
     copy_from: Annotated[str | None, SAME_WEIGHTS] = Field(
         None, description="The model whose config and tokenizer an output directory gets."
@@ -252,6 +252,8 @@ class Recipe(Strict, init=False):
             yield from self._override_problems(entry, f"model {name}: ", False)
         for rule, indices in self.rules:
             yield from self._override_problems(rule, f"{rule}: ", indices is None)
+        if "" in self.tokens:
+            yield "tokens: a token has no characters; leave it out"
         _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
         takes_models = self.chain.combine.models != 0
         if self.layers and (self.models or takes_models):
@@ -461,7 +463,7 @@ class Recipe(Strict, init=False):
     def find_models(self, word: str, where: str) -> list[int]:
         """Return the models that a name or a file means; refuse a name of several files."""
         models = self.models or [ModelEntry(file=entry.base) for entry in self.layers[-1:]]
-        if by_file := [n for n, entry in enumerate(models) if entry.file == as_path(word)]:
+        if by_file := [n for n, e in enumerate(models) if word and e.file == as_path(word)]:
             return by_file
         called = [n for n, entry in enumerate(models) if entry.is_called(word)]
         if len(called) < 2:
@@ -475,7 +477,7 @@ class Recipe(Strict, init=False):
         found = [] if word == "base" else self.find_models(word, where)
         if found:
             return 1 + found[0]
-        return 0 if word == "base" or as_path(word) == self.base else None
+        return 0 if word == "base" or (word and as_path(word) == self.base) else None
 
     def number_of(self, word: str, where: str, *others: str) -> int:
         """Return the number of an input; refuse one that is not there, with what may be written."""

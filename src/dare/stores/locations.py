@@ -19,13 +19,13 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from dare.errors import InputError
+from dare.errors import InputError, OutsideError, RecipeError
 from dare.stores import reading
 from dare.stores.addresses import STORES, Access, Address, grant_access, without_credentials
 
@@ -68,6 +68,25 @@ def home_folder() -> Path | None:
         return None
 
 
+_given_folders: list[Path] = []  # the only ones that are read; everything, if there are none
+
+
+def confine(folders: Iterable[Path]) -> None:
+    """Let this process open nothing outside some folders; without any, everything again."""
+    _given_folders[:] = map(Path, map(os.path.realpath, folders))
+
+
+def check_inside(path: Path, folders: Sequence[Path] = _given_folders) -> None:
+    """Refuse a path that leads out of the folders that the user has given, links followed."""
+    if not folders:
+        return
+    real = path if is_stored(path) else Path(os.path.realpath(path))
+    if not any(real.is_relative_to(folder) for folder in folders):
+        leads = "" if real == path else f" leads to {real}, which"
+        remedy = "start the playground with its folder: dare playground FOLDER …, or use a command"
+        raise OutsideError(f"{path}:{leads} is outside {', '.join(map(str, folders))}; {remedy}")
+
+
 def to_path(place: str | os.PathLike[str]) -> Path:
     """Return the path that a text means; secrets of an address are kept apart.
 
@@ -77,10 +96,13 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     if isinstance(place, StorePath):
         return place
     text = os.fspath(place)
+    if not text:  # which would be the current folder
+        raise RecipeError("a path is empty; name a file or folder (is a variable unset?)")
     found = _ADDRESS.match(text) if isinstance(text, str) else None
     if found is None:
         return Path(text)
     scheme, rest = found[1].lower(), text[found.end() :]
+    check_inside(StorePath(f"{scheme}://{without_credentials(rest)}"))
     if not STORES[scheme].is_web:
         if "@" in rest.partition("/")[0]:
             raise ValueError("an address must not hold a password; set it in the environment")

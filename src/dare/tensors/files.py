@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import HeaderError, InputError, no_such_file
-from dare.stores.locations import StorePath
+from dare.errors import HeaderError, InputError, OutsideError, no_such_file
+from dare.stores.locations import StorePath, check_inside
 from dare.tensors.system import IS_POSIX, NO_LINKS, NO_WAIT, read_some, system_call, write_some
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
     """
     where = where or file
     try:
+        check_inside(file)
         file_descriptor = os.open(file, os.O_RDONLY | NO_WAIT)
     except FileNotFoundError:
         raise no_such_file(where) from None
@@ -181,8 +182,8 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
         raise InputError(f"{str(where)!r}: is not a possible file name") from None
     try:
         fault = _find_fault(file_descriptor)
-    except OSError as error:
-        fault = f"cannot be read: {error.strerror or error}"
+    except (OSError, OutsideError) as error:
+        fault = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     if fault:
         os.close(file_descriptor)
         raise InputError(f"{where}: {fault}")
@@ -191,6 +192,8 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
 
 def _find_fault(file_descriptor: int) -> str:
     """Say why an open file cannot be what its name says, if so."""
+    if (opened := Path(f"/proc/self/fd/{file_descriptor}")).exists():  # as Linux knows it
+        check_inside(opened)
     status = os.fstat(file_descriptor)
     if not stat.S_ISREG(status.st_mode):
         return "is not an ordinary file"
@@ -261,6 +264,7 @@ def is_there(path: Path) -> bool:
 
 def list_names(directory: Path) -> list[str]:
     """List the names in a directory, in order."""
+    check_inside(directory)
     try:
         return sorted(path.name for path in directory.iterdir())
     except OSError as error:

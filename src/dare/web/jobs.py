@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from dare.output import verification
 from dare.output.targets import write_file
 from dare.recipe.document import request_from_document
 from dare.run.processes import describe_status
+from dare.stores.locations import confine
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -90,7 +91,8 @@ class Job:
 class Jobs:
     """A queue of jobs, and a thread that takes care of the one that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        self._confined = {"given_folders": list(map(str, folders))}
         self._folder = tempfile.TemporaryDirectory(prefix="dare-playground-")
         self._jobs: dict[str, Job] = {}  # by their numbers
         self._numbers = itertools.count(1)
@@ -111,7 +113,7 @@ class Jobs:
             number = next(self._numbers)
             folder = Path(self._folder.name, str(number))
             folder.mkdir()
-            job = Job(number, {**request, "folder": str(folder)}, folder)
+            job = Job(number, {**request, "folder": str(folder), **self._confined}, folder)
             self._jobs[str(number)] = job
             ended = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
             for old in ended[: max(0, len(ended) - MOST_FINISHED)]:
@@ -331,6 +333,7 @@ def main() -> int:
     line = Line(_own_stdout())
     try:
         request = json.loads(sys.stdin.readline())
+        confine(map(Path, request["given_folders"]))
         threading.Thread(target=_watch, daemon=True).start()
         quietly = warnings.catch_warnings(action="ignore", category=DareWarning)
         with quietly, progress_shown_by(line.show):  # plans and reports have the warnings

@@ -11,7 +11,8 @@
 A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
 
 Nothing is read or written outside the folders that the user pointed to. A path counts by where it
-leads: links are followed before it is compared with the folders. A path with `..` in it is refused.
+leads: `check_inside` follows links and compares it with the folders, when a request names it and
+again when a file is opened, here and in a job's process.
 One that is not absolute counts from where the server was started, as it does for the commands.
 """
 
@@ -33,8 +34,16 @@ from starlette.routing import Route
 from dare import api
 from dare.documents.shown import json_ready
 from dare.documents.words import show_size
-from dare.errors import DareError, ExistsError, InputError, MismatchError, OutputError, RecipeError
-from dare.inputs.directory import usual_templates
+from dare.errors import (
+    PACKAGE,
+    DareError,
+    ExistsError,
+    InputError,
+    MismatchError,
+    OutputError,
+    OutsideError,
+    RecipeError,
+)
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark, partial_folder
@@ -43,7 +52,7 @@ from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, write_toml
 from dare.recipe.recipe import Request
 from dare.run.engine import publisher_of
-from dare.stores.locations import is_stored
+from dare.stores.locations import check_inside, confine
 from dare.web.guard import Json, TooLargeError, read_object
 from dare.web.jobs import ANALYSIS, Job, Jobs
 
@@ -64,7 +73,8 @@ class OwnModels:
 
     def __init__(self, roots: tuple[Path, ...]) -> None:
         self._roots = Roots(roots)
-        self._jobs = Jobs()
+        self._jobs = Jobs(self._roots.folders)
+        confine((*self._roots.folders, Path(PACKAGE)))  # where the page's models are
 
     def close(self) -> bool:
         """Interrupt what runs; a merge keeps what is done, and the same merge goes on from there.
@@ -73,6 +83,7 @@ class OwnModels:
         """
         open_before = self._open_merges()
         self._jobs.close()
+        confine(())
         return any(job.state != "done" for job in open_before)
 
     @property
@@ -127,7 +138,7 @@ class OwnModels:
     def _add_job(self, given: Given) -> dict[str, Any]:
         kind = given.get("kind")
         if kind == "verify":
-            path = self._roots.find_model(str(given.get("path", "")))
+            path = self._roots.find(str(given.get("path", "")))
             return self._jobs.add({"kind": kind, "path": str(path)}).to_dict()
         if kind not in ("merge", "analyze"):
             raise InputError(f"{kind!r}: there is no such job")
@@ -238,10 +249,6 @@ def _describe_chain(asked: Request) -> dict[str, Any]:
 # ---------------------------------------------------------------- folders
 
 
-class OutsideError(DareError):
-    """A path that leads out of the folders."""
-
-
 STATUSES: Mapping[type, int] = {OutsideError: 403, TooLargeError: 413}
 
 Entry = dict[str, Any]
@@ -271,14 +278,6 @@ class Roots:
             raise InputError(f"{path}: does not exist")
         return path
 
-    def find_model(self, given: AnyPath) -> Path:
-        """Return the path of a model whose files are all inside, too."""
-        path = self.find(given)
-        folder = path if path.is_dir() else path.parent
-        for name in os.listdir(path) if path.is_dir() else ["config.json"]:
-            self._inside(folder / name)
-        return path
-
     def find_output(self, given: AnyPath) -> Path:
         """Return the path of an output, in a folder that exists and is inside."""
         path = self._inside(given)
@@ -288,34 +287,19 @@ class Roots:
 
     def _inside(self, given: AnyPath) -> Path:
         try:
-            path = as_path(given)
-            if is_stored(path):
-                raise OutsideError(f"{path}: is not on this machine; use the command line")
-            if ".." in path.parts:
-                raise OutsideError(f"{path}: write the path without `..`")
-            path = path.absolute()
-            real = Path(os.path.realpath(path))
+            path = as_path(given).absolute()
+            check_inside(path, self.folders)
         except ValueError as error:
             raise InputError(f"{os.fspath(given)!a}: is not a path: {error}") from None
-        if not any(real.is_relative_to(folder) for folder in self.folders):
-            leads = "" if real == path else f" leads to {real}, which"
-            remedy = "start the playground with its folder: dare playground FOLDER …"
-            folders = ", ".join(map(str, self.folders))
-            raise OutsideError(f"{path}:{leads} is outside {folders}; {remedy}")
         return path
 
     def admit(self, request: Request) -> Request:
         """Return the request with absolute paths; refuse what is outside or leaves the machine."""
         recipe, options = request.recipe, request.options
-        if options.cluster is not None:
-            raise RecipeError("cluster: the page merges on this machine; use the command line")
-        if options.scratch is not None:
-            self.find(options.scratch)
-        template = recipe.chat_template
-        if template not in ("auto", *recipe.names, *usual_templates()) and "{" not in template:
-            self.find(template)
+        if options.cluster is not None or options.scratch is not None:
+            raise RecipeError("cluster, scratch: the page has none; use the command line")
         output = None if recipe.output is None else self.find_output(recipe.output)
-        return replace(request, recipe=recipe.moved(self.find_model, output))
+        return replace(request, recipe=recipe.moved(self.find, output))
 
     def listing(self, given: str | None) -> dict[str, Any]:
         """Return a folder with what one can open or choose in it; without a path, the folders."""

@@ -122,7 +122,8 @@ def _reference(node: Node) -> str:
         model, adapters = _path(table["model"]), [_path(table["lora"])] if "lora" in table else []
     else:
         model, *adapters = as_text(node, "model").split("+")
-    node.require(len(adapters) < 2, f"{node.value!r} is not MODEL or MODEL+ADAPTER")
+    is_known = len(adapters) < 2 and all((model, *adapters))
+    node.require(is_known, f"{node.value!r} is not MODEL or MODEL+ADAPTER")
     if not adapters:
         return model
     name = str(to_path(f"{model}+{adapters[0]}"))
