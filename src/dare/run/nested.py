@@ -25,6 +25,7 @@ from dare.checks.inputs import check_inputs
 from dare.documents.notices import Notice
 from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
+from dare.inputs.names import find_tied, find_tied_head
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
     Cost,
@@ -32,6 +33,7 @@ from dare.inputs.sources import (
     RenamedSource,
     Source,
     StackedSource,
+    hold_same,
 )
 from dare.kernels.linalg import one_blas_thread
 from dare.output.receipt import inputs_of_output
@@ -117,7 +119,7 @@ class MergedSource(Source):
         self._opened = plan.sources
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
-        self.ties, self.layers = plan.base.ties, plan.base.layers
+        self.ties, self.layers, self.tied = plan.base.ties, plan.base.layers, find_tied(plan.base)
         self.cost = Cost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
         self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
@@ -213,15 +215,15 @@ def _open_stack(
     for number, given in enumerate(recipe.layers, start=1):
         inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
         found, inputs = open_recipe(inner, options, **how)
-        ends = number == 1, number == len(recipe.layers)
+        is_other = recipe.layers[0].model_copy(update={"range": given.range}) != given
+        ends = number == 1, number == len(recipe.layers), is_other
         try:
             spans = [given.range, *(entry.range or given.range for entry in found.models)]
-            views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
-            source = views[0]
+            source, *views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
             if found.models:
-                aligned = replace(inputs.aligned, base=source, models=tuple(views[1:]))
-                inputs = replace(inputs, aligned=aligned)
-                source = MergedSource(_plan(found, inputs, options, len(stack.layers)))
+                aligned = replace(inputs.aligned, base=source, models=tuple(views))
+                merged = replace(inputs, aligned=aligned)
+                source = MergedSource(_plan(found, merged, options, len(stack.layers)))
             stack.add(source, inputs.base, given.range)
             notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
         except (RecipeError, MismatchError) as error:
@@ -233,9 +235,8 @@ def _open_stack(
         folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
     _check_tokens(recipe, stack.parts[0], stack.parts[-1])
-    homes = {name: (part, name) for part in stack.parts for name in part.tensors}
     folder = folders[str(recipe.base)]
-    aligned = align_rows(recipe, StackedSource(homes, folder, stack.layers), (), [folder])
+    aligned = align_rows(recipe, stack.join(inputs.base, folder), (), [folder])
     inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
     return recipe.model_copy(update=pinned), inputs
 
@@ -265,14 +266,16 @@ class _Stack:
         self._shapes: dict[str, tuple[int, ...]] = {}  # by names as in layer 0
 
     def renumbered(
-        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: tuple[bool, bool]
+        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: Sequence[bool]
     ) -> list[Source]:
         """Show ranges of layers of models under their next numbers, and what belongs to the ends.
 
-        The ends are those of the stack: `ends` has which of them this is.
+        The ends are those of the stack: `ends` has whether this is the first, whether it is the
+        last, and whether the embedding may be the head, in a model that ties them.
         """
         (first, stop), *_ = spans
         name = self._name = self._name or _main_stack(sources[0])
+        taken = find_tied_head(sources[0]).values() if all(ends[1:]) else ()
         views: list[Source] = []
         for source, (begin, end) in zip(sources, spans, strict=True):
             count = count_layers(source.tensors).get(name, 0)
@@ -288,6 +291,7 @@ class _Stack:
                     names[at_layer(tensor, len(self.layers) + layer - begin)] = tensor
                 elif stack != name and ends[not comes_before_layers(tensor, bool(stack))]:
                     names[tensor] = tensor
+            names |= {tensor: tensor for tensor in taken if tensor in source.tensors}
             views.append(RenamedSource(source, names))
         return views
 
@@ -302,6 +306,18 @@ class _Stack:
         self.parts.append(source)
         own = [(origin.folder, layer) for layer in range(*span)]
         self.layers += origin.layers[slice(*span)] or own
+
+    def join(self, origin: Source, folder: Path | None) -> StackedSource:
+        """Return the whole; its head is what the last model, from which it is, computes with."""
+        homes = {n: (part, n) for part in (*self.parts, self.parts[0]) for n in part.tensors}
+        last, ties = self.parts[-1], find_tied_head(origin)
+        for head, first in find_tied_head(origin).items():
+            homes[head] = (last, first) if first in last.tensors else homes[first]
+            if homes[head] != homes[first] and not hold_same(StackedSource(homes), head, first):
+                ties = {}
+            elif head not in origin.tensors:
+                del homes[head]
+        return StackedSource(homes, folder, self.layers, ties, origin.tied)
 
 
 def _main_stack(source: Source) -> str:
