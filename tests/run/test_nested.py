@@ -195,6 +195,36 @@ def test_a_range_is_a_merge_of_its_own(tmp_path):
     assert all(np.array_equal(out[name], alone[name]) for name in alone)
 
 
+@pytest.mark.parametrize("form", ["lora", "dora", "delta"])
+def test_layers_of_a_change_are_those_of_the_model_that_it_makes(tmp_path, form):
+    """A range of its own gives the bytes of the same change merged first, and written."""
+    change = tmp_path / f"{form}.delta.safetensors"
+    if form == "delta":
+        dare.compress("base.safetensors", MATH, change, drop_rate=0.5, verbose=False)
+    else:
+        rng, factors = np.random.default_rng(4), {}
+        for module in (f"base_model.model.model.layers.{n}.q" for n in range(LAYERS)):
+            factors[f"{module}.lora_A.weight"] = rng.normal(size=(2, 7)).astype(np.float32)
+            factors[f"{module}.lora_B.weight"] = rng.normal(size=(9, 2)).astype(np.float32)
+            if form == "dora":
+                factors[f"{module}.lora_magnitude_vector"] = rng.random(9).astype(np.float32)
+        save(change / "adapter_model.safetensors", factors)
+        config = {"peft_type": "LORA", "lora_alpha": 2, "r": 2, "use_dora": form == "dora"}
+        (change / "adapter_config.json").write_text(json.dumps(config))
+    written = tmp_path / "written.safetensors"
+    merge(recipe_of(str(change), method="sum"), written)
+    outputs = []
+    for file in (change, written):
+        models = {"file": str(file), "range": [0, 3]}
+        layers = [
+            {"model": CODE, "range": [0, 1]},
+            {**recipe_of(models, method="sum"), "range": [1, 4]},
+        ]
+        report = merge({"layers": layers}, tmp_path / f"{len(outputs)}.safetensors")
+        outputs.append(report.digests.output)
+    assert outputs[0] == outputs[1]
+
+
 def test_values_run_over_the_layers_of_a_range(tmp_path):
     one = {**recipe_of(CODE, method="sum", scale=1.0), "range": [0, 3]}
     one["models"] = [{"file": CODE, "weight": [0.0, 0.5, 1.0]}]

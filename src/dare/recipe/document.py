@@ -51,6 +51,7 @@ SHARED = (
 # Keys that parts do not have.
 OF_THE_WHOLE = ("output", "format", "shard_size", "copy_from", "chat_template", "search")
 PASSTHROUGH = "passthrough"
+ADDITION = "sum"  # makes a model of a base and a change
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
 OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge

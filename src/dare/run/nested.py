@@ -41,9 +41,10 @@ from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.document import ADDITION
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
-from dare.recipe.recipe import Recipe
+from dare.recipe.recipe import Layers, Recipe
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
@@ -219,7 +220,8 @@ def _open_stack(
         ends = number == 1, number == len(recipe.layers), is_other
         try:
             spans = [given.range, *(entry.range or given.range for entry in found.models)]
-            source, *views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
+            models = [_as_model(given, inputs, n, options) for n in range(len(found.models))]
+            source, *views = stack.renumbered((inputs.base, *models), spans, ends)
             if found.models:
                 aligned = replace(inputs.aligned, base=source, models=tuple(views))
                 merged = replace(inputs, aligned=aligned)
@@ -239,6 +241,21 @@ def _open_stack(
     aligned = align_rows(recipe, stack.join(inputs.base, folder), (), [folder])
     inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
     return recipe.model_copy(update=pinned), inputs
+
+
+def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) -> Source:
+    """Return a model of a range; a change with other layers than the base's becomes a model.
+
+    That is the sum of the base and the change, in the base's types, as if it had been written.
+    """
+    entry, model = recipe.models[number], inputs.models[number]
+    is_change = any(d.is_change or d.drop for d in map(model.delta_of, model.tensors))
+    if entry.range in (None, recipe.range) or not (is_change or model.is_partial):
+        return model
+    aligned = replace(inputs.aligned, models=(model,))
+    alone = replace(inputs, names=inputs.names[number : number + 1], aligned=aligned)
+    made = Recipe(base=recipe.base, models=[entry.file], method=ADDITION)
+    return MergedSource(_plan(made, alone, options))
 
 
 def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
