@@ -136,6 +136,18 @@ def test_recipes_are_read_from_files_but_not_from_themselves(tmp_path):
         dare.plan(recipe_of("first", merges=merges))
 
 
+@pytest.mark.parametrize("nests", [True, False])
+def test_merges_deep_inside_each_other_are_refused(nests):
+    inner, merges = dict(ELEMENT), {"0": ELEMENT}
+    for number in range(200):
+        inner = recipe_of({"recipe": inner}, method="sum")
+        merges[f"{number + 1}"] = recipe_of(f"{number}", method="sum")
+        if number == 2:
+            dare.plan(inner)
+    with pytest.raises(dare.RecipeError, match="too many merges"):
+        dare.plan(inner if nests else recipe_of("200", merges=merges))
+
+
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
@@ -261,6 +273,8 @@ def test_a_stack_is_planned_repeated_sliced_and_verified(tmp_path):
         ([{"model": MATH, "range": [0, 5]}], r"number 1: range = \[0, 5\].*4 layers"),
         ([{"model": MATH, "range": [2, 2]}], r"as in \[0, 16\]"),
         ([{"model": MATH}], "range"),
+        ([{"model": MATH, "range": "0-2"}], r"as in \[0, 16\]"),
+        ([{**recipe_of({"file": CODE, "range": "0-2"}), "range": [0, 2]}], r"as in \[0, 16\]"),
         ([{**recipe_of({"file": CODE, "range": [0, 3]}), "range": [0, 2]}], "hold 2 layers"),
         (
             [{"model": MATH, "range": [0, 1]}, {"model": "thin.safetensors", "range": [0, 1]}],

@@ -41,7 +41,7 @@ from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.document import ADDITION
+from dare.recipe.document import ADDITION, TOO_DEEP
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Layers, Recipe
@@ -53,6 +53,7 @@ from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.names import comes_before_layers
 
 SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
+MOST_INSIDE = 50  # merges inside each other: each is read through all the others
 SURVEYS_KEPT = 16  # tensors whose surveys are kept; of matrices one
 _BLAS = threading.RLock()  # of those who limit its threads, one at a time
 
@@ -68,7 +69,7 @@ def open_recipe(
 ) -> tuple[Recipe, Inputs]:
     """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it.
 
-    `within` are the names of the merges that it is a part of.
+    `within` are the names of the merges that it is a part of, empty where it has another such.
     """
     keeps_scales = keeps_scales or recipe.format is not None
     how: dict[str, Any] = {"rescales": rescales, "fetches": fetches, "keeps_scales": keeps_scales}
@@ -77,12 +78,15 @@ def open_recipe(
     files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
     for name in files & set(within):
         raise RecipeError(f"merges.{name}: contains itself; give it other models")
+    if len(within) > MOST_INSIDE:
+        raise RecipeError(f"[merges]: {TOO_DEEP}")
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
         inner = own.model_copy(update={"merges": {**others, **own.merges}})
         own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
-        found, inputs = open_recipe(inner, options, **own_how, within=(*within, name))
+        names = ("" if other in own.merges else other for other in (*within, name))
+        found, inputs = open_recipe(inner, options, **own_how, within=tuple(names))
         merges[name] = MergedSource(_plan(found, inputs, options))
         pinned[name] = found.model_copy(update={"merges": own.merges})
     if recipe.layers:
