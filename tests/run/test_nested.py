@@ -136,6 +136,15 @@ def test_recipes_are_read_from_files_but_not_from_themselves(tmp_path):
         dare.plan(recipe_of("first", merges=merges))
 
 
+def test_a_merge_that_nothing_uses_is_refused():
+    used = {"first": ELEMENT, "second": recipe_of("first", method="sum")}
+    dare.plan(recipe_of("second", merges=used))
+    dare.plan({"layers": [{"model": "second", "range": [0, 2]}], "merges": used})
+    for outer in (recipe_of(MATH), STACK):
+        with pytest.raises(dare.RecipeError, match=r"\[merges\.second\].*no effect"):
+            dare.plan({**outer, "merges": {"second": {**ELEMENT, "base": "missing"}}})
+
+
 @pytest.mark.parametrize("nests", [True, False])
 def test_merges_deep_inside_each_other_are_refused(nests):
     inner, merges = dict(ELEMENT), {"0": ELEMENT}
