@@ -6,7 +6,6 @@ or keywords by the names that a recipe and the command line have.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -94,7 +93,7 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
             return recipe
         document, where = recipe.to_tables(), "recipe with arguments"
     elif recipe is None or isinstance(recipe, Mapping):
-        document, where = copy.deepcopy(dict(recipe or {})), "recipe" if recipe else "arguments"
+        document, where = dict(recipe or {}), "recipe" if recipe else "arguments"
     elif not isinstance(recipe, str | PathLike):
         raise RecipeError(
             f"a recipe must be a file, a dict, a Recipe or an Advice, not {type(recipe).__name__}; "

@@ -394,6 +394,42 @@ def test_a_stack_of_layers_has_its_number_of_layers(pair, tmp_path):
         assert read_tensor(found, name.format(2)) == read_tensor(found, name.format(1))
 
 
+@pytest.mark.parametrize("suffix", ["", ".gguf"])
+def test_the_head_of_a_stack_is_its_last_models_embedding(pair, tmp_path, suffix):
+    for name in ("base", "tuned"):
+        alone = {"base": pair / name, "models": [], "method": "passthrough", "dtype": "F32"}
+        dare.merge(alone, output=tmp_path / f"{name}.gguf", verbose=False)
+    home = tmp_path if suffix else pair
+    ranges = [{"model": str(home / f"{n}{suffix}"), "range": [0, 1]} for n in ("base", "tuned")]
+    given = {"base": str(pair / "base"), "layers": ranges, "dtype": "F32", "verbose": False}
+    dare.merge(given, output=tmp_path / "out.gguf")
+    base, tuned, out = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        for name in ("base", "tuned", "out")
+    )
+    assert np.array_equal(out["token_embd.weight"], base["token_embd.weight"])
+    assert np.array_equal(out["output.weight"], tuned["token_embd.weight"])
+
+
+def test_a_gemma_with_a_head_of_its_own_is_refused(tmp_path):
+    folder = make_pair(tmp_path, "gemma2")
+    ranges = [{"model": str(folder / name), "range": [0, 1]} for name in ("base", "tuned")]
+    with pytest.raises(InputError, match=r"lm_head\.weight.*directory"):
+        dare.plan({"layers": ranges}, output=tmp_path / "out.gguf")
+
+
+def test_a_gguf_without_a_head_is_tied(pair, tmp_path):
+    alone = {"base": pair / "tuned", "models": [], "method": "passthrough", "dtype": "F32"}
+    dare.merge(alone, output=tmp_path / "tuned.gguf", verbose=False)
+    untied = {**load_file(pair / "base" / "model.safetensors")}
+    untied["lm_head.weight"] = -untied["model.embed_tokens.weight"]
+    make_directory(tmp_path / "base", untied, config("llama", tie_word_embeddings=False))
+    given = {"base": tmp_path / "base", "models": [tmp_path / "tuned.gguf"], "method": "linear"}
+    dare.merge(given, output=tmp_path / "out.safetensors", verbose=False)
+    out = load_file(tmp_path / "out.safetensors")
+    np.testing.assert_allclose(out["lm_head.weight"], out["model.embed_tokens.weight"], rtol=1e-5)
+
+
 # ---------------------------------------------------------------- what does not go together
 
 

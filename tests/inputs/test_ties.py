@@ -1,5 +1,6 @@
 """One tensor under several names gets one mask and one result, however it is stored."""
 
+import copy
 import json
 import warnings
 
@@ -190,11 +191,11 @@ def test_new_rows_are_one_too(tmp_path):
 # ---------------------------------------------------------------- adapters
 
 
-def llama(tied=True):
-    torch.manual_seed(0)
+def llama(tied=True, layers=1, seed=0):
+    torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
             num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=tied,
         )
     )  # fmt: skip
@@ -285,3 +286,81 @@ def test_an_adapter_of_an_untied_base_is_left_as_it_is(tmp_path):
     assert result[EMBED].tobytes() == once(1)[EMBED].tobytes()
     assert result[HEAD].tobytes() == (once(1)[EMBED] + 1).tobytes()
     assert notes == ()
+
+
+# ---------------------------------------------------------------- tied and untied models
+
+
+@pytest.fixture(scope="module")
+def lms(tmp_path_factory):
+    """Models by name: t for tied, u for untied, b for tied and stored under both names."""
+    found = tmp_path_factory.mktemp("lms")
+    for seed, name in enumerate(("t1", "t2", "b1", "u1", "u2", "t1 again")):
+        model = llama("u" not in name, layers=2, seed=seed % 5)
+        model.save_pretrained(found / name)
+        if "b" in name:
+            state = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+            save_file(state, found / name / "model.safetensors", {"format": "pt"})
+    return found
+
+
+def computes_as(path, embedding, layers, head):
+    """Check that a written model computes as these parts do; return whether it says it is tied."""
+    expected, state = llama(tied=False, layers=len(layers)), {EMBED: embedding.state_dict()[EMBED]}
+    for number, (model, layer) in enumerate(layers):
+        own = model.model.layers[layer].state_dict()
+        state |= {f"model.layers.{number}.{name}": value for name, value in own.items()}
+    state |= {"model.norm.weight": head.model.norm.weight, HEAD: head.lm_head.weight}
+    expected.load_state_dict(state)
+    tokens, found = torch.arange(40)[None], LlamaForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(found(tokens).logits, expected(tokens).logits, atol=0, rtol=1e-4)
+    return json.loads((path / "config.json").read_text())["tie_word_embeddings"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("first", "last", "is_tied"),
+    [
+        ("u1", "t1", False),
+        ("t1", "u1", False),
+        ("t1", "t2", False),
+        ("u1", "u2", False),
+        ("b1", "t1", False),
+        ("u1", "merged", False),
+        ("t1", "t1 again", True),
+        ("b1", "b1", True),
+    ],
+)
+def test_the_head_of_a_stack_is_what_its_last_model_computes_with(
+    lms, tmp_path, first, last, is_tied
+):
+    given, written = lms / last, lms / last
+    if last == "merged":
+        given = {"base": str(lms / "t1"), "models": [str(lms / "t2")], "method": "dare+linear"}
+        written = dare.merge(given, output=tmp_path / "merged", verbose=False).output
+        given = {"recipe": given}
+    layers = [{"model": lms / first, "range": [0, 1]}, {"model": given, "range": [1, 2]}]
+    dare.merge({"layers": layers}, output=tmp_path / "out", verbose=False)
+    one, two = map(LlamaForCausalLM.from_pretrained, (lms / first, written))
+    assert computes_as(tmp_path / "out", one, [(one, 0), (two, 1)], two) == is_tied
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("base", "model", "settings", "is_tied"),
+    [
+        ("u1", "t1", {"copy_from": "t1"}, False),
+        ("t1", "u1", {"on_extra": "first"}, False),
+        ("t1", "u1", {"on_extra": "drop", "copy_from": "u1"}, True),
+    ],
+)
+def test_the_configuration_of_a_merge_says_what_is_stored(
+    lms, tmp_path, base, model, settings, is_tied
+):
+    given = {"base": lms / base, "models": [lms / model], "verbose": False, **settings}
+    dare.merge(output=tmp_path / "out", method="linear", **given)
+    tuned = LlamaForCausalLM.from_pretrained(lms / model)
+    head = copy.deepcopy(tuned)
+    if settings.get("on_extra") == "drop":
+        head.lm_head.weight = tuned.model.embed_tokens.weight
+    assert computes_as(tmp_path / "out", tuned, [(tuned, 0), (tuned, 1)], head) == is_tied

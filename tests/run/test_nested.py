@@ -136,6 +136,27 @@ def test_recipes_are_read_from_files_but_not_from_themselves(tmp_path):
         dare.plan(recipe_of("first", merges=merges))
 
 
+def test_a_merge_that_nothing_uses_is_refused():
+    used = {"first": ELEMENT, "second": recipe_of("first", method="sum")}
+    dare.plan(recipe_of("second", merges=used))
+    dare.plan({"layers": [{"model": "second", "range": [0, 2]}], "merges": used})
+    for outer in (recipe_of(MATH), STACK):
+        with pytest.raises(dare.RecipeError, match=r"\[merges\.second\].*no effect"):
+            dare.plan({**outer, "merges": {"second": {**ELEMENT, "base": "missing"}}})
+
+
+@pytest.mark.parametrize("nests", [True, False])
+def test_merges_deep_inside_each_other_are_refused(nests):
+    inner, merges = dict(ELEMENT), {"0": ELEMENT}
+    for number in range(200):
+        inner = recipe_of({"recipe": inner}, method="sum")
+        merges[f"{number + 1}"] = recipe_of(f"{number}", method="sum")
+        if number == 2:
+            dare.plan(inner)
+    with pytest.raises(dare.RecipeError, match="too many merges"):
+        dare.plan(inner if nests else recipe_of("200", merges=merges))
+
+
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
@@ -195,6 +216,36 @@ def test_a_range_is_a_merge_of_its_own(tmp_path):
     assert all(np.array_equal(out[name], alone[name]) for name in alone)
 
 
+@pytest.mark.parametrize("form", ["lora", "dora", "delta"])
+def test_layers_of_a_change_are_those_of_the_model_that_it_makes(tmp_path, form):
+    """A range of its own gives the bytes of the same change merged first, and written."""
+    change = tmp_path / f"{form}.delta.safetensors"
+    if form == "delta":
+        dare.compress("base.safetensors", MATH, change, drop_rate=0.5, verbose=False)
+    else:
+        rng, factors = np.random.default_rng(4), {}
+        for module in (f"base_model.model.model.layers.{n}.q" for n in range(LAYERS)):
+            factors[f"{module}.lora_A.weight"] = rng.normal(size=(2, 7)).astype(np.float32)
+            factors[f"{module}.lora_B.weight"] = rng.normal(size=(9, 2)).astype(np.float32)
+            if form == "dora":
+                factors[f"{module}.lora_magnitude_vector"] = rng.random(9).astype(np.float32)
+        save(change / "adapter_model.safetensors", factors)
+        config = {"peft_type": "LORA", "lora_alpha": 2, "r": 2, "use_dora": form == "dora"}
+        (change / "adapter_config.json").write_text(json.dumps(config))
+    written = tmp_path / "written.safetensors"
+    merge(recipe_of(str(change), method="sum"), written)
+    outputs = []
+    for file in (change, written):
+        models = {"file": str(file), "range": [0, 3]}
+        layers = [
+            {"model": CODE, "range": [0, 1]},
+            {**recipe_of(models, method="sum"), "range": [1, 4]},
+        ]
+        report = merge({"layers": layers}, tmp_path / f"{len(outputs)}.safetensors")
+        outputs.append(report.digests.output)
+    assert outputs[0] == outputs[1]
+
+
 def test_values_run_over_the_layers_of_a_range(tmp_path):
     one = {**recipe_of(CODE, method="sum", scale=1.0), "range": [0, 3]}
     one["models"] = [{"file": CODE, "weight": [0.0, 0.5, 1.0]}]
@@ -231,6 +282,8 @@ def test_a_stack_is_planned_repeated_sliced_and_verified(tmp_path):
         ([{"model": MATH, "range": [0, 5]}], r"number 1: range = \[0, 5\].*4 layers"),
         ([{"model": MATH, "range": [2, 2]}], r"as in \[0, 16\]"),
         ([{"model": MATH}], "range"),
+        ([{"model": MATH, "range": "0-2"}], r"as in \[0, 16\]"),
+        ([{**recipe_of({"file": CODE, "range": "0-2"}), "range": [0, 2]}], r"as in \[0, 16\]"),
         ([{**recipe_of({"file": CODE, "range": [0, 3]}), "range": [0, 2]}], "hold 2 layers"),
         (
             [{"model": MATH, "range": [0, 1]}, {"model": "thin.safetensors", "range": [0, 1]}],

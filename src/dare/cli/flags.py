@@ -8,7 +8,6 @@ command alone is explained in that command's docstring.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from dare.documents.shown import Shown
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import exact_text
 from dare.errors import DareWarning, RecipeError
-from dare.recipe.document import overlaid, parameter_names, read_value
+from dare.recipe.document import naming, overlaid, parameter_names, read_value
 from dare.recipe.entries import FLAGS
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
@@ -236,14 +235,12 @@ def recipe_from_flags(
         if missing:
             remedy = "give --base, --models and --output, or a recipe with --config"
             raise UsageError(f"{' and '.join(missing)} missing: {remedy}")
-    document = copy.deepcopy(dict(start or {})) if config is None else load_document(config, given)
+    document = dict(start or {}) if config is None else load_document(config, given)
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"
-    try:
+    with naming(where):
         values = {name: read_flag(name, value) for name, value in given.items()}
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
     return overlaid(document, values | fixed, where, lambda name: f"--{name.replace('_', '-')}")
 
 

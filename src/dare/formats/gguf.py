@@ -92,13 +92,14 @@ class GgufRecoding(Recoding):
     def _find(self, tensor: Described) -> Stored | None:
         """Return a merged tensor as it is in the file; None if it is not there."""
         (name, dtype, shape), own = tensor, self._name(tensor[0])
-        is_gemmas_head = own == "output.weight" and self.family and self.family.norm_shift
         if own in self.own:
             if self.own[own].shape != shape:
                 what = f"is {show_shape(shape)}, but the vocabulary of a GGUF base cannot change"
                 raise RecipeError(f"{name}: {what}; {CONVERTER}")
-        elif name in self.ties or is_gemmas_head or name.endswith("rotary_emb.inv_freq"):
+        elif name in self.ties or name.endswith("rotary_emb.inv_freq"):
             return None
+        elif own == "output.weight" and self.family and self.family.norm_shift:
+            raise InputError(f"{name}: llama.cpp's Gemma has no head of its own; write a directory")
         elif own == name:
             raise InputError(f"{name}: has no name in GGUF; {CONVERTER}")
         gguf = import_gguf(self.output)

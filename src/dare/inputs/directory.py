@@ -351,7 +351,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 def _configure(document: dict[str, Any], changes: Changes) -> None:
     """Change type, vocabulary size, quantisation and other given values in config.json."""
-    document |= changes.config
+    _set_values(_text_tables(document), changes.config)
     if changes.dtype in MODEL_TYPES:
         name = changes.dtype.torch_name
         if not {"torch_dtype", "dtype", "_class_name"} & document.keys():  # diffusers takes none

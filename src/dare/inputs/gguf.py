@@ -127,6 +127,7 @@ class GgufSource(InputFiles):
         if self.metadata.get("general.type", "model") == "adapter":
             raise InputError(f"{path}: is a LoRA adapter in GGUF; give it as PEFT saved it")
         self._name(tensors)
+        self.tied = "lm_head.weight" not in self.tensors or None
         self._dequantize = _checked_dequantize(path, self.stored.values())
 
     def _read_parts(self) -> list[Stored]:

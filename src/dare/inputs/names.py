@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 from dare.documents.notices import Notice, notice
@@ -35,6 +36,7 @@ from dare.tensors.names import (
 
 Config = Mapping[str, Any]
 
+TIED = "tie_word_embeddings"  # in configurations
 MIN_PREFIX_SHARE = 0.5  # share of a model's tensors that a prefix must bring to their places
 
 
@@ -45,10 +47,30 @@ def says_tied(config: Config) -> bool | None:
     (True, None)
     """
     for table in (config, config.get("text_config")):
-        said = table.get("tie_word_embeddings") if isinstance(table, dict) else None
+        said = table.get(TIED) if isinstance(table, dict) else None
         if isinstance(said, bool):
             return said
     return None
+
+
+def find_tied(source: Source, config: Config = MappingProxyType({})) -> bool | None:
+    """Return whether a model with this configuration takes its embedding for its head.
+
+    None: there is no head, or it is stored under both names, so that both answers are right.
+    """
+    said, head = says_tied(config), next(filter(is_tied_head, source.tensors), None)
+    if said is None and head is not None:
+        return None if head in source.ties else False
+    is_language_model = re.search("CausalLM|LMHead", str(config.get("architectures")))
+    return said if said is not None else source.tied or (True if is_language_model else None)
+
+
+def find_tied_head(source: Source) -> dict[str, str]:
+    """Return the name of a head that is the embedding, stored or not, with the embedding's."""
+    stored = {name: first for name, first in source.ties.items() if is_tied_head(name)}
+    embeddings = sorted(filter(is_tied_embedding, source.tensors), key=tying_rank)
+    is_unstored = embeddings and find_tied(source)
+    return {"lm_head.weight": embeddings[0]} if is_unstored else stored
 
 
 def match_names(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.names import Config, compare_meanings, match_names, tie
+from dare.inputs.names import TIED, Config, compare_meanings, find_tied, match_names, tie
 from dare.inputs.sources import (
     Aligned,
     ExtendedSource,
@@ -177,6 +177,8 @@ def open_inputs(
     models = [_open(other) for other in others]
     folders = [source.folder for source in (base, *models)]
     configs = [first.config, *(_config_of(o, f) for o, f in zip(others, folders[1:], strict=True))]
+    both = zip((base, *models), configs, strict=True)
+    configs = [own if s.tied is None else {**own, TIED: s.tied} for s, own in both]
     notes = [
         replace(remark, subjects=(name, *remark.subjects))
         for name, source in zip(("base", *names), (base, *models), strict=True)
@@ -192,6 +194,7 @@ def open_inputs(
     if aligned.token_ids and (moved := [n for n in aligned.base.extras if row_rank(n) is not None]):
         what = "has a row for each token, and the models' tokens differ"
         raise MismatchError(f'{moved[0]}: {what}; set on_extra = "drop"')
+    aligned.base.tied = find_tied(base, configs[0])
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *more, *aligned.notes))
 
 

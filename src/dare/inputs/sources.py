@@ -118,6 +118,7 @@ class Source:
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
     cost: Cost = Cost()
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
+    tied: bool | None = None  # whether its head is its embedding, whatever a configuration says
     # Of a stack of layers: the folder that each is from, and its number there.
     layers: Sequence[tuple[Path | None, int]] = ()
     extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
@@ -359,7 +360,7 @@ class SourceView(Source):
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
         self.layers, self.extras = inner.layers, inner.extras
-        self.metadata, self.unchanged = inner.metadata, inner.unchanged
+        self.metadata, self.unchanged, self.tied = inner.metadata, inner.unchanged, inner.tied
 
     @property
     def folder(self) -> Path | None:
@@ -415,9 +416,10 @@ class StackedSource(Source):
         folder: Path | None = None,
         layers: Sequence[tuple[Path | None, int]] = (),
         ties: Mapping[str, str] = _NONE,
+        tied: bool | None = None,
     ) -> None:
         self._homes = homes
-        self.folder, self.layers, self.ties = folder, layers, ties
+        self.folder, self.layers, self.ties, self.tied = folder, layers, ties, tied
         self._opened = list({id(source): source for source, _ in homes.values()}.values())
         self.tensors = {
             name: replace(source.tensors[inner], name=name, start=0)

@@ -211,7 +211,7 @@ def _stack(
     arrays = {name: array for name, array in arrays.items() if name not in base.tensors}
     small = SmallSource({n: (FLOAT32, a.shape, a.ravel()) for n, a in arrays.items()})
     tensors |= {name: (small, name) for name in arrays}
-    return StackedSource(tensors, inputs.folders[0], ties=base.ties), gates
+    return StackedSource(tensors, inputs.folders[0], ties=base.ties, tied=base.tied), gates
 
 
 def _is_odd(name: str, biases: str) -> bool:

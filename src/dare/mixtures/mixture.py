@@ -18,6 +18,7 @@ from dare.output.receipt import (
     read_manifest,
     resolve_path,
 )
+from dare.recipe.document import naming
 from dare.recipe.entries import AnyPath, Strict, as_tuple, read_toml
 from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
 from dare.recipe.options import RunOptions, Size
@@ -117,10 +118,8 @@ def load_mixture(
         document.pop("output_digest", None)  # other weights are asked for
     document |= given
     options = {name: document.pop(name) for name in RunOptions.model_fields if name in document}
-    try:
+    with naming(where):
         return Mixture(**document), RunOptions(**options)
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
 
 
 def _load_document(path: Path) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from dare.inputs.directory import (
     renumber_stop_tokens,
     stop_tokens_of,
 )
+from dare.inputs.names import TIED, find_tied, says_tied
 from dare.inputs.opening import Inputs
 from dare.inputs.pipeline import collect_components
-from dare.inputs.sources import CONFIG, components_of
+from dare.inputs.sources import CONFIG, components_of, read_config
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
@@ -70,6 +71,9 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     template, giver, notes = _template(recipe, inputs, chosen, tokenizer)
     tokens = aligned.tokens[0 if is_decided else 1 + chosen] if aligned.tokens else None
     stop, notices = _stop_tokens(inputs, giver)
+    tied, said = find_tied(planned.base), says_tied(read_config(home))
+    is_new = tied is False and bool(planned.base.layers or planned.base.extras)
+    is_wrong = tied is (not said) if said is not None else is_new
     changes = Changes(
         dtype=None if layout.recoding else main_type(t for f in layout.files.values() for t in f),
         vocab_size=aligned.resized(chosen),
@@ -78,7 +82,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         stop_tokens=None if giver == chosen == tokenizer else stop,
         tokens=tokens,
         layers=planned.sources[chosen].layers,
-        config=inputs.config,
+        config={**inputs.config, TIED: tied} if is_wrong else inputs.config,
         recoded=layout.recoding.config if layout.recoding else {},
     )
     found = collect(

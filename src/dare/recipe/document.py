@@ -11,7 +11,9 @@ include.math                   true if a model takes part at all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -50,7 +52,9 @@ SHARED = (
 )
 # Keys that parts do not have.
 OF_THE_WHOLE = ("output", "format", "shard_size", "copy_from", "chat_template", "search")
+TOO_DEEP = "too many merges are inside each other; write the output of one, and name that instead"
 PASSTHROUGH = "passthrough"
+ADDITION = "sum"  # makes a model of a base and a change
 OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
 OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
@@ -64,10 +68,19 @@ _Merge = TypeVar("_Merge", bound=Recipe)
 
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
     """Build a request from the tables of its TOML form."""
-    try:
+    with naming(where):
         return Request.of(**_fields(*find_files(document)))
-    except RecipeError as error:
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Name the place of what is wrong with a recipe."""
+    try:
+        yield
+    except ValueError as error:  # a RecipeError is one
         raise RecipeError(f"{where}: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{where}: {TOO_DEEP}") from None
 
 
 def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
@@ -257,8 +270,8 @@ def overlaid(
     """
     given = dict(given)
     moved: dict[str, Any] = {}
-    try:
-        document, shown = find_files(document)
+    with naming(where):
+        document, shown = find_files(copy.deepcopy(document))
         document = lift_recipes(document)
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
             moved = {name: given.pop(name) for name in ("base", "models") if name in given}
@@ -271,8 +284,6 @@ def overlaid(
         if not moved:
             return request
         return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))
-    except ValueError as error:  # a RecipeError is one
-        raise RecipeError(f"{where}: {error}") from None
 
 
 def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:

@@ -266,11 +266,11 @@ def with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
 
 
-def _check_span(value: tuple[int, int]) -> tuple[int, int]:
-    first, end = value
-    if not 0 <= first < end:
-        raise ValueError("must be the first layer and the one after the last, as in [0, 16]")
-    return value
+def _check_span(value: object) -> tuple[int, int]:
+    match value:
+        case [int(first), int(end)] if 0 <= first < end:
+            return first, end
+    raise ValueError("must be the first layer and the one after the last, as in [0, 16]")
 
 
 AnyPath = Annotated[
@@ -280,7 +280,7 @@ Weight = Annotated[
     float | Gradient | None,
     BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
 ]
-Span = Annotated[tuple[int, int], BeforeValidator(as_tuple), AfterValidator(_check_span)]
+Span = Annotated[tuple[int, int], BeforeValidator(_check_span)]
 Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
 # A method that has a name of its own is written as its stages.
 Method = Annotated[

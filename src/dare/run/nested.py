@@ -25,7 +25,13 @@ from dare.checks.inputs import check_inputs
 from dare.documents.notices import Notice
 from dare.documents.words import times
 from dare.errors import MismatchError, RecipeError
-from dare.inputs.names import PER_LAYER, Config, compare_meanings
+from dare.inputs.names import (
+    PER_LAYER,
+    Config,
+    compare_meanings,
+    find_tied,
+    find_tied_head,
+)
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
     Cost,
@@ -33,6 +39,7 @@ from dare.inputs.sources import (
     RenamedSource,
     Source,
     StackedSource,
+    hold_same,
     read_config,
 )
 from dare.kernels.linalg import one_blas_thread
@@ -42,9 +49,10 @@ from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.document import ADDITION, TOO_DEEP
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Layers, Recipe, Request
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
@@ -53,6 +61,7 @@ from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.names import comes_before_layers
 
 SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
+MOST_INSIDE = 50  # merges inside each other: each is read through all the others
 SURVEYS_KEPT = 16  # tensors whose surveys are kept; of matrices one
 _BLAS = threading.RLock()  # of those who limit its threads, one at a time
 
@@ -87,7 +96,7 @@ def open_recipe(
 ) -> tuple[Recipe, Inputs]:
     """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it.
 
-    `within` are the names of the merges that it is a part of.
+    `within` are the names of the merges that it is a part of, empty where it has another such.
     """
     keeps_scales = keeps_scales or recipe.format is not None
     how: dict[str, Any] = {"rescales": rescales, "fetches": fetches, "keeps_scales": keeps_scales}
@@ -96,12 +105,15 @@ def open_recipe(
     files = {str(recipe.base), *(str(entry.file) for entry in recipe.models)}
     for name in files & set(within):
         raise RecipeError(f"merges.{name}: contains itself; give it other models")
+    if len(within) > MOST_INSIDE:
+        raise RecipeError(f"[merges]: {TOO_DEEP}")
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
         inner = own.model_copy(update={"merges": {**others, **own.merges}})
         own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
-        found, inputs = open_recipe(inner, options, **own_how, within=(*within, name))
+        names = ("" if other in own.merges else other for other in (*within, name))
+        found, inputs = open_recipe(inner, options, **own_how, within=tuple(names))
         merges[name] = MergedSource(_plan_inner(found, inputs, options))
         pinned[name] = found.model_copy(update={"merges": own.merges})
     if recipe.layers:
@@ -137,7 +149,7 @@ class MergedSource(Source):
         self._opened = plan.sources
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
-        self.ties, self.layers = plan.base.ties, plan.base.layers
+        self.ties, self.layers, self.tied = plan.base.ties, plan.base.layers, find_tied(plan.base)
         self.cost = Cost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
         self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
@@ -233,16 +245,17 @@ def _open_stack(
     for number, given in enumerate(recipe.layers, start=1):
         inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
         found, inputs = open_recipe(inner, options, **how)
-        ends = number == 1, number == len(recipe.layers)
+        is_other = recipe.layers[0].model_copy(update={"range": given.range}) != given
+        ends = number == 1, number == len(recipe.layers), is_other
         try:
             _check_meanings(stack, inputs)
             spans = [given.range, *(entry.range or given.range for entry in found.models)]
-            views = stack.renumbered((inputs.base, *inputs.models), spans, ends)
-            source = views[0]
+            models = [_as_model(given, inputs, n, options) for n in range(len(found.models))]
+            source, *views = stack.renumbered((inputs.base, *models), spans, ends)
             if found.models:
-                aligned = replace(inputs.aligned, base=source, models=tuple(views[1:]))
-                inputs = replace(inputs, aligned=aligned)
-                source = MergedSource(_plan_inner(found, inputs, options, len(stack.layers)))
+                aligned = replace(inputs.aligned, base=source, models=tuple(views))
+                merged = replace(inputs, aligned=aligned)
+                source = MergedSource(_plan_inner(found, merged, options, len(stack.layers)))
             stack.add(source, inputs.base, given.range)
             notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
         except (RecipeError, MismatchError) as error:
@@ -254,9 +267,8 @@ def _open_stack(
         folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
     _check_tokens(recipe, stack.parts[0], stack.parts[-1])
-    homes = {name: (part, name) for part in stack.parts for name in part.tensors}
     folder = folders[str(recipe.base)]
-    aligned = align_rows(recipe, StackedSource(homes, folder, stack.layers), (), [folder])
+    aligned = align_rows(recipe, stack.join(inputs.base, folder), (), [folder])
     inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
     return recipe.model_copy(update=pinned), inputs
 
@@ -272,6 +284,21 @@ def _check_meanings(stack: _Stack, inputs: Inputs) -> None:
     if found:
         remedy = "take all ranges from models with the same configuration"
         raise MismatchError(f"the configurations differ: {', '.join(found)}; {remedy}")
+
+
+def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) -> Source:
+    """Return a model of a range; a change with other layers than the base's becomes a model.
+
+    That is the sum of the base and the change, in the base's types, as if it had been written.
+    """
+    entry, model = recipe.models[number], inputs.models[number]
+    is_change = any(d.is_change or d.drop for d in map(model.delta_of, model.tensors))
+    if entry.range in (None, recipe.range) or not (is_change or model.is_partial):
+        return model
+    aligned = replace(inputs.aligned, models=(model,))
+    alone = replace(inputs, names=inputs.names[number : number + 1], aligned=aligned)
+    made = Recipe(base=recipe.base, models=[entry.file], method=ADDITION)
+    return MergedSource(_plan_inner(made, alone, options))
 
 
 def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
@@ -300,14 +327,16 @@ class _Stack:
         self._forms: dict[str, str] = {}  # by names as in layer 0
 
     def renumbered(
-        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: tuple[bool, bool]
+        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: Sequence[bool]
     ) -> list[Source]:
         """Show ranges of layers of models under their next numbers, and what belongs to the ends.
 
-        The ends are those of the stack: `ends` has which of them this is.
+        The ends are those of the stack: `ends` has whether this is the first, whether it is the
+        last, and whether the embedding may be the head, in a model that ties them.
         """
         (first, stop), *_ = spans
         name = self._name = self._name or _main_stack(sources[0])
+        taken = find_tied_head(sources[0]).values() if all(ends[1:]) else ()
         views: list[Source] = []
         for source, (begin, end) in zip(sources, spans, strict=True):
             count = count_layers(source.tensors).get(name, 0)
@@ -323,6 +352,7 @@ class _Stack:
                     names[at_layer(tensor, len(self.layers) + layer - begin)] = tensor
                 elif stack != name and ends[not comes_before_layers(tensor, bool(stack))]:
                     names[tensor] = tensor
+            names |= {tensor: tensor for tensor in taken if tensor in source.tensors}
             views.append(RenamedSource(source, names))
         return views
 
@@ -337,6 +367,18 @@ class _Stack:
         self.parts.append(source)
         own = [(origin.folder, layer) for layer in range(*span)]
         self.layers += origin.layers[slice(*span)] or own
+
+    def join(self, origin: Source, folder: Path | None) -> StackedSource:
+        """Return the whole; its head is what the last model, from which it is, computes with."""
+        homes = {n: (part, n) for part in (*self.parts, self.parts[0]) for n in part.tensors}
+        last, ties = self.parts[-1], find_tied_head(origin)
+        for head, first in find_tied_head(origin).items():
+            homes[head] = (last, first) if first in last.tensors else homes[first]
+            if homes[head] != homes[first] and not hold_same(StackedSource(homes), head, first):
+                ties = {}
+            elif head not in origin.tensors:
+                del homes[head]
+        return StackedSource(homes, folder, self.layers, ties, origin.tied)
 
 
 def _main_stack(source: Source) -> str:
