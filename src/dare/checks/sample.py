@@ -608,8 +608,8 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> I
     mean = sum(float(np.abs(delta).sum(dtype=np.float64)) for delta in deltas) / size
     ratio = math.sqrt(sum(map(_sum_of_squares, deltas))) / base_norm
     products = (float((each.base * each.delta).sum(dtype=np.float64)) for each in sample)
-    if is_unrelated(ratio, 1 + sum(products) / base_norm**2):
-        yield notice("far_from_base", name, ratio=ratio)
+    if is_unrelated(ratio, held := 1 + sum(products) / base_norm**2):
+        yield notice("unrelated", name, ratio=ratio, base_share=held, left_out="")
     elif rate and is_far_from_base(mean, ratio):
         yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
