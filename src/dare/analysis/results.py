@@ -183,7 +183,8 @@ class Spectrum:
     outlier_share: Share
     """Their share of Σσ²."""
     low_rank: Count | None
-    """The rank, if it is low, like a LoRA's; else None."""
+    """The rank, if it is low, like a LoRA's; else None. Rows and columns that are far larger than
+    the others do not count."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.ranks):
