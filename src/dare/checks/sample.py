@@ -6,7 +6,7 @@ milliseconds and proves nothing: only tensors that are not finite are read again
 
 **Magnitudes** are counted in bins. A bin is the upper 16 bits of a float32's 31 bits without the
 sign: it is 2⁻⁸ of its magnitude wide. One element of a million can hold half of a delta's squares,
-and says nothing about the others. So deltas are judged without outliers: the thousandth or so of
+and says nothing about the others. So sizes are judged without outliers: the thousandth or so of
 elements that are far above all others and hold much of the fourth powers. Gaussian, Laplace and
 sparse deltas have none.
 
@@ -29,14 +29,15 @@ inequality the squared error is with probability 0.95 no more than
     p/(1 - p) + √19·|2p - 1|·√(p/((1 - p)³·c)),
 
 whatever the distribution. It is taken for the inputs of one output (a row of the matrix), relative
-to the base, without outliers.
+to the base. An analysis counts outliers in both sums, each in one row alone. A sample leaves them
+out; what it has not seen is held against the output that the largest element reaches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -325,9 +326,6 @@ def low_rank_of(values: Doubles, outliers: int, rounding: Rounding) -> int | Non
 
 
 DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
-# A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
-# threshold, |δ| is on average half of the threshold.
-FEWEST_LARGE = 0.1
 # How many times its bound the error may be. It is predicted from parts of a few matrices: of the
 # demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
 # to 1.25 times the error that an analysis of the whole model gives.
@@ -339,8 +337,9 @@ class Exposure:
     """The figures of a tensor that decide how much dropping it bears."""
 
     elements: int
-    relative_norm: float  # ‖δ‖ / ‖base‖ without outliers; infinite if the base is zero
+    relative_norm: float  # ‖δ‖ / ‖base‖; infinite if the base is zero
     carriers: float  # elements that carry an output's change: a row's inputs over the kurtosis
+    base_square: float = 0.0  # mean of the base's squares; known of samples alone
 
     @classmethod
     def of(
@@ -357,6 +356,15 @@ class Exposure:
         width = elements // shape[0] if len(shape) > 1 and shape[0] else elements
         carriers = width / max(concentration, 1.0) if concentration else 0.0
         return cls(elements, relative_norm, carriers)
+
+
+def relative_error(drop_rate: float) -> float:
+    """Return √(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
+
+    >>> relative_error(0.5), round(relative_error(0.9), 9)
+    (1.0, 3.0)
+    """
+    return math.sqrt(drop_rate / (1 - drop_rate))
 
 
 def bounded_error(exposure: Exposure, drop_rate: float) -> float:
@@ -414,7 +422,7 @@ class MergedTensor:
                 left = counts[position + 1] / counts[position]
                 kept *= left
                 asked *= 1.0 - settings[position].get("drop_rate", 1.0 - left)
-        return 1.0 - kept, 1.0 - asked
+        return 1.0 - kept, 1.0 - max(asked, 1e-9)  # less than everything
 
 
 def find_largest(merged: Iterable[MergedTensor]) -> tuple[float, str]:
@@ -432,28 +440,21 @@ def find_large_deltas(
 ) -> Iterator[Notice]:
     """Yield a notice if a model's deltas are too large for random dropping.
 
-    That is so if many elements exceed `delta_threshold` and, where matrices were `sampled`, the
+    That is so if elements exceed `delta_threshold` and, where matrices were `sampled`, the
     predicted error is above its bound. A threshold that the user gives warns of every element.
     """
-    gambled = {each.tensor.name: each for each in merged if each.drop_rates[0] > 0}
+    randomly_dropped = [each for each in merged if each.drop_rates[0] > 0]
     is_given = plan.recipe.has_given_threshold
-    counted = merged if is_given else list(gambled.values())
+    counted = merged if is_given else randomly_dropped
     elements = sum(each.tensor.elements for each in counted)
     over = sum(each.over_threshold for each in counted)
-    if not over or (not is_given and over < FEWEST_LARGE * elements):
-        return
-    exposed = [
-        (exposure, gambled[name].drop_rates[0])
-        for name, exposure in sampled.items()
-        if name in gambled and exposure.carriers and math.isfinite(exposure.relative_norm)
-    ]
-    is_small = bool(exposed) and combined_error(exposed) <= SAMPLE_MARGIN * LIMIT.output_error
-    is_borne = not gambled or is_small
-    if is_borne and not is_given:
+    error = _predicted_error(randomly_dropped, sampled) if randomly_dropped else 0.0
+    within_bound = error <= SAMPLE_MARGIN * LIMIT.output_error
+    if not over or (within_bound and not is_given):
         return
     share, (peak, where) = over / elements, find_largest(merged)
-    is_too_large = bool(exposed) and not is_borne
-    reason, remedy = _reason_and_remedy(list(gambled.values()), is_too_large=is_too_large)
+    is_too_large = not within_bound and math.isfinite(error)
+    reason, remedy = _reason_and_remedy(randomly_dropped, is_too_large=is_too_large)
     large = [each for each in counted if each.over_threshold]
     most = max(large, key=lambda each: each.over_threshold)
     place = f"the most, {most.over_threshold:,}, in {most.tensor.name}"
@@ -472,14 +473,30 @@ def find_large_deltas(
     )
 
 
-def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -> tuple[str, str]:
+def _predicted_error(dropped: Sequence[MergedTensor], sampled: Mapping[str, Exposure]) -> float:
+    """Return the predicted error of the outputs, relative to the base's; infinite if unknown.
+
+    It is that of all outputs, or of the one that the largest element of a tensor reaches.
+    """
+    rates = {each.tensor.name: each.drop_rates[1] for each in dropped}
+    known = [(e, rates[n]) for n, e in sampled.items() if n in rates and e.relative_norm < math.inf]
+    if not known:
+        return math.inf
+    base = math.sqrt(sum(exposure.base_square for exposure, _ in known) / len(known))
+    widths = (math.prod(each.tensor.shape[1:] or each.tensor.shape) for each in dropped)
+    sizes = (each.largest_delta * relative_error(each.drop_rates[1]) for each in dropped)
+    single = max(size / math.sqrt(width) for size, width in zip(sizes, widths, strict=True))
+    return max(combined_error(known), single / base)
+
+
+def _reason_and_remedy(dropped: Sequence[MergedTensor], *, is_too_large: bool) -> tuple[str, str]:
     """Say why that matters and what to do, where changes are dropped at random."""
-    if not gambled:
+    if not dropped:
         return "", ""
     reason = "DARE works best where changes are small"
     if is_too_large:
-        elements = sum(each.tensor.elements for each in gambled)
-        asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
+        elements = sum(each.tensor.elements for each in dropped)
+        asked = sum(each.drop_rates[1] * each.tensor.elements for each in dropped) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of the layers' outputs is above the bound of "
@@ -487,7 +504,7 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
         )
     names = dict.fromkeys(
         stage.name
-        for each in gambled
+        for each in dropped
         for stage, draw in zip(each.tensor.stages, each.tensor.draws_of(each.model), strict=False)
         if draw is not None
     )
@@ -526,7 +543,8 @@ class SampledMatrix:
         total, of_base = float(squares.sum()), _sum_of_squares(self.base)
         ratio = math.sqrt(total / of_base) if of_base else math.inf
         concentration = self.delta.size * _sum_of_squares(squares) / total**2 if total else 0.0
-        return Exposure.of(self.tensor.elements, self.tensor.shape, ratio, concentration)
+        exposure = Exposure.of(self.tensor.elements, self.tensor.shape, ratio, concentration)
+        return replace(exposure, base_square=of_base / self.base.size)
 
 
 @dataclass(frozen=True)
@@ -565,8 +583,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             broken = (each.tensor for each in sample if not np.isfinite(each.delta).all())
             not_finite |= {tensor.name: tensor for tensor in broken}
         notices += find_copies(plan, contents)
-    found = tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks)
-    return SampledModels(*found)
+    return SampledModels(tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks))
 
 
 def is_far_from_base(mean: float, ratio: float) -> bool:
