@@ -60,11 +60,15 @@ __all__ = [
 
 AnyPath = str | PathLike[str]
 # Notices that only a model with a base can have.
-BESIDE_A_BASE = ("large_deltas", "far_from_base", "not_homologous", "equals_base")
+BESIDE_A_BASE = ("large_deltas", "unrelated", "not_homologous", "equals_base")
 MERGE_METHODS = ("linear", "ties", "sum")
 
 
 # ---------------------------------------------------------------- the program (seed 002)
+
+
+class _Default(float):
+    """A number that the user has not written down."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class DareConfig:
     """
 
     drop_rate: float = 0.9
-    delta_threshold: float = 0.002
+    delta_threshold: float = _Default(0.002)
     verbose: bool = True
     method: str = "dare+linear"
     seed: int = 42
@@ -105,7 +109,7 @@ class DareMerger:
             stages=_checked({"dare": {"drop_rate": config.drop_rate}}),
             seed=config.seed,
             verbose=config.verbose,
-            **(given if config.delta_threshold != DareConfig.delta_threshold else {}),
+            **({} if isinstance(config.delta_threshold, _Default) else given),
         )
 
 

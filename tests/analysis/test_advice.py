@@ -120,7 +120,8 @@ def test_steps_must_be_some():
 # ---------------------------------------------------------------- guidelines
 
 
-SHORT, LONG, LARGE = "7B after 500 to 2,000 steps", "7B after 2,000 to 10,000 steps", "70B or more"
+SHORT, LONG = "7B after 500 to 2,000 steps", "7B after 2,000 to 10,000 steps"
+LARGE, LORA = (f"{name} after any number of steps" for name in ("70B or more", "a LoRA"))
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,8 @@ SHORT, LONG, LARGE = "7B after 500 to 2,000 steps", "7B after 2,000 to 10,000 st
         (False, 1e9, 1_000, {}),
         (False, 3.6e9, 1_000, {}),
         (False, 34e9, 1_000, {}),
-        (True, 7e9, 1_000, {"a LoRA": (0.70, 0.85)}),
-        (True, 1e6, None, {"a LoRA": (0.70, 0.85)}),
+        (True, 7e9, 1_000, {LORA: (0.70, 0.85)}),
+        (True, 1e6, None, {LORA: (0.70, 0.85)}),
     ],
 )
 def test_the_table_of_guidelines(is_lora, parameters, steps, expected):
@@ -159,7 +160,19 @@ def test_what_is_often_recommended_is_named_and_decides_nothing():
     assert "dare+ties" in often()
     assert SHORT in often(parameters=6.7e9, steps=1_000)
     assert LONG not in often(parameters=6.7e9, steps=1_000)
-    assert LARGE in often(parameters=70e9)
+    for size in (56e9, 70e9, 405e9):
+        assert f"0.9 to 0.95 for {LARGE}" in often(parameters=size)
+        assert "dare for 70B or more" in often(parameters=size)
+        assert LARGE in often(parameters=size, steps=100)  # which says that steps are not used
+    for size, steps, said in (
+        *((6.7e9, 100, "6.7B after 100 steps"), (7e9, 20_000, "7B after 20000 steps")),
+        *(
+            (34e9, None, "34B after any number of steps"),
+            (10e9, 1_000, "10B after 1000 steps"),
+            (1e9, 600, "1B after 600 steps"),
+        ),
+    ):
+        assert f"no drop rate for {said} (no evidence" in often(parameters=size, steps=steps)
 
 
 def test_the_tables_are_whole():

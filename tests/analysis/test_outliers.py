@@ -1,4 +1,4 @@
-"""A single element, or a thousandth of them, moves no judgement."""
+"""A single element, or a thousandth of them, moves no judgement but that of dropping."""
 
 import ml_dtypes
 import numpy as np
@@ -63,11 +63,11 @@ def rounded(arrays, dtype):
 
 
 def judged(analysis):
-    """All that is decided."""
+    """All that is decided, but how much may be dropped: an outlier may be dropped too."""
     readiness, advice = judge(analysis)
     return (
         readiness.verdict,
-        {f.code for f in readiness.findings} - {"outliers"},
+        {f.code for f in readiness.findings} - {"outliers", "large_change"},
         advice.recipe,
         [(model.origin, model.likely_rank) for model in analysis.models],
     )

@@ -12,7 +12,12 @@ import scipy.stats
 from dare.analysis.measure.analyzing import analyze_arrays
 from dare.analysis.measure.tallies import KEPT, spectrum_of, window_of
 from dare.analysis.results import Origin
-from dare.checks.sample import find_outliers, median_of_noise, rounding_energy, singular_values
+from dare.checks.sample import (
+    find_outliers,
+    find_rounding,
+    median_of_noise,
+    singular_values,
+)
 from dare.kernels.linalg import one_blas_thread
 
 
@@ -152,8 +157,10 @@ def test_one_strong_direction_does_not_make_a_low_rank():
 def test_rounding_by_hand():
     weights = np.array([[1.0, -3.0], [0.0, 0.01]], np.float32)
     steps = np.array([2.0**-7, 2.0**-6, 2.0**-14])  # of bfloat16 at 1, 2 and 2**-7
-    assert rounding_energy(weights, "BF16") == pytest.approx(np.square(steps / 2).sum())
-    assert rounding_energy(weights, "F32") < 1e-12
+    most = np.square(steps / 2).sum()
+    assert find_rounding(weights, "BF16", "BF16") == (pytest.approx(most), 0.5)
+    assert find_rounding(weights, "F32", "BF16") == (pytest.approx(1.1 / 3 * most), 0)
+    assert find_rounding(weights, "BF16", "F32")[0] < 1e-12
 
 
 @pytest.mark.parametrize("size", [2e-3, 2e-4, 5e-5])  # a step of bfloat16 is 1.2e-4 at 0.02
@@ -174,6 +181,46 @@ def test_a_full_change_stored_in_bfloat16_is_no_lora():
     tuned = (base.astype(np.float32) + 1e-4 * gaussian(13, 128, 256)).astype(ml_dtypes.bfloat16)
     model = analyze_arrays({"w": base}, [{"w": tuned}]).models[0]
     assert (model.origin, model.likely_rank) == (Origin.FULL, None)
+
+
+BF16 = ml_dtypes.bfloat16
+
+
+def changed(base, change, size, dtype=np.float32):
+    """The delta of a model that is stored in a type, and changes its base by a share."""
+    tuned = base + size * np.linalg.norm(base) / np.linalg.norm(change) * change
+    return tuned.astype(dtype).astype(np.float32) - base
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "size", "shape"),
+    [
+        *((1, 0.001, (64, 64)), (8, 0.005, (64, 64)), (8, 0.002, (128, 256))),
+        *((8, 0.001, (256, 1024)), (16, 0.001, (512, 512)), (16, 0.03, (256, 192))),
+    ],
+)
+def test_a_lora_saved_in_bfloat16_beside_a_float32_base_is_found(rank, size, shape, seed):
+    base = 0.02 * gaussian(seed, *shape)
+    rounding = find_rounding(base, "F32", "BF16")
+    lora = low_rank(seed + 5, *shape, rank, size=1)
+    full = lora + gaussian(seed + 9, *shape)  # some directions stand out in most fine-tunes
+    found = (
+        spectrum_of(changed(base, c, s, BF16), rounding) for c, s in ((lora, size), (full, 0.005))
+    )
+    assert [spectrum.low_rank for spectrum in found] == [rank, None]
+
+
+@pytest.mark.parametrize("factor", [5, 100, 1000])
+@pytest.mark.parametrize("shape", [(64, 64), (128, 256), (512, 192)])
+def test_large_rows_and_columns_make_no_lora_and_hide_none(shape, factor):
+    base = 0.02 * gaussian(3, *shape)
+    for place in (np.s_[5], np.s_[:, 7], np.s_[5:8], np.s_[:, [3, 30, 31]]):
+        for change, rank in ((gaussian(4, *shape), None), (low_rank(4, *shape, 8), 8)):
+            change[place] *= factor
+            for dtype, name in ((np.float32, "F32"), (BF16, "BF16")):
+                delta = changed(base, change, 0.03 * factor, dtype)
+                assert spectrum_of(delta, find_rounding(base, "F32", name)).low_rank == rank
 
 
 def test_windows_lie_evenly():

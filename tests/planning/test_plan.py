@@ -421,6 +421,32 @@ SHARED = {"models": [ModelEntry(file="math", seed=1), ModelEntry(file="code", se
             {"stages": {"dare": {"rescale": "l1"}}},
         ),
         (
+            {"method": "della+sum", "stages": {"della": {"drop_rate": 0.99, "window": 0.01}}},
+            "high_drop_rate",
+            "--method darex+sum --q 0.0298",
+            {"method": "della+sum", "stages": {"della": {"drop_rate": 0.9}}},
+        ),
+        *(
+            (
+                {"method": "darex+sum", "stages": {"darex": {"drop_rate": 0.99, **plain}}},
+                "high_drop_rate",
+                "--q 0.0298",
+                {"method": "darex+sum", "stages": {"darex": {"drop_rate": 0.99, **balanced}}},
+            )
+            for plain, balanced in (
+                ({}, {"q": 0.03}),
+                ({"q": 0.01}, {"epsilon": 0.01}),
+                ({"epsilon": 0.0}, {"max_variance": 9.0}),
+                ({"max_variance": 99.1}, {"max_variance": 98.0}),
+            )
+        ),
+        (
+            {"method": "darex+sum", "stages": {"darex": {"drop_rate": 0.99, "q": 1.0}}},
+            "no_rescale",
+            "q = 1:",
+            {"method": "darex+sum", "stages": {"darex": {"drop_rate": 0.0, "q": 1.0}}},
+        ),
+        (
             {"method": "dare+trim+sum", "stages": {"dare": {"rescale": False}}},
             "no_rescale",
             "rescale = false",

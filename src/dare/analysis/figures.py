@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, relative_error
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, lost_by_chance
 from dare.analysis.results import (
     OUTSIDE,
@@ -26,7 +26,7 @@ from dare.analysis.results import (
     Spectrum,
     Statistics,
 )
-from dare.checks.sample import spread
+from dare.checks.sample import relative_error, spread
 from dare.documents.charts import (
     DASHES,
     FAINT,

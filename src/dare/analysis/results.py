@@ -111,6 +111,11 @@ class Inliers:
     """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
 
 
+def ratio(norm: float, base_norm: float) -> float:
+    """Return ‖δ‖ / ‖base‖; infinite where a base of zeros is changed."""
+    return norm / base_norm if base_norm else float("inf") if norm else 0.0
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Figures of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
@@ -146,9 +151,7 @@ class Statistics:
     @property
     def relative_norm(self) -> float:
         """The change: ‖δ‖ / ‖base‖ without outliers; infinite where a base of zeros is changed."""
-        if self.base_norm:
-            return self.inliers.norm / self.base_norm
-        return float("inf") if self.inliers.norm else 0.0
+        return ratio(self.inliers.norm, self.base_norm)
 
     @property
     def sparsity(self) -> float:
@@ -183,7 +186,8 @@ class Spectrum:
     outlier_share: Share
     """Their share of Σσ²."""
     low_rank: Count | None
-    """The rank, if it is low, like a LoRA's; else None."""
+    """The rank, if it is low, like a LoRA's; else None. Rows and columns that are far larger than
+    the others do not count."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.ranks):

@@ -14,8 +14,8 @@ The names are those of the published description; the results depend on the data
   `output_error` with probability 0.95 (`judge.prediction`), and at most `droppable_percentile`;
   0 if that is below 0.1, which is not worth its noise.
 
-All leave outliers out. The weights are read by the pass of an analysis, and the verdict is that of
-`dare.assess`.
+All but the recommended rate leave outliers out. The weights are read by the pass of an analysis,
+and the verdict is that of `dare.assess`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ milliseconds and proves nothing: only tensors that are not finite are read again
 
 **Magnitudes** are counted in bins. A bin is the upper 16 bits of a float32's 31 bits without the
 sign: it is 2⁻⁸ of its magnitude wide. One element of a million can hold half of a delta's squares,
-and says nothing about the others. So deltas are judged without outliers: the thousandth or so of
+and says nothing about the others. So sizes are judged without outliers: the thousandth or so of
 elements that are far above all others and hold much of the fourth powers. Gaussian, Laplace and
 sparse deltas have none.
 
@@ -15,8 +15,8 @@ values up to about s·(√m + √n), distributed by the law of Marchenko and Pas
 singular values tells how strong the noise is: a few strong directions hardly move it. They are
 taken out and the noise is estimated again, until their number stays the same. The edge includes two
 standard units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a
-hundred exceeds. A single large element makes a direction of its own, and is left out
-(`without_spikes`).
+hundred exceeds. A single large element makes a direction of its own, and so does a large row or
+column: they are left out (`without_spikes`, `without_lines`).
 
 **Too large to drop.** Random dropping replaces a change by a gamble whose noise is in proportion to
 it. With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0, the error
@@ -29,7 +29,8 @@ inequality the squared error is with probability 0.95 no more than
     p/(1 - p) + √19·|2p - 1|·√(p/((1 - p)³·c)),
 
 whatever the distribution. It is taken for the inputs of one output (a row of the matrix), relative
-to the base, without outliers.
+to the base. An analysis counts outliers in both sums, each in one row alone. A sample leaves them
+out; what it has not seen is held against the output that the largest element reaches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -57,11 +58,12 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
 
 SMALLEST = 32  # matrices with fewer rows or columns say nothing about rank
-DOMINANT = 0.5  # share of the energy that the directions of a low rank hold at least
+DOMINANT = 0.5  # share of the energy that the directions of a low rank usually hold at least
 CLIFF = 1.5  # how many times as strong the last direction of a low rank is as the next, at least …
 FEW = 16  # … unless all that stand out are fewer than this part of the directions
 SPIKE = 5.0  # an element so many times what its row and column let expect is left out
 NEGLIGIBLE_TAIL = 0.01  # share of the energy outside a low rank that rounding need not explain
+LINE = 16.0  # a row or column with so many times the usual energy is left out
 
 BIN_SHIFT = 15  # bits of a magnitude that its bin does not tell
 BINS = 1 << 16
@@ -182,19 +184,30 @@ def spread(length: int, most: int) -> list[int]:
     return [(2 * part + 1) * length // (2 * count) for part in range(count)]
 
 
-def rounding_energy(weights: Floats, dtype: str) -> float:
-    """The most that rounding these weights to a storage type can put into a delta: Σ(ulp/2)².
+# The energy that came into a delta when it was stored, and the share of all the energy that a low
+# rank holds beside it, at least.
+Rounding = tuple[float, float]
+UNROUNDED: Rounding = (0.0, DOMINANT)
 
-    >>> rounding_energy(np.array([1.5], np.float32), "BF16") == (2.0**-7 / 2) ** 2
+
+def find_rounding(weights: Floats, base: str, stored: str) -> Rounding:
+    """Return what rounding these weights to a storage type can put into a delta: Σ(ulp/2)².
+
+    Where the base's type is finer, rounding is uniform noise, with a third of that energy. The sum
+    is off by 1.4 % in a matrix of 64 × 64 and by less in others, so 10 % are added. It is known so
+    well that a low rank need not hold most of the energy.
+
+    >>> find_rounding(np.array([1.5], np.float32), "BF16", "BF16") == ((2.0**-7 / 2) ** 2, 0.5)
     True
     """
+    bits, base_bits = (STORAGE_TYPES[name].mantissa_bits for name in (stored, base))
     exponents = (weights.reshape(-1).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
     counts = np.bincount(exponents, minlength=256)[1:255]  # neither tiny nor infinite
-    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - STORAGE_TYPES[dtype].mantissa_bits)
-    return float(counts @ np.square(halves))
+    energy = float(counts @ np.square(np.ldexp(1.0, np.arange(-126, 128) - 1 - bits)))
+    return (1.1 / 3 * energy, 0.0) if base_bits > bits else (energy, DOMINANT)
 
 
-def find_low_rank(delta: Floats, rounding: float = 0.0) -> int | None:
+def find_low_rank(delta: Floats, rounding: Rounding = UNROUNDED) -> int | None:
     """Return the rank of a matrix's delta if it is low, as a LoRA's is; else None.
 
     `rounding` is the energy that may have come into it when it was stored.
@@ -203,10 +216,24 @@ def find_low_rank(delta: Floats, rounding: float = 0.0) -> int | None:
     >>> find_low_rank(full), find_low_rank(full[:, :8] @ full[:8])
     (None, 8)
     """
-    delta, missed = without_spikes(delta)
+    delta, missed = without_spikes(without_lines(delta, rounding))
     values = singular_values(delta)
     _, outliers = find_outliers(values, max(delta.shape), missed)
     return low_rank_of(values, outliers, rounding) if values.any() else None
+
+
+def without_lines(delta: Floats, rounding: Rounding) -> Floats:
+    """The matrix without rows and columns that are far larger than the others.
+
+    One of them is a direction of its own, whatever the others are; a low rank stays what it is
+    without them. The same matrix if there are none, or if the others are only rounding.
+    """
+    rest = delta
+    for axis in (0, 1, 0, 1):
+        energies = np.square(rest, dtype=np.float64).sum(axis=1 - axis)
+        if (changed := np.sort(energies[energies > 0])).size:
+            rest = np.compress(energies <= LINE * changed[changed.size // 2], rest, axis)
+    return rest if rest.size < delta.size and _sum_of_squares(rest) > rounding[0] else delta
 
 
 def singular_values(matrix: Floats) -> Doubles:
@@ -279,7 +306,7 @@ def median_of_noise(ratio: float) -> float:
     return float(places[np.searchsorted(np.cumsum(masses), masses.sum() / 2)])
 
 
-def low_rank_of(values: Doubles, outliers: int, rounding: float) -> int | None:
+def low_rank_of(values: Doubles, outliers: int, rounding: Rounding) -> int | None:
     """The rank, if few directions hold everything but what rounding explains.
 
     They end where a direction is followed by a much weaker one, the last such place among the
@@ -293,7 +320,7 @@ def low_rank_of(values: Doubles, outliers: int, rounding: float) -> int | None:
     rank = int(cliffs[-1]) + 1 if cliffs.size else few
     left = np.append(energies[::-1].cumsum()[::-1], 0)
     total, tail = float(left[0]), float(left[rank])
-    explained = min(max(rounding, NEGLIGIBLE_TAIL * total), (1 - DOMINANT) * total)
+    explained = min(max(rounding[0], NEGLIGIBLE_TAIL * total), (1 - rounding[1]) * total)
     return rank if rank and tail <= explained else None
 
 
@@ -301,9 +328,6 @@ def low_rank_of(values: Doubles, outliers: int, rounding: float) -> int | None:
 
 
 DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
-# A share of large elements that is no reason to warn. In a Gaussian delta with so many above the
-# threshold, |δ| is on average half of the threshold.
-FEWEST_LARGE = 0.1
 # How many times its bound the error may be. It is predicted from parts of a few matrices: of the
 # demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
 # to 1.25 times the error that an analysis of the whole model gives.
@@ -315,8 +339,9 @@ class Exposure:
     """The figures of a tensor that decide how much dropping it bears."""
 
     elements: int
-    relative_norm: float  # ‖δ‖ / ‖base‖ without outliers; infinite if the base is zero
+    relative_norm: float  # ‖δ‖ / ‖base‖; infinite if the base is zero
     carriers: float  # elements that carry an output's change: a row's inputs over the kurtosis
+    base_square: float = 0.0  # mean of the base's squares; known of samples alone
 
     @classmethod
     def of(
@@ -333,6 +358,15 @@ class Exposure:
         width = elements // shape[0] if len(shape) > 1 and shape[0] else elements
         carriers = width / max(concentration, 1.0) if concentration else 0.0
         return cls(elements, relative_norm, carriers)
+
+
+def relative_error(drop_rate: float) -> float:
+    """Return √(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
+
+    >>> relative_error(0.5), round(relative_error(0.9), 9)
+    (1.0, 3.0)
+    """
+    return math.sqrt(drop_rate / (1 - drop_rate))
 
 
 def bounded_error(exposure: Exposure, drop_rate: float) -> float:
@@ -390,7 +424,7 @@ class MergedTensor:
                 left = counts[position + 1] / counts[position]
                 kept *= left
                 asked *= 1.0 - settings[position].get("drop_rate", 1.0 - left)
-        return 1.0 - kept, 1.0 - asked
+        return 1.0 - kept, 1.0 - max(asked, 1e-9)  # less than everything
 
 
 def find_largest(merged: Iterable[MergedTensor]) -> tuple[float, str]:
@@ -408,28 +442,21 @@ def find_large_deltas(
 ) -> Iterator[Notice]:
     """Yield a notice if a model's deltas are too large for random dropping.
 
-    That is so if many elements exceed `delta_threshold` and, where matrices were `sampled`, the
+    That is so if elements exceed `delta_threshold` and, where matrices were `sampled`, the
     predicted error is above its bound. A threshold that the user gives warns of every element.
     """
-    gambled = {each.tensor.name: each for each in merged if each.drop_rates[0] > 0}
+    randomly_dropped = [each for each in merged if each.drop_rates[0] > 0]
     is_given = plan.recipe.has_given_threshold
-    counted = merged if is_given else list(gambled.values())
+    counted = merged if is_given else randomly_dropped
     elements = sum(each.tensor.elements for each in counted)
     over = sum(each.over_threshold for each in counted)
-    if not over or (not is_given and over < FEWEST_LARGE * elements):
-        return
-    exposed = [
-        (exposure, gambled[name].drop_rates[0])
-        for name, exposure in sampled.items()
-        if name in gambled and exposure.carriers and math.isfinite(exposure.relative_norm)
-    ]
-    is_small = bool(exposed) and combined_error(exposed) <= SAMPLE_MARGIN * LIMIT.output_error
-    is_borne = not gambled or is_small
-    if is_borne and not is_given:
+    error = _predicted_error(randomly_dropped, sampled) if randomly_dropped else 0.0
+    within_bound = error <= SAMPLE_MARGIN * LIMIT.output_error
+    if not over or (within_bound and not is_given):
         return
     share, (peak, where) = over / elements, find_largest(merged)
-    is_too_large = bool(exposed) and not is_borne
-    reason, remedy = _reason_and_remedy(list(gambled.values()), is_too_large=is_too_large)
+    is_too_large = not within_bound and math.isfinite(error)
+    reason, remedy = _reason_and_remedy(randomly_dropped, is_too_large=is_too_large)
     large = [each for each in counted if each.over_threshold]
     most = max(large, key=lambda each: each.over_threshold)
     place = f"the most, {most.over_threshold:,}, in {most.tensor.name}"
@@ -448,14 +475,30 @@ def find_large_deltas(
     )
 
 
-def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -> tuple[str, str]:
+def _predicted_error(dropped: Sequence[MergedTensor], sampled: Mapping[str, Exposure]) -> float:
+    """Return the predicted error of the outputs, relative to the base's; infinite if unknown.
+
+    It is that of all outputs, or of the one that the largest element of a tensor reaches.
+    """
+    rates = {each.tensor.name: each.drop_rates[1] for each in dropped}
+    known = [(e, rates[n]) for n, e in sampled.items() if n in rates and e.relative_norm < math.inf]
+    if not known:
+        return math.inf
+    base = math.sqrt(sum(exposure.base_square for exposure, _ in known) / len(known))
+    widths = (math.prod(each.tensor.shape[1:] or each.tensor.shape) for each in dropped)
+    sizes = (each.largest_delta * relative_error(each.drop_rates[1]) for each in dropped)
+    single = max(size / math.sqrt(width) for size, width in zip(sizes, widths, strict=True))
+    return max(combined_error(known), single / base)
+
+
+def _reason_and_remedy(dropped: Sequence[MergedTensor], *, is_too_large: bool) -> tuple[str, str]:
     """Say why that matters and what to do, where changes are dropped at random."""
-    if not gambled:
+    if not dropped:
         return "", ""
     reason = "DARE works best where changes are small"
     if is_too_large:
-        elements = sum(each.tensor.elements for each in gambled)
-        asked = sum(each.drop_rates[1] * each.tensor.elements for each in gambled) / elements
+        elements = sum(each.tensor.elements for each in dropped)
+        asked = sum(each.drop_rates[1] * each.tensor.elements for each in dropped) / elements
         reason = (
             f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
             "of them at random: the predicted error of the layers' outputs is above the bound of "
@@ -463,7 +506,7 @@ def _reason_and_remedy(gambled: Sequence[MergedTensor], *, is_too_large: bool) -
         )
     names = dict.fromkeys(
         stage.name
-        for each in gambled
+        for each in dropped
         for stage, draw in zip(each.tensor.stages, each.tensor.draws_of(each.model), strict=False)
         if draw is not None
     )
@@ -503,7 +546,8 @@ class SampledMatrix:
         total, of_base = float(squares.sum()), _sum_of_squares(self.base)
         ratio = math.sqrt(total / of_base) if of_base else math.inf
         concentration = self.delta.size * _sum_of_squares(squares) / total**2 if total else 0.0
-        return Exposure.of(self.tensor.elements, self.tensor.shape, ratio, concentration)
+        exposure = Exposure.of(self.tensor.elements, self.tensor.shape, ratio, concentration)
+        return replace(exposure, base_square=of_base / self.base.size)
 
 
 @dataclass(frozen=True)
@@ -545,8 +589,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             not_finite |= {tensor.name: tensor for tensor in broken}
         notices += find_copies(plan, contents)
         notices += _swapped_base(plan, deltas)
-    found = tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks)
-    return SampledModels(*found)
+    return SampledModels(tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks))
 
 
 def is_far_from_base(mean: float, ratio: float) -> bool:
@@ -614,8 +657,8 @@ def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> I
     mean = sum(float(np.abs(delta).sum(dtype=np.float64)) for delta in deltas) / size
     ratio = math.sqrt(sum(map(_sum_of_squares, deltas))) / base_norm
     products = (float((each.base * each.delta).sum(dtype=np.float64)) for each in sample)
-    if is_unrelated(ratio, 1 + sum(products) / base_norm**2):
-        yield notice("far_from_base", name, ratio=ratio)
+    if is_unrelated(ratio, held := 1 + sum(products) / base_norm**2):
+        yield notice("unrelated", name, ratio=ratio, base_share=held, left_out="")
     elif rate and is_far_from_base(mean, ratio):
         yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
@@ -681,9 +724,9 @@ def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
     largest = None
     with one_blas_thread():  # the matrices are small, and more threads take ten times as long
         for each in (each for each in sample if each.delta.any()):
-            info = source.tensors[each.tensor.name]
+            info, base = source.tensors[each.tensor.name], each.tensor.base.dtype.name
             is_exact = source.delta_of(info.name).is_change
-            rounding = 0.0 if is_exact else rounding_energy(each.base, info.dtype.name)
+            rounding = UNROUNDED if is_exact else find_rounding(each.base, base, info.dtype.name)
             is_finite = np.isfinite(each.delta).all() and np.isfinite(each.base).all()
             rank = find_low_rank(each.delta, rounding) if is_finite else None
             if rank is None:  # one is enough: no need to try the others

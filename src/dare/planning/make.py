@@ -6,6 +6,7 @@ How models' tensors fit the base's is found as facts, which plans and analyses m
 from __future__ import annotations
 
 import glob
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule, names_of
 from dare.stages import Settings, Stage
-from dare.stages.darex import suggest_q
+from dare.stages.darex import ROUNDING, suggest_q
 from dare.stages.registry import LATER_PARAMETERS
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo, show_shape
@@ -429,16 +430,20 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     drops = any("drop_rate" in stage.parameters for stage, _ in recipe.all_stages)
     if drops and len(set(seeds)) < len(seeds):
         yield notice("equal_seeds", seeds=", ".join(map(str, seeds)))
-    balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     rates = _values(recipe, "drop_rate") | {recipe.embedding_drop_rate or 0.0}
+    q, excess = (max(_values(recipe, name) - {None}, default=0.0) for name in ("q", "epsilon"))
+    bound = min(_values(recipe, "max_variance") - {None}, default=math.inf)
     for rate in sorted(rates):
-        if rate > LIMIT.highest_rate and not balanced:
+        divisor = max(q, 1 - rate + excess, math.sqrt(rate * (1 - rate) / bound))
+        if rate > LIMIT.highest_rate and divisor <= (1 - rate) * (1 + ROUNDING):  # plain DARE
             is_default = any(own.get("drop_rate") == rate for _, own in recipe.chain)
             stages = [stage.name for stage, _ in recipe.chain]
-            q = suggest_q(rate, stages, len(recipe.models), is_default=is_default)
-            yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=q)
+            better = suggest_q(rate, stages, len(recipe.models), is_default=is_default)
+            yield notice("high_drop_rate", rate=rate, variance=rate / (1 - rate), q=better)
     if drops and False in _values(recipe, "rescale"):
-        yield notice("no_rescale")
+        yield notice("no_rescale", setting="rescale = false")
+    if q == 1 and any(rates):
+        yield notice("no_rescale", setting="q = 1")
 
 
 def rate_notes(recipe: Recipe) -> Iterator[Notice]:

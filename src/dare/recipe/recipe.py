@@ -632,9 +632,13 @@ class Recipe(Strict, init=False):
         return write_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
-        """Return the recipe as plain tables, as people write it, without defaults."""
+        """Return the recipe as plain tables, as people write it, without defaults.
+
+        A given threshold stays, whatever its value: to give it means something.
+        """
         inner = {"merges", "layers"}
         plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True, exclude=inner)
+        plain |= {"delta_threshold": self.delta_threshold} if self.has_given_threshold else {}
         plain["models"] = [e["file"] if set(e) == {"file"} else flat(e) for e in plain["models"]]
         lists = {
             "tensors": [flat(rule) for rule in plain.pop("tensors", [])],
@@ -715,7 +719,8 @@ class Request:
 
         Bytes of outputs depend on it, so it stays as it is.
         """
-        tables = self.to_tables()
+        usual = "delta_threshold", Recipe.model_fields["delta_threshold"].default
+        tables = dict(item for item in self.to_tables().items() if item != usual)
         files = {others[0]: tables.pop(own) for own, others in OTHER_NAMES.items() if own in tables}
         later = {*self.recipe.stages, "tensors", "layers", "merges"}
         fields = {key: value for key, value in tables.items() if key not in later}

@@ -111,9 +111,9 @@ def balanced_q(drop_rate: float, models: int = 1) -> float:
 
 def suggest_q(rate: float, stages: Sequence[str], models: int, *, is_default: bool) -> str:
     """Return the q to use at a drop rate, the chain's default or another, and how to set it."""
-    if not {"dare", "darex"} & set(stages):
+    if not {"dare", "darex", "della"} & set(stages):
         return "the stage darex divides by a larger q, or bounds the variance"
-    method = "+".join("darex" if name == "dare" else name for name in stages)
+    method = "+".join("darex" if name in ("dare", "della") else name for name in stages)
     q = balanced_q(rate, models)
     left = (1 - rate) / q
     way = f'set method = "{method}", and q = {q:g} beside this rate'

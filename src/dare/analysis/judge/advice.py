@@ -51,7 +51,7 @@ def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
 ANY = (0.0, math.inf)
 OUTCOMES = _table(TEXTS["outcomes"], scale=1.0, models=None, cosine=-math.inf, change=math.inf)
 GUIDELINES = _table(TEXTS["others"]["guidelines"], parameters=ANY, steps=ANY, is_lora=False)
-METHODS = _table(TEXTS["others"]["habits"], relation="diverse")
+METHODS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
 ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
@@ -211,18 +211,20 @@ def _short(value: float) -> str:
 
 
 def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps: int | None) -> str:
-    """Return what others recommend for such models."""
+    """Return what others recommend for such models, or that there is no evidence."""
     count, is_lora = len(models), all(model.origin is Origin.LORA for model in models)
     relation = "lora" if is_lora and count > 1 else "diverse"
-    if count == 2 and cosine >= ALIKE:
-        relation = "alike"
+    relation = "alike" if count == 2 and cosine >= ALIKE else relation
     said = [
         f"{habit.method} for {habit.applies_to}"
         for habit in METHODS
-        if habit.relation == relation and habit.models[0] <= count <= habit.models[1]
+        if habit.relation in (relation, "any") and habit.models[0] <= count <= habit.models[1]
+        if habit.parameters[0] <= parameters <= habit.parameters[1]
     ]
     rows = find_guidelines(is_lora, parameters, steps)
     said += [f"drop rates of {r.lowest} to {r.highest} for {r.applies_to}" for r in rows]
+    if not rows:
+        said += [TEXTS["others"]["unknown"].format(_short(parameters), steps or "any number of")]
     return ", ".join(said)
 
 

@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dare.analysis.results import Kind, ModelAnalysis, Statistics
-from dare.checks.sample import Exposure, combined_error
+from dare.analysis.results import Kind, ModelAnalysis, Statistics, ratio
+from dare.checks.sample import Exposure, combined_error, relative_error
 from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
@@ -44,18 +44,9 @@ class Prediction:
 def predict(statistics: Statistics, drop_rate: float) -> Prediction:
     """Predict the effect of dropping on a delta with these statistics."""
     p = check_drop_rate(drop_rate)
-    error, size = relative_error(p), statistics.relative_norm
+    error, size = relative_error(p), ratio(statistics.norm, statistics.base_norm)
     output_error = error * size if error and size else 0.0
     return Prediction(p, error, output_error, p / (1 - p) * mean_square(statistics))
-
-
-def relative_error(drop_rate: float) -> float:
-    """Return √(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
-
-    >>> relative_error(0.5), round(relative_error(0.9), 9)
-    (1.0, 3.0)
-    """
-    return math.sqrt(drop_rate / (1 - drop_rate))
 
 
 def mean_square(statistics: Statistics) -> float:
@@ -74,9 +65,17 @@ def exposures_of(model: ModelAnalysis) -> list[Exposure]:
 
 
 def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
-    """Return a tensor's exposure, without outliers."""
-    concentration = statistics.inliers.concentration
-    return Exposure.of(statistics.elements, shape, statistics.relative_norm, concentration)
+    """Return a tensor's exposure, with its outliers.
+
+    Their share of the error is a sum of squares like that of the others. An outlier is in one row
+    alone, and of their fourth powers no more is known than Σδ⁴ ≤ max δ²·Σδ².
+    """
+    known, whole = statistics.inliers, statistics.norm or 1.0
+    inside = min((known.norm / whole) ** 2, 1.0)
+    rows = shape[0] or 1 if len(shape) > 1 else 1  # without outliers, `inside` is 1
+    outer = statistics.elements / rows * (statistics.largest / whole) ** 2 * (1 - inside)
+    size = ratio(statistics.norm, statistics.base_norm)
+    return Exposure.of(statistics.elements, shape, size, known.concentration * inside**2 + outer)
 
 
 def tolerated_drop_rate(

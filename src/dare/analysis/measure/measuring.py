@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
-from dare.checks.sample import BIN_SHIFT, BINS, NONE, Magnitudes, rounding_energy, top_bin
+from dare.checks.sample import BIN_SHIFT, BINS, NONE, UNROUNDED, Magnitudes, find_rounding, top_bin
 from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
@@ -389,11 +389,12 @@ class Worker:
     def _spectrum(self, step: MeasureSpectrum) -> Spectrum | None:
         source, name = self._models[step.model], step.subject.name
         delta = self._read_window(source, step)
-        rounding = 0.0
+        rounding = UNROUNDED
         if not source.delta_of(name).is_change:
             base = self._read_window(self._base, step)
             delta -= base
-            rounding = rounding_energy(base, source.tensors[name].dtype.name)
+            types = (each.tensors[name].dtype.name for each in (self._base, source))
+            rounding = find_rounding(base, *types)
         delta[~np.isfinite(delta)] = 0
         return tallies.spectrum_of(delta, rounding)
 

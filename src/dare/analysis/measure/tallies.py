@@ -26,14 +26,18 @@ from dare.checks.sample import (
     BIN_SHIFT,
     BINS,
     OCTAVE,
+    UNROUNDED,
     Magnitudes,
+    Rounding,
     bin_edge,
+    find_low_rank,
     find_outliers,
     low_rank_of,
     outlier_bin,
     singular_values,
     spread,
     top_bin,
+    without_lines,
     without_spikes,
 )
 
@@ -265,7 +269,7 @@ def bytes_of(shape: Sequence[int]) -> int:
     return 20 * short * long + 4 * 8 * short * short
 
 
-def spectrum_of(delta: NDArray[np.float32], rounding: float = 0.0) -> Spectrum | None:
+def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> Spectrum | None:
     """The singular values of a finite matrix; None for one that is zero.
 
     `rounding` is the energy that may have come into it when it was stored.
@@ -274,14 +278,15 @@ def spectrum_of(delta: NDArray[np.float32], rounding: float = 0.0) -> Spectrum |
     >>> example.values, round(example.stable_rank, 6), example.rank_99
     ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
     """
-    delta, missed = without_spikes(delta)
-    values = singular_values(delta)
+    clean, missed = without_spikes(delta)
+    values = singular_values(clean)
     energies = np.square(values)
     total = float(energies.sum())
     if total == 0:
         return None
     short = values.size
     edge, outliers = find_outliers(values, max(delta.shape), missed)
+    rank, rest = low_rank_of(values, outliers, rounding), without_lines(delta, rounding)
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
     ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
@@ -297,5 +302,5 @@ def spectrum_of(delta: NDArray[np.float32], rounding: float = 0.0) -> Spectrum |
         bulk_edge=edge,
         outliers=outliers,
         outlier_share=float(energies[:outliers].sum()) / total,
-        low_rank=low_rank_of(values, outliers, rounding),
+        low_rank=rank if rest is delta else find_low_rank(rest, rounding),
     )
