@@ -506,6 +506,13 @@ def _exceptions(kind: type[DareError], before: str) -> Iterable[tuple[str, str]]
         yield from _exceptions(other, stem + ("└── " if other is below[-1] else "├── "))
 
 
+def versions() -> str:
+    """The versions that tests were run with, listed by the runs: `pytest --record` in tests."""
+    runs = json.loads((ROOT / "docs/versions-run.json").read_text("utf-8"))
+    head = ("Python", "machine", "NumPy", "Numba", "safetensors", "torch", "tests", "passed")
+    return _table(head, [[str(run[name.lower()]) or "–" for name in head] for run in runs])
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -539,6 +546,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "rules": rules,
     "stages": stage_table,
+    "versions": versions,
 }
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """What all tests share; its presence also lets them `import helpers`."""
 
+import json
 import os
+import platform
 import shutil
 import signal
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How long and from where on the attacks in tests/attack go."""
     parser.addoption("--attack-size", type=int, default=1, help="times the short run's attacks")
     parser.addoption("--attack-seed", type=int, default=0, help="which attacks they are")
+    parser.addoption("--record", type=Path, help="list the versions in this file if all passes")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Say with which versions the tests were run; --record docs/versions-run.json lists them."""
+    found = {dist.metadata["Name"].lower(): dist.version for dist in distributions()}
+    run = {"python": platform.python_version(), "machine": platform.machine()}
+    run |= {name: found.get(name, "") for name in ("numpy", "numba", "safetensors", "torch")}
+    terminalreporter.write_line(
+        " ".join(f"{name} {version or '–'}" for name, version in run.items())
+    )
+    path = config.getoption("--record")
+    if path is not None and exitstatus == 0:
+        runs = json.loads(path.read_text("utf-8")) if path.exists() else []
+        runs = [other for other in runs if {name: other[name] for name in run} != run]
+        tests = " ".join(config.args) + (
+            f" -k {config.option.keyword!r}" * bool(config.option.keyword)
+        )
+        passed = len(terminalreporter.stats.get("passed", ()))
+        runs.append({**run, "tests": tests, "passed": passed})
+        runs.sort(key=lambda one: [int(part) for part in one["python"].split(".")])
+        path.write_text(json.dumps(runs, indent=2) + "\n", "utf-8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -191,6 +191,14 @@ def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType)
     assert written == known
 
 
+def test_the_versions_that_were_run_are_those_that_runs_have_listed(generate: ModuleType) -> None:
+    runs = json.loads((ROOT / "docs/versions-run.json").read_text("utf-8"))
+    assert all(run["passed"] > 0 and run["tests"] for run in runs)
+    listed = generate.versions().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in listed] == [f"| {run['python']}" for run in runs]
+    assert "<!-- generated: versions -->" in page("platforms.md")
+
+
 def test_every_notice_is_explained(generate: ModuleType) -> None:
     sections = re.findall(r"^### (.*)$", generate.notices(), re.M)
     assert sections == list(catalogue())
