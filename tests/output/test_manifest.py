@@ -225,6 +225,10 @@ def reseal(output: Path, edit, table: str = "recipe") -> None:
 BAIT = "http://127.0.0.1:9/bait"
 
 
+def with_inner(**merge):
+    return lambda r: [r.update(merges={"m": merge}), r["models"]["merge_files"].append("m")]
+
+
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
@@ -245,9 +249,9 @@ BAIT = "http://127.0.0.1:9/bait"
         (lambda r: r["models"].update(base_file="/etc/hosts"), "hosts.*--base"),
         (lambda r: r["models"].update(base_file="~/bait"), "bait.*--base"),
         (lambda r: r["models"]["merge_files"].append({"recipe": "/etc/hosts"}), "recipe"),
-        (lambda r: r.update(merges={"m": {"base": BAIT, "models": ["a"]}}), "bait"),
-        (lambda r: r.update(merges={"m": {"base": "a", "allow_pickle": True}}), "allow_pickle"),
-        (lambda r: r.update(merges={"m": {"base": "a", "cluster": "auto"}}), "cluster"),
+        (with_inner(base=BAIT, models=["a"]), "bait"),
+        (with_inner(base="a", models=["a"], allow_pickle=True), "allow_pickle"),
+        (with_inner(base="a", models=["a"], cluster="auto"), "cluster"),
     ],
 )
 def test_what_no_manifest_records_is_refused_by_name(tmp_path, edit, named):

@@ -345,7 +345,7 @@ def test_a_directory_not_made_by_dare_is_not_replaced(tmp_path):
 def test_a_file_is_not_replaced_by_a_directory_nor_a_directory_by_a_file(tmp_path):
     (tmp_path / "out").write_bytes(b"")
     (tmp_path / "out.safetensors").mkdir()
-    with pytest.raises(OutputError, match="out: is a file"):
+    with pytest.raises(OutputError, match="out: is no directory"):
         check(tmp_path / "out")
     with pytest.raises(OutputError, match=r"out.safetensors: is a directory"):
         check(tmp_path / "out.safetensors")

@@ -78,7 +78,6 @@ def test_a_plan_for_seventy_billion_parameters_takes_seconds_and_little_memory(t
     assert plan["bytes_written"] == 141_107_412_992
     assert plan["bytes_read"] == 4 * plan["bytes_written"]
     assert plan["peak_memory_bytes"] < 400_000_000
-    assert 0 < plan["seconds"]["low"] < plan["seconds"]["high"]
     seconds, peak_bytes = map(float, done.stderr.splitlines()[-1].split())
     assert seconds < SECONDS
     assert peak_bytes < BYTES
