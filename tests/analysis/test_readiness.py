@@ -338,12 +338,12 @@ def test_a_delta_computed_from_an_adapter_is_not_rounded():
 # ---------------------------------------------------------------- shapes
 
 
-def test_an_outlier_is_named_and_changes_nothing_else():
+def test_an_outlier_is_named_and_changes_nothing_but_how_much_may_be_dropped():
     tuned = {name: value.copy() for name, value in ONE.items()}
     tuned["layers.0.mlp.up_proj.weight"][3, 4] += 5.0
     seen = analysis(ROOT, {"m": tuned})
     only = finding(seen, "outliers")
-    assert found(seen) == {"outliers"}
+    assert found(seen) == {"outliers", "large_change"}
     assert only.figures["outliers"] == 1
     assert only.figures["share"] == pytest.approx(1, abs=0.01)
     expected = body_of(analysis(ROOT, {"m": ONE}).models[0]).ratio
