@@ -59,7 +59,7 @@ class _LockFile:
         os.close(self.descriptor)
 
 
-_open_files: dict[tuple[int, int], _LockFile] = {}  # by device and inode
+_open_files: dict[Path, _LockFile] = {}
 _opening = threading.Lock()
 
 
@@ -106,27 +106,17 @@ class Presence:
             self._file.marks.remove(self.mark)
             system.unlock_byte(self._file.descriptor, self.mark)
             if not self._file.marks:
-                _open_files.pop(_identity(os.fstat(self._file.descriptor)), None)
-                self._file.close()
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+                _open_files.pop(self._file.path).close()
 
 
 def _open_lock_file(path: Path, mark: int) -> _LockFile:
     """Open a file, or find it among those that are open, and lock the byte of a mark in it."""
+    flags = os.O_RDWR | os.O_CREAT | system.NO_LINKS
     while True:
-        file = None
-        with contextlib.suppress(FileNotFoundError):
-            file = _open_files.get(_identity(path.stat()))
-        if file is None:
-            flags = os.O_RDWR | os.O_CREAT | system.NO_LINKS
-            file = _LockFile(path, os.open(path, flags, 0o666))
+        file = _open_files.get(path) or _LockFile(path, os.open(path, flags, 0o666))
         system.lock_byte(file.descriptor, mark, wait=True)
-        status = os.fstat(file.descriptor)
-        if status.st_nlink:
-            return _open_files.setdefault(_identity(status), file)
+        if file.marks or os.fstat(file.descriptor).st_nlink:
+            return _open_files.setdefault(path, file)
         os.close(file.descriptor)  # somebody has just removed it
 
 

@@ -487,8 +487,7 @@ def _lacks_credentials(path: Address, error: Exception, number: str) -> bool:
     """Tell whether nobody has given credentials, without which the store does not answer."""
     if type(error).__module__.startswith("botocore") or _METADATA.search(str(error)):
         return True
-    is_refused = number in ("400", "401", "403", "412") and "AWS_SKIP_SIGNATURE" not in os.environ
-    return is_refused and locate(path)[0].config.get("skip_signature") == "true"
+    return number in ("400", "401", "403", "412") and "skip_signature" in locate(path)[0].config
 
 
 def _reason(text: str, answer: str) -> str:

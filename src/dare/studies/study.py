@@ -165,10 +165,8 @@ class Study:
         if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
         found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
-        owners = {*(self.note(WORKERS) or ())}
-        owners |= {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
         is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
-        return not is_scored and not any(map(self._presence.is_alive, owners))
+        return not is_scored and not any(map(self._presence.is_alive, self.note(WORKERS) or ()))
 
     def _changes(self, charter: Charter) -> Iterator[str]:
         """Yield each setting that was another one when the study began, with both values."""
