@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tracemalloc
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -231,6 +232,22 @@ def test_threads_do_not_change_a_figure(large, three, monkeypatch):
     assert timeless(analyze_arrays(base, models, threads=3, spectra="none")) == timeless(found)
     monkeypatch.setattr(measuring, "TOGETHER", 1)
     assert timeless(analyze_arrays(base, models, spectra="none")) == timeless(found)
+    monkeypatch.setattr(measuring, "CHUNKS_HELD", 1)  # as if there were many models
+    monkeypatch.setattr(measuring, "MODELS_HELD", 1)
+    again = analyze_arrays(base, models, spectra="none")
+    assert again.bytes_read == 2 * found.bytes_read
+    assert timeless(dataclasses.replace(again, bytes_read=found.bytes_read)) == timeless(found)
+
+
+def test_sixteen_models_take_no_more_memory_than_eight(large):
+    base, models, _ = large
+    peaks = []
+    for count in (4, 8):
+        tracemalloc.start()
+        analyze_arrays(base, models * count, threads=1, spectra="none")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]  # it was 1.9 times as much
 
 
 def test_the_top_of_equal_models_is_the_same(large):

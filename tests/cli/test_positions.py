@@ -95,6 +95,7 @@ def test_two_paths_are_the_two_models_of_an_interpolation(command, method, folde
     command, how = (command,), (*TO, "--method", method)
     by_flags = asked_recipe(*command, "--base", PAIR[0], "--merge", *PAIR, *how)
     assert asked_recipe(*command, *PAIR, *how) == by_flags
+    assert asked_recipe(*command, "--models", *PAIR, *how) == by_flags
     three = asked_recipe(*command, *TWO, *how)
     assert asked_recipe(*command, *THREE, *how) == three, "the first of three is the base"
 
@@ -167,9 +168,10 @@ def test_the_ends_of_the_arc_are_the_models_themselves(t, kind, folder):
     assert merged[-whole:] == end[-whole:]
 
 
-def test_python_takes_the_base_among_the_models_too(folder):
+@pytest.mark.parametrize("base", [PAIR[0], None])
+def test_python_takes_the_base_among_the_models_too(base, folder):
     settings = {"method": "nuslerp", "weight": [0.3, 0.7], "verbose": False}
-    merge(base=PAIR[0], models=list(PAIR), output="by-python.safetensors", **settings)
+    merge(base=base, models=list(PAIR), output="by-python.safetensors", **settings)
     line = (*PAIR, "--method", "nuslerp", "--weight", "0.3", "0.7", "--quiet")
     dare_succeeds(*line, "-o", "by-place.safetensors")
     assert sha256(Path("by-python.safetensors")) == sha256(Path("by-place.safetensors"))

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dare import Request, merge, plan
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
-from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, looks_like, open_adapter
+from dare.inputs.lora import CONFIG_NAME, PICKLE_NAME, WEIGHTS_NAME, looks_like, open_adapter
 from dare.kernels import native, reference
 from helpers import read_elements
 
@@ -26,7 +26,10 @@ with warnings.catch_warnings():
 
 def write_adapter(folder, tensors, **config):
     folder.mkdir(parents=True, exist_ok=True)
+    ranks = {name.rpartition(".lora_")[0]: len(v) for name, v in tensors.items() if "_A" in name}
     given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    if config.keys().isdisjoint(("r", "rank_pattern")):
+        given["rank_pattern"] = ranks
     (folder / CONFIG_NAME).write_text(json.dumps(given))
     save_file(
         {f"base_model.model.{name}": value for name, value in tensors.items()},
@@ -192,7 +195,13 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
             "which changes the weights of the base too; merge it with",
         ),
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
-        ({"lora_alpha": "much"}, "much"),
+        ({"lora_alpha": "4"}, "'4' is text"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "'4' is text"),
+        ({"r": "2"}, "'2' is text"),
+        ({"r": None}, "not valid"),
+        ({"r": 0}, "m.q_proj has 2 rows, and its rank here is 0; set r"),
+        ({"r": 4}, "m.q_proj has 2 rows, and its rank here is 4; set r"),
+        ({"r": 2, "rank_pattern": {"q_proj": 1}}, "its rank here is 1; set r and rank_pattern"),
         ({"alpha_pattern": [1]}, "not valid"),
         ({"alpha_pattern": {"q(": 1}}, r"'q\(': not a regular expression: missing \)"),
         ({"alpha_pattern": {r"(q+)*": 1}}, r"name the modules"),
@@ -201,6 +210,17 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
 def test_what_is_not_plain_lora_is_refused_with_the_reason(tmp_path, config, message):
     with pytest.raises(InputError, match=message):
         open_adapter(write_adapter(tmp_path, PAIR, **config))
+
+
+def test_pickled_factors_are_read_if_the_user_allows_it(tmp_path):
+    expected = read_all(open_adapter(write_adapter(tmp_path, PAIR)), "m.q_proj.weight")
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    torch.save({k: torch.from_numpy(v) for k, v in stored.items()}, tmp_path / PICKLE_NAME)
+    (tmp_path / WEIGHTS_NAME).unlink()
+    with pytest.raises(InputError, match=r"--allow-pickle"):
+        open_adapter(tmp_path)
+    source = open_adapter(tmp_path, allow_pickle=True)
+    assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
 
 
 def test_damaged_adapters_are_refused(tmp_path):

@@ -18,7 +18,10 @@ PREFIX = "base_model.model."
 
 def write_adapter(folder: Path, tensors: Mapping[str, np.ndarray], **config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    ranks = {name.rpartition(".lora_")[0]: len(v) for name, v in tensors.items() if "_A" in name}
     given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    if config.keys().isdisjoint(("r", "rank_pattern")):
+        given["rank_pattern"] = ranks
     (folder / CONFIG_NAME).write_text(json.dumps(given))
     save_file({PREFIX + name: value for name, value in tensors.items()}, folder / WEIGHTS_NAME)
     return folder

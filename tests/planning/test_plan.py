@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -362,6 +363,25 @@ def test_chunks_are_read_together_if_half_of_the_memory_allows_it():
     need = plan_of(BASE, BASE, threads=2).cost.workspace_bytes
     assert (at_once(4 * need), at_once(4 * need - 1)) == (4, 2)
     assert at_once(4 * need, threads=8) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "is_bounded"),
+    [("karcher", True), ("model_stock", True), ("trim+dare+multislerp", False)],
+)
+def test_a_merge_of_many_models_keeps_to_its_memory(method, is_bounded):
+    """Surveys of pairs held the values of all models, and those of the chunk before."""
+    values = np.random.default_rng(1).standard_normal((13, 2 * CHUNK), np.float32)
+    tensors = [{"w": row} for row in values.astype(np.float16)]
+    settings = {"method": method, "threads": 1, "verbose": False}
+    few, least = (plan_of(*tensors[:n], **settings).cost.least_memory for n in (7, 13))
+    assert (least - few == 6 * 2 * CHUNK) == is_bounded  # what is read, and nothing else
+    merge_arrays({"w": np.ones(9)}, [{"w": np.arange(9.0)}] * 2, **settings)  # compiles and imports
+    tracemalloc.start()
+    merge_arrays(tensors[0], tensors[1:], max_memory=least, **settings)
+    peak = tracemalloc.get_traced_memory()[1] - tensors[0]["w"].nbytes
+    tracemalloc.stop()
+    assert peak <= least
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32])

@@ -40,11 +40,12 @@ from dare.errors import DareWarning, InputError, RecipeError, VerificationError,
 from dare.output.receipt import find_manifest
 from dare.planning.plan import Plan
 from dare.planning.slices import Slice
+from dare.recipe.document import interpolates
 from dare.recipe.recipe import Request
 from dare.run.engine import run
 from dare.run.merging import Merge, run_slice
-from dare.stages import ALIASES, STAGES, parse_method
-from dare.stages.registry import catalogue, combine_of, explain
+from dare.stages import ALIASES, STAGES
+from dare.stages.registry import catalogue, explain
 from dare.stores.locations import to_path
 from dare.tensors.files import is_there
 
@@ -182,16 +183,9 @@ def _by_position(
     if len(paths) == 1:
         remedy = "name at least one model after the base, or give all of them by flags"
         raise UsageError(f"{paths[0]} is neither a recipe nor the output of a merge; {remedy}")
-    models = paths if len(paths) == 2 and _interpolates(flags.get("method")) else paths[1:]
-    return None, {**flags, "base": paths[0], "models": list(models)}
-
-
-def _interpolates(method: str | None) -> bool:
-    """Tell if a method goes from model to model, so that two paths are its two models."""
-    try:
-        return method is not None and combine_of(parse_method(method)).interpolates is not None
-    except RecipeError:  # which is said when the recipe is made
-        return False
+    if len(paths) == 2 and interpolates(flags):
+        return None, {**flags, "models": list(paths)}
+    return None, {**flags, "base": paths[0], "models": list(paths[1:])}
 
 
 def _may_be_recipe(path: Path) -> bool:

@@ -26,7 +26,7 @@ from dare.documents.shown import Shown
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import exact_text
 from dare.errors import DareWarning, RecipeError
-from dare.recipe.document import naming, overlaid, parameter_names, read_value
+from dare.recipe.document import interpolates, naming, overlaid, parameter_names, read_value
 from dare.recipe.entries import FLAGS
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
@@ -231,7 +231,8 @@ def recipe_from_flags(
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
     if config is None and start is None:
-        missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
+        needed = ("models",) if interpolates(given) else ("base", "models")
+        missing = [FLAGS[name][0] for name in needed if name not in given]
         if missing:
             remedy = "give --base, --models and --output, or a recipe with --config"
             raise UsageError(f"{' and '.join(missing)} missing: {remedy}")

@@ -64,6 +64,7 @@ def merge(
     dtype: Type = "F32",
     threads: Annotated[int | None, Parameter(group=RESOURCES)] = None,
     max_memory: Annotated[str | None, Parameter(group=RESOURCES)] = None,
+    allow_pickle: Annotated[bool, Parameter(negative="")] = False,
     stage: StageFiles = None,
     dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
@@ -78,6 +79,7 @@ def merge(
     :param seed: Adapter i uses seed + i.
     :param scale: Factor λ on the merged change.
     :param max_memory: Memory for buffers and factors.
+    :param allow_pickle: Also read adapter_model.bin, weights only.
     :param dry_run: Show the plan, but do not merge.
     """
     return {name: read_flag(name, value) for name, value in flags.items()}

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
+from dare.inputs import torch_bin
 from dare.inputs.adapted import Magnitudes, TrainedRows
 from dare.inputs.products import Product
 from dare.inputs.sources import (
@@ -45,6 +46,9 @@ from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, admit, parse_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+
+PEFT_RANK = 8  # where a configuration does not say
 
 F32 = STORAGE_TYPES["F32"]
 
@@ -138,7 +142,7 @@ class Adapter:
     fan_in_fan_out: bool
     base_name: str | None
     ensure_weight_tying: bool = False  # True if a tied tensor has one adapter under all its names
-    rank: float = 0
+    rank: float | None = None  # None if every rank is that of the factors
     rank_pattern: Mapping[ModulePattern, float] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
     use_dora: bool = False
@@ -151,11 +155,13 @@ class Adapter:
         alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def count_experts(self, parameter: str, rows: int) -> int:
-        """Return the number of experts that a parameter's lora_A with so many rows is for."""
-        rank = _matching("rank_pattern", self.rank_pattern, parameter, self.rank)
-        if not rank >= 1 or rows % rank:
-            raise InputError(f"{CONFIG_NAME}: lora_A of {parameter} has {rows} rows; r is {rank}")
+    def count_experts(self, name: str, rows: int, *, is_parameter: bool) -> int:
+        """Return the number of experts that a lora_A with so many rows is for; 1 for a module."""
+        usual = rows if self.rank is None else self.rank
+        rank = _matching("rank_pattern", self.rank_pattern, name, usual)
+        if not rank >= 1 or (rows % rank if is_parameter else rows != rank):
+            what = f"lora_A of {name} has {rows} rows, and its rank here is {rank:g}"
+            raise InputError(f"{CONFIG_NAME}: {what}; set r and rank_pattern as it was trained")
         return int(rows // rank)
 
 
@@ -299,6 +305,7 @@ class LoraSource(SourceView):
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         down, up = self._factors(module, pair)
+        self.adapter.count_experts(module, down.shape[0], is_parameter=False)
         scale = self.adapter.scaling(module, down.shape[0])
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
@@ -317,7 +324,7 @@ class LoraSource(SourceView):
     def _add_parameter(self, name: str, pair: Mapping[str, str]) -> None:
         """Take in the LoRA of a parameter: a matrix, or one for each of several experts."""
         down, up = self._factors(name, pair)
-        experts = self.adapter.count_experts(name, down.shape[0])
+        experts = self.adapter.count_experts(name, down.shape[0], is_parameter=True)
         scale = self.adapter.scaling(name, down.shape[0] // experts)
         known = self._base_tensors[name].shape if name in self._base_tensors else ()
         sides = up.shape[0], math.prod(down.shape[1:])
@@ -474,31 +481,45 @@ def looks_like(path: Path) -> bool:
 def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
     path, base = opening.path, opening.base
-    adapter, weights = check_folder(path)
+    adapter, weights = check_folder(opening)
     if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
         raise InputError(f"{path}: cannot be read without its base; {MERGE_INTO_BASE}")
-    stored: Source = FileSource(weights, opening.most_ahead_bytes)
+    stored = _open_weights(opening, weights)
     if adapter.initial is not None:
-        first = FileSource(adapter.initial / WEIGHTS_NAME, opening.most_ahead_bytes)
+        _, initial = check_folder(replace(opening, path=adapter.initial))
+        first = _open_weights(opening, initial)
         homes: dict[str, tuple[Source, str]] = {key: (stored, key) for key in stored.tensors}
         stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
     kind = (opening.base_config or {}).get("model_type")
     return LoraSource(path, adapter, stored, model_type=kind, base=base)
 
 
-def check_folder(path: Path) -> tuple[Adapter, Path]:
+def check_folder(opening: Opening) -> tuple[Adapter, Path]:
     """Return an adapter's settings and its file of weights; refuse a folder that lacks either."""
-    adapter, weights = read_config(path), path / WEIGHTS_NAME
-    if not weights.exists():
+    path, names = opening.path, (WEIGHTS_NAME, PICKLE_NAME)
+    adapter, weights = read_config(path), [path / name for name in names if (path / name).exists()]
+    if not weights:
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
-    return adapter, weights
+    if weights[0].name == PICKLE_NAME:
+        torch_bin.check_allowed(opening)
+    return adapter, weights[0]
+
+
+def _open_weights(opening: Opening, weights: Path) -> Source:
+    if weights.name == PICKLE_NAME:
+        return torch_bin.TorchSource(weights)
+    return FileSource(weights, opening.most_ahead_bytes)
 
 
 def open_adapter(
-    path: Path, base_config: Mapping[str, Any] | None = None, base: Source | None = None
+    path: Path,
+    base_config: Mapping[str, Any] | None = None,
+    base: Source | None = None,
+    *,
+    allow_pickle: bool = False,
 ) -> LoraSource:
     """Read an adapter's configuration and header; `base_config` is its base's config.json."""
-    return open_form(Opening(path, base=base, base_config=base_config))
+    return open_form(Opening(path, allow_pickle, base, base_config))
 
 
 def bind_base(model: Source) -> None:
@@ -531,7 +552,7 @@ def parse_config(config: Any, file: Path) -> Adapter:
             alpha=finite(config["lora_alpha"]),
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
             base_name=name if isinstance(name, str) else None,
-            rank=finite(config.get("r") or 0),
+            rank=finite(config.get("r", PEFT_RANK)),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
@@ -570,6 +591,8 @@ def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
 
 def finite(value: Any) -> float:
     """Return a number that float32 can hold; ValueError if it is none."""
+    if isinstance(value, str):
+        raise TypeError(f"{value!a:.80} is text; write a number")
     number = float(value)
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")

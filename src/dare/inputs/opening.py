@@ -294,7 +294,7 @@ def _check_local(paths: Sequence[Path], allow_pickle: bool) -> None:
         if (form := form_of(opening)) == "lora":
             from dare.inputs.lora import check_folder
 
-            check_folder(path)
+            check_folder(opening)
         elif form not in NEED_BASE:
             _open(opening)
 

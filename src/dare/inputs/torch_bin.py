@@ -127,11 +127,16 @@ class TorchSource(InputFiles):
 
 def open_form(opening: Opening) -> Source:
     """Open a pickle, if the user allows it."""
+    check_allowed(opening)
+    return read_quantised(TorchSource(opening.path), opening.config)
+
+
+def check_allowed(opening: Opening) -> None:
+    """Refuse a model whose weights are a pickle, unless the user allows it."""
     if not opening.allow_pickle:
         why = "stores its weights as a pickle, which can contain programs"
         how = "save it as safetensors, or set allow_pickle = true (--allow-pickle)"
         raise InputError(f"{opening.path}: {why}; {how}")
-    return read_quantised(TorchSource(opening.path), opening.config)
 
 
 def _read_edges(file_descriptor: int, file: Path) -> list[int]:

@@ -22,6 +22,8 @@ from dare.tensors.files import ALIGNMENT
 LANES_MULTIPLE = 8192
 # Distance between rows of sums: not a power of two, or they would share cache sets.
 ROW = LANES_MULTIPLE + 16
+STAGE_FLOATS = 8  # as an election's four sums and their balance, or four arrays of float64
+GROUP = 4  # models whose values a survey of pairs holds, beside those of one more
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,24 @@ class Device:
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
 
     def buffer_bytes(
-        self, chunks: int, models: int, *, width: int, is_fused: bool, has_deltas: bool
+        self,
+        chunks: int,
+        models: int,
+        *,
+        width: int,
+        is_fused: bool,
+        is_noted: bool,
+        has_deltas: bool,
     ) -> int:
         """Return the bytes of one worker's buffers; an element has `width` bytes, as it is stored.
 
-        What is fused needs no values of single models.
+        What is fused needs no values of single models, and what is noted down those of a group.
         """
         floats, lanes = 2, 2  # base and merged delta; a mask and one that keeps everything
-        if not is_fused:  # all values, an election's sums and their balance, zeros; what is left
-            floats += models + 4 + 1 + 1 + has_deltas
-            lanes += models
+        if not is_fused:  # values, a stage's own arrays, zeros; what is left, a stage's own flags
+            held = min(models, GROUP + 1) if is_noted else models
+            floats += held + STAGE_FLOATS + 1 + has_deltas
+            lanes += 2 * held
         stored, computed = (2 + models) * width, 4 * floats + lanes
         together = chunks if is_fused else 1
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT

@@ -184,6 +184,7 @@ def plan_adapters(
     dtype: str = "F32",
     threads: int | None = None,
     max_memory: int | str | None = None,
+    allow_pickle: bool = False,
     **parameters: Any,
 ) -> AdapterPlan:
     """Read configurations and headers and plan what `merge_adapters` would do.
@@ -204,11 +205,13 @@ def plan_adapters(
     given: dict[str, Any] = {"method": method, "stages": stages, "tensors": list(tensors)}
     given |= {"seed": seed, "scale": scale, "weight": weights, **parameters}
     given |= {"threads": threads, "max_memory": max_memory, "verbose": False}
+    given |= {"allow_pickle": allow_pickle}
     given = {name: value for name, value in given.items() if value is not None}
     request = overlaid({"base": "zeros", "models": list(adapters)}, given, "arguments")
     recipe = request.recipe
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
-    opened = open_adapters([entry.file for entry in recipe.models])
+    files = [entry.file for entry in recipe.models]
+    opened = open_adapters(files, allow_pickle=recipe.allow_pickle)
     check_inputs(recipe, ArraySource({}), opened, inputs_of_output)
     modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
     kind = weight_type(dtype)

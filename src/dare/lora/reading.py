@@ -126,12 +126,13 @@ class AdapterFile(LoraSource):
         return down.reshape(pair.experts, pair.rank, -1), ups
 
 
-def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
+def open_adapters(paths: Sequence[Path], *, allow_pickle: bool = False) -> tuple[AdapterFile, ...]:
     """Read configurations and headers; raise MismatchError if the adapters do not fit together."""
     for path in paths:
         if not lora.looks_like(path):
             raise InputError(f"{path}: has no {lora.CONFIG_NAME}; give a LoRA adapter's folder")
-    adapters = tuple(AdapterFile(lora.open_adapter(path)) for path in paths)
+    opened = (lora.open_adapter(path, allow_pickle=allow_pickle) for path in paths)
+    adapters = tuple(map(AdapterFile, opened))
     if problems := list(_find_problems(adapters)):
         head = [f"{len(problems)} things do not fit together:"] if len(problems) > 1 else []
         raise MismatchError(*head, *list_findings(problems))

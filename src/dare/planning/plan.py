@@ -30,6 +30,9 @@ from dare.stores.uploading import sending_bytes
 
 INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
 
+# The draws of a chain that a block can note down: a mask or none, then a band or none.
+ONE_MASK_ONE_BAND: tuple[list[int | None], ...] = ([], [0], [None], [0, None])
+
 TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 
@@ -128,6 +131,7 @@ class Cost:
             len(self.plan.models),
             width=self.widest,
             is_fused=self.is_fused,
+            is_noted=self.is_noted,
             has_deltas=self.plan.has_deltas,
         )
         return buffers + sum(source.cost.reading_bytes for source in self.plan.sources)
@@ -146,6 +150,15 @@ class Cost:
             and tensor.is_lazy
             and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
             for tensor in self.plan.merged()
+        )
+
+    @cached_property
+    def is_noted(self) -> bool:
+        """True if notes are all that stages leave, so that few models' values are kept at once."""
+        return all(
+            tensor.is_lazy and tensor.draws_of(model) in ONE_MASK_ONE_BAND
+            for tensor in self.plan.merged()
+            for model in tensor.models
         )
 
     @cached_property

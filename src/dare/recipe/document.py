@@ -88,6 +88,10 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
     given = dict(document)
     _check_places(given)
     _build_merges(given)
+    models = given.get("models")
+    if "base" not in given and models and isinstance(models, list | tuple) and interpolates(given):
+        first = models[0].get("file") if isinstance(models[0], Mapping) else models[0]
+        given["base"] = getattr(first, "file", first)
     given |= {"models": _models(given, shown)}
     if "tensors" in given:
         if not isinstance(given["tensors"], list | tuple):
@@ -109,6 +113,14 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
             known = [*STAGES["dare"].parameters, *LIFTED]
             raise RecipeError(f"[dare] {key}: not known{did_you_mean(key, known)}")
     return {**given, "stages": stages}
+
+
+def interpolates(document: Mapping[str, Any]) -> bool:
+    """Tell if a merge goes from model to model, so that the first can stand for the base."""
+    try:
+        return combine_of(parse_method(document["method"])).interpolates is not None
+    except (RecipeError, LookupError, AttributeError):  # which is said when the recipe is made
+        return False
 
 
 def _build_merges(given: dict[str, Any]) -> None:

@@ -231,7 +231,9 @@ class ArrayBackend(Backend):
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         def deltas() -> Iterator[Deltas]:
-            return map(self._deltas, read())
+            for chunk in read():
+                yield (found := self._deltas(chunk))
+                found.blocks = ()  # whoever still has it does not keep the values
 
         spare_bytes = self._plan.cost.spare_bytes
         return JointView(self._kernels, tensor.shape, spare_bytes, deltas, tensor.weights)

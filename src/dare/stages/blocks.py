@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Band, Operand, reference
+from dare.kernels import GROUP, Band, Operand, reference
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.mask import mask_key
 
@@ -77,6 +77,13 @@ class Block:
     def values(self) -> Floats:
         """The delta, to be changed in place, but for `factor`."""
         return self._carry_out() if self._values is None else self._values
+
+    def take(self) -> Floats:
+        """Return `values`, but keep them only if the notes cannot give them once more."""
+        is_noted, values = self.is_noted, self.values
+        if is_noted:
+            self._values = self._left = None
+        return values
 
     @property
     def delta(self) -> Floats:
@@ -222,7 +229,7 @@ class Block:
         the count of survivors after each stage.
         """
         if self._figures is None:
-            self._carry_out()
+            self.take()
         assert self._figures is not None  # carrying out has measured
         rows = []
         for (_, size), row in zip(chunk_spans(self.size), self._figures.tolist(), strict=True):
@@ -325,7 +332,7 @@ class Deltas:
             total.fill(0)
             for block, weight in zip(self.blocks, weights, strict=True):
                 if weight != 0:  # and not 0·∞
-                    self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
+                    self.kernels.add_scaled(total, block.take(), np.float32(weight * block.factor))
         if of_base:
             self.kernels.add_scaled(total, self.base, np.float32(of_base))
         return total
@@ -355,7 +362,8 @@ class Deltas:
         for block, weight, share in zip(self.blocks, weights, shares, strict=True):
             if weight != 0 or of_all:
                 combined = np.float32(weight * block.factor)
-                self.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
+                values = block.take() if of_all else block.values
+                self.kernels.vote(sums.reshape(-1), values, combined, np.float32(share))
         return sums
 
     def _combine(
@@ -482,11 +490,8 @@ class JointView(View):
         They are summed within a chunk as the kernel does, then chunk after chunk.
         """
         products = [[0.0] * len(self.weights) for _ in self.weights]
-        for deltas in self():
-            tensors = self._tensors(deltas, with_base)
-            for row, left in enumerate(tensors):
-                for column in range(row, len(tensors)):
-                    products[row][column] += self.kernels.sum_products(left, tensors[column])
+        for _, (row, column), left, right in self._pairs(with_base):
+            products[row][column] += self.kernels.sum_products(left, right)
         for row in range(len(products)):
             for column in range(row):
                 products[row][column] = products[column][row]
@@ -501,10 +506,9 @@ class JointView(View):
         pairs = list(combinations_with_replacement(range(len(self.weights)), 2))
         lines = columns if by_column else math.prod(self.shape) // columns
         sums = np.zeros((len(pairs), lines))
-        for deltas in self():
-            tensors, start = self._tensors(deltas, with_base), deltas.blocks[0].start
-            for total, (i, j) in zip(sums, pairs, strict=True):
-                self.kernels.add_products(tensors[i], tensors[j], start, columns, by_column, total)
+        of = dict(zip(pairs, sums, strict=True))
+        for start, pair, left, right in self._pairs(with_base):
+            self.kernels.add_products(left, right, start, columns, by_column, of[pair])
         return sums
 
     def scores(self, score: Callable[[Deltas], Floats]) -> DeltaView:
@@ -528,11 +532,25 @@ class JointView(View):
 
         return DeltaView(self.kernels, self.shape, self.spare_bytes, walk)
 
-    def _tensors(self, deltas: Deltas, with_base: bool) -> list[Floats]:
-        """Turn deltas, which are used once, into the models' chunks: base + delta, or the delta."""
-        found = [block.delta for block in deltas.blocks]
-        if with_base:
-            with np.errstate(invalid="ignore", over="ignore"):
-                for values in found:
-                    np.add(values, deltas.base, out=values)
-        return found
+    def _pairs(self, with_base: bool) -> Iterator[tuple[int, tuple[int, int], Floats, Floats]]:
+        """Yield the start of every chunk with two models and their tensors, for every pair.
+
+        A tensor is base + delta, or the delta. Few are held at a time: the rows of a group, and
+        one column after the other.
+        """
+        models = range(len(self.weights))
+        for deltas in self():
+            for first in models[::GROUP]:
+                rows: list[Floats] = []
+                for column in models[first:]:
+                    tensor = self._tensor(deltas, deltas.blocks[column], with_base)
+                    rows += [tensor] if len(rows) < GROUP else []
+                    for row, left in enumerate(rows, first):
+                        yield deltas.blocks[0].start, (row, column), left, tensor
+
+    def _tensor(self, deltas: Deltas, block: Block, with_base: bool) -> Floats:
+        values = block.take() if block.is_noted else block.values.copy()
+        with np.errstate(invalid="ignore", over="ignore"):
+            if block.factor != 1:
+                np.multiply(values, np.float32(block.factor), out=values)
+            return np.add(values, deltas.base, out=values) if with_base else values

@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,6 +35,7 @@ from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.threads import Batch, Step
+from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
@@ -46,6 +48,8 @@ AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
 TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
+CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
+MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
 
 def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -> list[Any]:
@@ -65,6 +69,11 @@ KERNELS = Kernels(
 )
 
 
+def period_of(elements: int) -> int:
+    """Return the period of a sample: of so many runs of a tensor one is taken."""
+    return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A tensor and the models whose delta to it is looked at."""
@@ -81,8 +90,7 @@ class Subject:
 
     @property
     def period(self) -> int:
-        """One run in so many is sampled."""
-        return min(1 << max(0, (self.base.elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
+        return period_of(self.base.elements)
 
 
 @dataclass(frozen=True)
@@ -214,17 +222,21 @@ def list_steps(
         sizes = {model: models[model].tensors[name].dtype.itemsize for model in subject.models}
         base_size = subject.base.dtype.itemsize
         together = base_size + sum(sizes.values())
+        again = subject.base.elements * together if len(sizes) > MODELS_HELD else 0
         before: tuple[Any, ...] = ()
         chunks = chunk_count(subject.base.elements)
         for first in range(0, max(chunks, 1), TOGETHER):
             last = min(first + TOGETHER, chunks)
             for chunk in range(first, last):
                 count = chunk_span(chunk, subject.base.elements)[1]
-                nbytes = count * together
-                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, False, chunk)
+                is_all, nbytes = chunks == 1, count * together + again * (chunks == 1)
+                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, is_all, chunk)
+            if chunks == 1:
+                break
             needs = (*before, *((name, chunk) for chunk in range(first, last)))
             before = ((name, "up to", last),)
-            yield AddUp(before[0], needs, 0, 0, subject, 0, last == chunks)
+            is_last = last == chunks
+            yield AddUp(before[0], needs, 0, 0, subject, again * is_last, is_last)
         if name in matrices:
             rows, columns = subject.base.shape
             window = tallies.window_of((rows, columns), whole=matrices[name])
@@ -246,8 +258,10 @@ class Worker:
         self._models = models
         self._progress = progress
         widest = widest_of(base, models)
-        self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (base, *models)]
-        self._floats = [np.empty(CHUNK, np.float32) for _ in (base, *models)]  # not always needed
+        self._span = span_of(base, models)
+        self._bytes = [np.empty(self._span * widest, np.uint8) for _ in (base, *models)]
+        # Not always needed.
+        self._floats = [np.empty(self._span, np.float32) for _ in (base, *models)]
         # Empty between chunks.
         self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
 
@@ -266,7 +280,8 @@ class Worker:
             elif isinstance(step, MeasureSpectrum):
                 yield self._spectrum(step)
             elif isinstance(step, MeasureChunk):
-                yield self._measure(step.subject, step.chunk)
+                found = self._measure(step.subject, step.chunk)
+                yield self._add_up(step, [found]) if step.is_last else found
             self._progress(step.nbytes)
 
     def _sources(self, subject: Subject) -> list[Source]:
@@ -275,26 +290,25 @@ class Worker:
     # ------------------------------------------------------------ a chunk
 
     def _measure(self, subject: Subject, chunk: int) -> Measured:
-        name, models = subject.name, subject.models
+        models = subject.models
         pairs = list(combinations(models, 2))
-        sources = self._sources(subject)
-        start, count = chunk_span(chunk, subject.base.elements)
-        base, *tuned = (
-            read_stored(source, name, start, count, buffer)
-            for source, buffer in zip(sources, self._bytes, strict=False)
-        )
-        given = np.array([source.delta_of(name).is_change for source in sources[1:]], np.bool_)
-        base, tuned = self._alike(base, tuned, given)
         sums = np.zeros((len(models), tallies.SUMS))
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
         counts[:, tallies.LEAST] = int(tallies.LEAST_OF_NONE)
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
         counters = self._counters[: len(models)]
-        addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-        shared, like = np.zeros(2, np.int64), (tuned or [base])[0][:0]
-        base_squares, summed_magnitude = KERNELS.measure(
-            base, like, addresses, given, sums, counts, dots, pair_counts, shared, counters
-        )
+        shared, samples = np.zeros(2, np.int64), list[Floats]()
+        base_squares = summed_magnitude = 0.0
+        _, count = chunk_span(chunk, subject.base.elements)
+        for start, base, tuned, given in self._read(subject, chunk):
+            addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
+            like = (tuned or [base])[0][:0]
+            squares, summed = KERNELS.measure(
+                base, like, addresses, given, sums, counts, dots, pair_counts, shared, counters
+            )
+            base_squares, summed_magnitude = base_squares + squares, summed_magnitude + summed
+            if 1 < len(models) <= MODELS_HELD:
+                samples.append(self._sample(subject, start, base, tuned, given))
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
         for place, model in enumerate(models):
@@ -309,8 +323,24 @@ class Worker:
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
             },
             *(summed_magnitude, int(shared[0]), int(shared[1])),
-            (self._sample(subject, start, base, tuned, given),) if pairs else (),
+            tuple(samples),
         )
+
+    def _read(self, subject: Subject, chunk: int) -> Iterator[tuple[int, Raw, list[Raw], Flags]]:
+        """Yield pieces of a chunk: the first index, base and models, and which of them are deltas.
+
+        The next piece takes their place.
+        """
+        sources, (first, count) = self._sources(subject), chunk_span(chunk, subject.base.elements)
+        for start in range(first, first + count, self._span):
+            size = min(self._span, first + count - start)
+            base, *tuned = (
+                read_stored(source, subject.name, start, size, buffer)
+                for source, buffer in zip(sources, self._bytes, strict=False)
+            )
+            deltas = [source.delta_of(subject.name).is_change for source in sources[1:]]
+            given = np.array(deltas, np.bool_)
+            yield start, *self._alike(base, tuned, given), given
 
     def _alike(self, base: Raw, tuned: list[Raw], given: Flags) -> tuple[Raw, list[Raw]]:
         """Bring a chunk of base and models to one type, if they do not have one that can stay.
@@ -336,55 +366,47 @@ class Worker:
         self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
     ) -> Floats:
         period = subject.period
-        size = (
-            CHUNK // period
-            if subject.base.elements > CHUNK
-            else -(-subject.base.elements // 64) * 64
-        )
-        sample = np.zeros((len(tuned), size), np.float32)
+        sample = np.zeros((len(tuned), -(-base.size // (64 * period)) * 64), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
             KERNELS.sample(raw, base, is_delta, start, period, row)
         return sample
 
     # ------------------------------------------------------------ a tensor
 
-    def _add_up(self, step: AddUp, parts: Iterable[Measured]) -> Measured:
+    def _add_up(self, step: MeasureStep, found: Iterable[Measured]) -> Measured:
         subject = step.subject
         everyone = (*subject.models, *subject.unchanged)
         nothing = Measured(dict.fromkeys(everyone, Sums()), dict.fromkeys(everyone, NONE))
-        total = sum(parts, nothing)  # of a tensor without elements there are no parts
+        total = sum(found, nothing)  # of a tensor without elements there are no parts
         if not step.is_last:
             return total
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
-        if not total.samples:
+        if not total.pairs:
             return replace(total, summed_magnitude=added_magnitudes(total))
-        tops = {model: self._top(subject, total, model) for model in subject.models}
-        sizes = {model: KERNELS.count_changed(signs) for model, signs in tops.items()}
-        pairs = {}
-        for (one, other), sums in total.pairs.items():
-            shared, agreeing = KERNELS.compare_signs(tops[one], tops[other])
-            pairs[one, other] = replace(
-                sums,
-                tops=sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0,
-                shared_top=shared,
-                opposed_top=shared - agreeing,
-            )
+        least = [_least_of_top(subject, total.magnitudes[model]) for model in subject.models]
+        pairs, sizes = dict(total.pairs), Counter[int]()
+        for part in self._samples(subject, total):
+            tops = dict(zip(subject.models, map(_signs_of_top, part, least), strict=True))
+            sizes.update({model: KERNELS.count_changed(signs) for model, signs in tops.items()})
+            for one, other in pairs:
+                shared, agreeing = KERNELS.compare_signs(tops[one], tops[other])
+                both = PairSums(shared_top=shared, opposed_top=shared - agreeing)
+                pairs[one, other] += both
+        for (one, other), sums in pairs.items():
+            tops_of_both = sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0
+            pairs[one, other] = replace(sums, tops=tops_of_both)
         total = replace(total, pairs=pairs)
         if any(each.inside.outliers for each in whole.values()):
-            total = _without_outliers(subject.models, total)
+            total = _without_outliers(subject.models, total, self._samples(subject, total))
         return replace(total, samples=())
 
-    def _top(self, subject: Subject, total: Measured, model: int) -> NDArray[np.uint64]:
-        """The packed signs of a model's largest elements in the sample."""
-        place, magnitudes = subject.models.index(model), total.magnitudes[model]
-        sample = np.concatenate([part[place] for part in total.samples])
-        codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
-        if magnitudes.counts.size:
-            least = top_bin(magnitudes, math.ceil(TOP * subject.base.elements)) << BIN_SHIFT
-            KERNELS.encode_signs(sample, np.int32(max(least, 1)), codes)
-            KERNELS.pack_signs(codes, signs)
-        return signs
+    def _samples(self, subject: Subject, total: Measured) -> Iterator[Floats]:
+        """Yield the sample, piece by piece; it is read again unless it was kept."""
+        yield from total.samples
+        for chunk in () if total.samples else range(chunk_count(subject.base.elements)):
+            for piece in self._read(subject, chunk):
+                yield self._sample(subject, *piece)
 
     def _spectrum(self, step: MeasureSpectrum) -> Spectrum | None:
         source, name = self._models[step.model], step.subject.name
@@ -409,19 +431,38 @@ class Worker:
         return np.concatenate([run[:, window.columns] for run in runs])
 
 
+def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> np.int32:
+    """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
+    if not magnitudes.counts.size:
+        return np.int32(INFINITY)
+    return np.int32(
+        max(1, top_bin(magnitudes, math.ceil(TOP * subject.base.elements)) << BIN_SHIFT)
+    )
+
+
+def _signs_of_top(sample: Floats, least: np.int32) -> NDArray[np.uint64]:
+    """Return the packed signs of a sample's elements from a magnitude on."""
+    codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
+    KERNELS.encode_signs(sample, least, codes)
+    KERNELS.pack_signs(codes, signs)
+    return signs
+
+
 def added_magnitudes(measured: Measured) -> float:
     """Return ΣΣ|δ| of all models, without outliers."""
     return sum(each.inside.magnitude for each in measured.sums.values())
 
 
-def _without_outliers(models: Sequence[int], total: Measured) -> Measured:
+def _without_outliers(
+    models: Sequence[int], total: Measured, samples: Iterable[Floats]
+) -> Measured:
     """The products and the sum of a tensor's deltas as its sample has them without outliers.
 
     Overwrites the outliers in the sample.
     """
     inside = {model: each.inside for model, each in total.sums.items()}
     products, apart, together = np.zeros((len(models), len(models))), 0.0, 0.0
-    for part in total.samples:
+    for part in samples:
         for row, model in zip(part, models, strict=True):
             row[~(np.abs(row) <= np.float32(inside[model].largest))] = 0
         wide = part.astype(np.float64)
@@ -471,9 +512,20 @@ def widest_of(base: Source, models: Sequence[Source]) -> int:
     return max(sizes, default=1)
 
 
+def span_of(base: Source, models: Sequence[Source]) -> int:
+    """Return how many elements of each input are read at once: a chunk, or of many models less.
+
+    There is at least one run of a sample in it.
+    """
+    most = max((info.elements for info in base.tensors.values()), default=0)
+    span, least = CHUNK, 64 * period_of(most)
+    while span > least and span * (1 + len(models)) > CHUNKS_HELD * CHUNK:
+        span //= 2
+    return span
+
+
 def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
     """Return the bytes of one thread's buffers and its share of the tensors being measured."""
-    buffers = CHUNK * (widest_of(base, models) + 4) * (1 + len(models))
-    counters = 2 * 4 * BINS * len(models)
-    tensor = (8 * BINS + 5 * SAMPLE) * len(models)
-    return buffers + counters + tensor
+    buffers = span_of(base, models) * (widest_of(base, models) + 4) * (1 + len(models))
+    counters = (2 * 4 + 8) * BINS * len(models)
+    return buffers + counters + 5 * SAMPLE * min(len(models), MODELS_HELD)
