@@ -1,7 +1,7 @@
 """What each stage costs relative to `linear`: processor time, and passes over the weights.
 
     python bench/costs.py FOLDER                             # writes docs/method-costs.json
-    python bench/costs.py FOLDER --parameters 5e6 --only knots wudi     # hours with larger ones
+    python bench/costs.py FOLDER --parameters 5e6 --only knots tsv      # hours with larger ones
 
 Merges run in this process on one set of made-up models in FOLDER, which are made if they are not
 there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time

@@ -37,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "della": {"drop_rate": 0.5},
     "breadcrumbs": {"keep_middle": 0.7, "drop_largest": 0.1},
     "nearswap": {"t": 0.2},
-    "wudi": {"rate": 0.003},
     "dc_merge": {"keep_ratio": 0.3},
 }
 """Where a usual value would change too much, or too little, of a delta with 24 elements."""

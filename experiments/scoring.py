@@ -41,6 +41,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock", *NEWEST)
 """Methods that are scored on test items at each of those scales, too; `balanced` is the average of
 changes that were made equally large."""
+GONE = ("wudi", "aswudi", "resmerge")
+"""Methods that dare no longer has; stored results have their scores."""
 COMBINES = (
     "linear",
     "balanced",
@@ -215,7 +217,7 @@ def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[s
     _without_some(book, members)
     methods = FEW if few else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
     dropped = DROPPED if shop.world.few_drops else {*COMBINES, *OF_TWO}
-    for method in (*methods, *NEWEST):
+    for method in (name for name in (*methods, *NEWEST) if name not in GONE):
         _score_method(book, method, drops=method in dropped)
     for method in () if few else RANDOM_CHAINS:
         book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
@@ -243,7 +245,7 @@ def _without_some(book: Book, members: ModelSet) -> None:
             book.add(f"{method} without {left_out}", [scorer.merge(method, kept)])
     if members.strangers:
         kept = [i for i in range(count) if i not in members.strangers]
-        for method in ("sum", *CURVES):
+        for method in ("sum", *(name for name in CURVES if name not in GONE)):
             name, merged = f"{method} without strangers", scorer.merge(method, kept)
             book.add(name, [merged], keep=True)
             for scale in CURVE_SCALES if method in CURVES else ():

@@ -28,7 +28,7 @@ from dare.stages.registry import combine_of
 from helpers import method_of
 
 GOLDEN = Path(__file__).with_name("golden.toml")
-COMBINED = {"tsv", "iso", "wudi", "knots", "swudi", "aswudi", "resmerge", "dc_merge"}
+COMBINED = {"tsv", "iso", "knots", "swudi", "dc_merge"}
 MATRIX_STAGES = {"star", "fourier", *COMBINED, "svc"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,7 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     "model_stock rows": {"stages": {"model_stock": {"each": "row"}}},
     "sce selected": {"stages": {"sce": {"select_ratio": 0.3}}},
     "linear of weights": {"stages": {"linear": {"on": "weights"}}, "weights": [0.5, -0.25, 1]},
-    "wudi": {"stages": {"wudi": {"steps": 5}}},
     "iso cts": {"stages": {"iso": {"variant": "cts"}}},
 }
 """What follows the method in a case's name only tells cases apart."""

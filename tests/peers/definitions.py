@@ -93,20 +93,6 @@ def iso_cts(deltas: Deltas, common_share: float) -> Tensor:
     return level * _polar(together[0]) @ _polar(together[1])
 
 
-def wudi(deltas: Deltas, steps: int, rate: float) -> Tensor:
-    """Adam from the sum towards the least interference, by automatic differentiation."""
-    stacked = torch.stack([delta.double() for delta in deltas])
-    merged = torch.nn.Parameter(stacked.sum(0))
-    optimizer = torch.optim.Adam([merged], lr=rate, weight_decay=0)
-    squared = stacked.flatten(1).norm(dim=1).square()[:, None, None]
-    for _ in range(steps):
-        optimizer.zero_grad()
-        seen = (merged - stacked) @ stacked.transpose(1, 2)
-        (seen.square() / squared).sum().backward()
-        optimizer.step()
-    return merged.detach()
-
-
 def knots(deltas: Deltas, kept: int, *, scaled: bool) -> Tensor:
     """TIES in the directions of one decomposition for all tasks.
 

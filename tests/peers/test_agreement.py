@@ -13,7 +13,7 @@ from dare.recipe.mergekit.methods import METHODS
 
 IN_PEFT = ("task_arithmetic", "dare_linear", "dare_ties", "ties", "magnitude_prune")
 DEFINED = (
-    *("star", "fourier", "tsv", "iso (Iso-C)", "iso (Iso-CTS)", "wudi", "knots"),
+    *("star", "fourier", "tsv", "iso (Iso-C)", "iso (Iso-CTS)", "knots"),
     *("ties", "consensus", "emr", "pcb", "cabs"),
 )
 NEEDED = {

@@ -142,22 +142,6 @@ def test_difference_directions_that_are_rounding_do_not_count():
     assert ranks == [6, 48]
 
 
-# ---------------------------------------------------------------- WUDI
-
-
-@compares("wudi", DEFINITION)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("steps", "rate"), [(1, 1e-5), (30, 1e-5), (30, 1e-4)])
-def test_wudi(shape, steps, rate):
-    deltas = make_deltas(3, shape)
-    ours = merge_deltas(deltas, "wudi", stages={"wudi": {"steps": steps, "rate": rate}})
-    theirs = definitions.wudi(deltas, steps, rate)
-    moved = (theirs - sum(deltas)).norm()
-    assert moved > 1e-3 * theirs.norm(), "or this compares sums"
-    assert_near(ours, theirs, 1e-5)
-    assert (ours - theirs).norm() < 1e-3 * moved
-
-
 # ---------------------------------------------------------------- KnOTS
 
 

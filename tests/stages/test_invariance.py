@@ -40,7 +40,6 @@ NAMES = ("base", "math", "code", "chat")
 METHODS = [method_of(name) for name, stage in STAGES.items() if stage.models != 0]
 MATRIX_METHODS = [m for m in METHODS if any(STAGES[s].sees == "matrix" for s in m.split("+"))]
 
-QUICK = {"wudi": {"steps": 5}}
 """Of 300 steps one is like the other."""
 VARIANTS = [
     ("trim+linear", {"trim": {"scope": "model"}}),
@@ -53,10 +52,6 @@ VARIANTS = [
     ("iso", {"iso": {"variant": "cts"}}),
 ]
 """Stages that survey more, or otherwise, than at their defaults."""
-
-
-def at_defaults(method):
-    return {name: given for name, given in QUICK.items() if name == method.partition("+")[0]}
 
 
 def write_models(folder, shapes):
@@ -114,9 +109,7 @@ def least_memory(made):
     return plan.cost.least_memory
 
 
-@pytest.mark.parametrize(
-    ("method", "stages"), [*((method, at_defaults(method)) for method in METHODS), *VARIANTS]
-)
+@pytest.mark.parametrize(("method", "stages"), [*((method, {}) for method in METHODS), *VARIANTS])
 def test_the_same_bytes_however_it_is_run(chunks, matrices, tmp_path, method, stages):
     folder = matrices if method in MATRIX_METHODS else chunks
     first = merged_bytes(recipe(folder, method, stages, tmp_path / "first.safetensors"))
@@ -140,7 +133,7 @@ def test_the_same_bytes_however_it_is_run(chunks, matrices, tmp_path, method, st
 
 def test_matrix_stages_are_told_from_the_others():
     assert "della+linear" in METHODS
-    combine = {"tsv", "iso", "wudi", "knots", "swudi", "aswudi", "resmerge", "dc_merge"}
+    combine = {"tsv", "iso", "knots", "swudi", "dc_merge"}
     assert {"star+linear", "fourier+linear", *combine, "linear+svc"} == set(MATRIX_METHODS)
 
 
@@ -179,9 +172,7 @@ def test_threads_of_blas_change_matrix_stages_by_rounding_only(matrices, tmp_pat
     found = {}
     for threads in (1, 2):
         outputs = {m: tmp_path / f"{m}-{threads}.safetensors" for m in MATRIX_METHODS}
-        run_merges(
-            [recipe(matrices, m, at_defaults(m), path) for m, path in outputs.items()], threads
-        )
+        run_merges([recipe(matrices, m, {}, path) for m, path in outputs.items()], threads)
         found[threads] = {m: load_file(path) for m, path in outputs.items()}
     base = load_file(matrices / "base.safetensors")
     for method in MATRIX_METHODS:

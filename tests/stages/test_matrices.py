@@ -14,13 +14,8 @@ from dare.errors import InputError, RecipeError
 from dare.kernels import linalg
 
 DELTA_STAGES = ["star", "fourier"]
-COMBINE_STAGES = ["tsv", "iso", "wudi", "knots", "swudi", "aswudi", "resmerge", "dc_merge"]
+COMBINE_STAGES = ["tsv", "iso", "knots", "swudi", "dc_merge"]
 METHODS = [*(f"{name}+sum" for name in DELTA_STAGES), *COMBINE_STAGES, "linear+svc"]
-QUICK = {"wudi": {"steps": 3, "rate": 0.01}}
-
-
-def chosen(method):
-    return {name: settings for name, settings in QUICK.items() if name in method.split("+")}
 
 
 # ---------------------------------------------------------------- decompositions
@@ -209,11 +204,11 @@ def test_chunks_threads_and_backends_give_the_same_bytes(method):
     deltas = [gaussian(*shape, seed=n) for n in range(2)]
     if method == "knots":
         deltas = [gaussian(128, 4, seed=n) @ gaussian(4, 4200, seed=9 - n) for n in range(2)]
-    first = merge(method, *deltas, threads=1, stages=chosen(method))
+    first = merge(method, *deltas, threads=1)
     assert np.isfinite(first).all()
     assert np.linalg.norm(first) > 0
     for backend, threads in (("cpu", 1), ("cpu", 3), ("reference", 4)):
-        again = merge(method, *deltas, threads=threads, backend=backend, stages=chosen(method))
+        again = merge(method, *deltas, threads=threads, backend=backend)
         assert (again == first).all()
 
 
@@ -228,8 +223,8 @@ def test_transposed_deltas_give_the_transposed_result(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_more_dimensions_are_the_rows_by_all_others(method):
     deltas = [gaussian(4, 6, seed=n) for n in range(2)]
-    flat = merge(method, *deltas, stages=chosen(method))
-    deep = merge(method, *(d.reshape(4, 2, 3) for d in deltas), stages=chosen(method))
+    flat = merge(method, *deltas)
+    deep = merge(method, *(d.reshape(4, 2, 3) for d in deltas))
     assert (deep.reshape(4, 6) == flat).all()
 
 
@@ -260,9 +255,7 @@ def test_embeddings_and_heads_are_vectors_unless_a_rule_says_otherwise(method):
         for delta in (np.zeros((6, 5), np.float32), *deltas)
     )
     rules = [{"match": HEAD, "embeddings": "matrices"}]
-    merged, _ = dare.merge_arrays(
-        base, models, method=method, tensors=rules, stages=chosen(method), verbose=False
-    )
+    merged, _ = dare.merge_arrays(base, models, method=method, tensors=rules, verbose=False)
     embedding, head, layer = (merged[name] for name in names)
     expected = merge("sum" if method.endswith("+sum") else "linear", *deltas)
     assert (embedding == expected).all()
@@ -290,7 +283,7 @@ def test_empty_tensors_stay_empty(method, shape):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_change_is_no_change(method):
-    assert not merge(method, np.zeros((3, 4)), np.zeros((3, 4)), stages=chosen(method)).any()
+    assert not merge(method, np.zeros((3, 4)), np.zeros((3, 4))).any()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -299,15 +292,15 @@ def test_values_that_are_not_finite_are_refused_by_name(method, bad):
     delta = np.ones((3, 4))
     delta[1, 2] = bad
     with pytest.raises(InputError, match="w: a model's change has NaN or infinite values"):
-        merge(method, np.ones((3, 4)), delta, stages=chosen(method))
+        merge(method, np.ones((3, 4)), delta)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_stages_before_are_seen(method):
     deltas = [gaussian(12, 8, seed=n) for n in range(2)]
     kept = [merge("dare+sum", d, seed=42 + n) for n, d in enumerate(deltas)]
-    expected = merge(method, *kept, stages=chosen(method))
-    found = merge(f"dare+{method}", *deltas, stages=chosen(method), seed=42)
+    expected = merge(method, *kept)
+    found = merge(f"dare+{method}", *deltas, seed=42)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -328,7 +321,7 @@ def test_the_report_counts_what_a_stage_leaves():
 @pytest.mark.parametrize(
     ("name", "settings", "in_single"),
     [
-        *((name, QUICK.get(name, {}), False) for name in (*DELTA_STAGES, *COMBINE_STAGES, "svc")),
+        *((name, {}, False) for name in (*DELTA_STAGES, *COMBINE_STAGES, "svc")),
         *((name, {}, True) for name in ("star", "tsv", "iso", "knots", "swudi", "dc_merge", "svc")),
         ("iso", {"variant": "cts"}, False),
     ],

@@ -380,6 +380,8 @@ def stage_named(name: str, file: str = "") -> Stage:
         load_stages(file)
     elif name not in STAGES:
         load_installed_stages()
+    if name not in STAGES and name in _NAMES["gone"]:
+        raise RecipeError(f"{name}: was taken out after version 0.1.0: {_NAMES['gone'][name]}")
     if name not in STAGES:
         raise RecipeError(
             f"there is no stage {name!r}{did_you_mean(name, [*STAGES, *ALIASES])}; "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 
 from dare.kernels import linalg
-from dare.kernels.linalg import Doubles, Numbers, multiply
+from dare.kernels.linalg import Numbers, multiply
 from dare.stages.blocks import Floats
 from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 from dare.stages.registry import meaning
@@ -36,50 +36,17 @@ def swudi(
     With τᵢ = wᵢ·δᵢ, θ = Σ τᵢ, C = Σ τᵢᵀ·τᵢ/‖τᵢ‖² = V·diag(λ)·Vᵀ and D = Σ τᵢ·τᵢᵀ·τᵢ/‖τᵢ‖², the
     result is θ + (D - θ·C)·V·diag(f/λ)·Vᵀ. There f = 1 - exp(-λ·time) for the first
     ⌈rank_share·columns⌉ eigenvalues, and 0 for the others: as far as gradient descent on the
-    interference that `wudi` reduces would get in that time, but only in directions that models use
-    a lot. Σ λ is the number of models, so `time` does not depend on the size of the deltas. The
-    authors chose 1300 and 0.65 for eight tasks of CLIP ViT-B/32, and 300 and 0.85 for Llama 3.2 3B.
-    The result is of the size of a sum; for multimodal language models they used it with `scale` 0.1
-    to 0.2. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are embeddings and heads, unless
-    `embeddings = "matrices"`. In our trials it beat the plain average on 39 of 125 sets and lost on
-    47; tuned, it was level with `tsv`. Give it a scale: 0.5 was best. It takes one decomposition
-    for each matrix, of its columns; no steps and no random numbers. Accurate to 1e-4 of the norm,
-    unless the last eigenvalue that counts is equal to one that does not.
+    interference Σ ‖(θ - τᵢ)·τᵢᵀ‖²/‖τᵢ‖² (WUDI, arXiv:2503.08099) would get in that time, but only
+    in directions that models use a lot. Σ λ is the number of models, so `time` does not depend on
+    the size of the deltas. The authors chose 1300 and 0.65 for eight tasks of CLIP ViT-B/32, and
+    300 and 0.85 for Llama 3.2 3B. The result is of the size of a sum; for multimodal language
+    models they used it with `scale` 0.1 to 0.2. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so
+    are embeddings and heads, unless `embeddings = "matrices"`. In our trials it beat the plain
+    average on 39 of 125 sets and lost on 47; tuned, it was level with `tsv`. Give it a scale: 0.5
+    was best. It takes one decomposition for each matrix, of its columns; no steps and no random
+    numbers. Accurate to 1e-4 of the norm, unless the last eigenvalue that counts is equal to one
+    that does not.
     """
-
-    def shares(values: Doubles, columns: int) -> Doubles:
-        kept = values[: max(1, int(rank_share * columns + 0.999))]
-        return -np.expm1(-kept * time) / kept
-
-    return _undisturbed(deltas, weights, shares)
-
-
-@matrix_combine_stage(paper="arXiv:2606.07289", work_bytes=_work_bytes)
-def aswudi(deltas: list[Floats], weights: Sequence[float]) -> Floats:
-    """Remove interference from the sum, in as many directions as each matrix has (ASWUDI).
-
-    Like `swudi`, with f = 1 for the first ⌈(Σ √λ)² / Σ λ⌉ eigenvalues and 0 for the others: a
-    number that is large where the models' changes spread evenly over directions, and small where a
-    few hold them. There is nothing to tune but `scale`.
-    Directions that no model has do not count; the authors' code counts each with λ = 1e-8, and may
-    take some more where models have few. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n; so are
-    embeddings and heads, unless `embeddings = "matrices"`.
-    In our trials it beat the plain average on 45 of 125 sets and lost on 47; tuned, it was level
-    with `tsv`. Give it a scale: 0.5 was best.
-    Accurate to 1e-4 of the norm, unless the last eigenvalue that counts equals one that does not.
-    """
-
-    def shares(values: Doubles, _columns: int) -> Doubles:
-        spread = float(np.sqrt(values).sum() ** 2 / values.sum())
-        return 1 / values[: math.ceil(spread - 1e-6)]
-
-    return _undisturbed(deltas, weights, shares)
-
-
-def _undisturbed(
-    deltas: list[Floats], weights: Sequence[float], shares: Callable[[Doubles, int], Doubles]
-) -> Floats:
-    """Add (D - θ·C)·V·diag(shares)·Vᵀ to the sum θ; `shares` takes λ and the number of columns."""
     multiply_by_weights(deltas, weights)
     merged = deltas[0].copy()
     for delta in deltas[1:]:
@@ -98,9 +65,9 @@ def _undisturbed(
         directions, energies = wide.right.T, np.square(wide.values)
     if not energies.size:
         return merged
-    factors = shares(energies, columns)
-    directions = directions[:, : len(factors)]
-    wanted = multiply(merged, directions * -energies[: len(factors)]).astype(np.float64)
+    kept = energies[: max(1, int(rank_share * columns + 0.999))]
+    factors, directions = -np.expm1(-kept * time) / kept, directions[:, : kept.size]
+    wanted = multiply(merged, directions * -kept).astype(np.float64)
     for part, norm in zip(stack, norms, strict=True):
         wanted += norm * _cubed(part, directions)
     merged += multiply(wanted * factors, directions.T)
