@@ -178,7 +178,7 @@ def recipes(draw):
         "dtype": st.sampled_from([None, "F16", "BF16"]),
         "on_missing": st.sampled_from(["error", "base"]),
         "on_extra": st.sampled_from(["error", "drop", "average", "first"]),
-        "tokens": st.dictionaries(words, token),
+        "tokens": st.dictionaries(words.filter(bool), token),
         "on_mismatch": st.sampled_from(["error", "base"]),
         "on_integer_mismatch": st.sampled_from(["error", "base"]),
         "delta_threshold": st.floats(0, 1e30),
