@@ -186,8 +186,8 @@ def open_inputs(
     ]
     for name, config in zip(names, configs[1:], strict=True):
         if found := compare_meanings(configs[0], config):
-            known = {"figures": {"keys": len(found)}, "differences": ", ".join(found)}
-            notes.append(notice("other_configuration", name, **known))
+            keys, said = {"keys": float(len(found))}, ", ".join(found)
+            notes.append(notice("other_configuration", name, figures=keys, differences=said))
     base, models, more = _in_line(recipe, base, models, homes[0], configs)
     aligned = align_rows(recipe, base, models, folders)
     aligned = replace(aligned, base=take_extras(recipe, aligned.base, aligned.models, names))
