@@ -15,7 +15,7 @@ ONES = np.ones((2, 2), np.float32)
 
 
 def adapter(folder, tensors):
-    (folder / CONFIG_NAME).write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    (folder / CONFIG_NAME).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 1}')
     save_file(tensors, folder / WEIGHTS_NAME)
     return open_adapter(folder)
 
