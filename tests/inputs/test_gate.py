@@ -1,5 +1,7 @@
 """Every tensor of every input passes one gate: a name that can be written, a type that is known."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -15,7 +17,9 @@ ONES = np.ones((2, 2), np.float32)
 
 
 def adapter(folder, tensors):
-    (folder / CONFIG_NAME).write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    rank = next((len(value) for name, value in tensors.items() if "_A" in name), 1)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1}
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS_NAME)
     return open_adapter(folder)
 

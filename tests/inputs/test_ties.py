@@ -279,7 +279,7 @@ def test_an_adapter_of_an_untied_base_is_left_as_it_is(tmp_path):
     base = folder(tmp_path / "base", twice(1, HEAD), tie_word_embeddings=False)
     path = tmp_path / "math"
     path.mkdir()
-    (path / CONFIG_NAME).write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    (path / CONFIG_NAME).write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
     factors = {"lm_head.lora_A.weight": (1, 16), "lm_head.lora_B.weight": (64, 1)}
     save_file({n: np.ones(shape, np.float32) for n, shape in factors.items()}, path / WEIGHTS_NAME)
     result, notes = merge_files(tmp_path, base, path, method="sum", stages={})

@@ -10,7 +10,7 @@ import pytest
 from dare.api import merge_arrays, plan
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
-from dare.kernels import DEVICES, Device
+from dare.kernels import DEVICES, STAGE_FLOATS, Device
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.planning.plan import INTERPRETER_BYTES, TENSOR_BYTES, Plan
@@ -339,7 +339,8 @@ def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(
     made = plan_of(base, base, model, models=entries, **settings)
     assert (usual.cost.is_fused, made.cost.is_fused) == (True, False)
     wider = 4 * CHUNK * (made.cost.widest - usual.cost.widest)  # base, two models, output
-    more = 4 * CHUNK * (2 + 4 + 1 + 1) + 2 * CHUNK  # values, sums, balance, zeros; what is left
+    # values, the stage's arrays, zeros; what is left, the stage's flags
+    more = 4 * CHUNK * (2 + STAGE_FLOATS + 1) + 4 * CHUNK
     assert made.cost.workspace_bytes - usual.cost.workspace_bytes == more + wider
 
 
@@ -639,7 +640,7 @@ def test_an_adapter_of_another_model_is_an_error(tmp_path):
     save(base, {"layers.0.q.weight": np.zeros((4, 4), np.float32)})
     adapter = tmp_path / "math"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 1}')
     factors = {f"blocks.0.q.lora_{x}.weight": np.ones((4, 4), np.float32) for x in "AB"}
     save(adapter / "adapter_model.safetensors", factors)
     with pytest.raises(MismatchError, match="math: nothing of it would be merged"):

@@ -203,7 +203,7 @@ def test_a_changed_configuration_of_an_adapters_base_starts_over(tmp_path, monke
             for letter, shape in factors.items()
         },
     ).parent
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
     recipe = dare.Request.of(
         base=base, models=[adapter], output=tmp_path / "out", verbose=False, threads=1
     )

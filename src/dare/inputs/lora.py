@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs import torch_bin
 from dare.inputs.adapted import Magnitudes, TrainedRows
 from dare.inputs.products import Product
 from dare.inputs.sources import (
@@ -39,6 +38,7 @@ from dare.inputs.sources import (
     hold_same,
     read_floats,
 )
+from dare.inputs.torch_bin import TorchSource, check_allowed
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
@@ -47,8 +47,6 @@ from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, admit, parse_json
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
-
-PEFT_RANK = 8  # where a configuration does not say
 
 F32 = STORAGE_TYPES["F32"]
 
@@ -482,12 +480,13 @@ def open_form(opening: Opening) -> LoraSource:
     """Open an adapter; the configuration of its base tells how its layers are stored."""
     path, base = opening.path, opening.base
     adapter, weights = check_folder(opening)
+    is_plain = weights.name == WEIGHTS_NAME
     if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
         raise InputError(f"{path}: cannot be read without its base; {MERGE_INTO_BASE}")
-    stored = _open_weights(opening, weights)
+    ahead = opening.most_ahead_bytes
+    stored: Source = FileSource(weights, ahead) if is_plain else TorchSource(weights)
     if adapter.initial is not None:
-        _, initial = check_folder(replace(opening, path=adapter.initial))
-        first = _open_weights(opening, initial)
+        first = FileSource(adapter.initial / WEIGHTS_NAME, ahead)
         homes: dict[str, tuple[Source, str]] = {key: (stored, key) for key in stored.tensors}
         stored = StackedSource(homes | {INITIAL + key: (first, key) for key in first.tensors})
     kind = (opening.base_config or {}).get("model_type")
@@ -496,30 +495,18 @@ def open_form(opening: Opening) -> LoraSource:
 
 def check_folder(opening: Opening) -> tuple[Adapter, Path]:
     """Return an adapter's settings and its file of weights; refuse a folder that lacks either."""
-    path, names = opening.path, (WEIGHTS_NAME, PICKLE_NAME)
-    adapter, weights = read_config(path), [path / name for name in names if (path / name).exists()]
-    if not weights:
+    path, adapter = opening.path, read_config(opening.path)
+    if (weights := path / WEIGHTS_NAME).exists():
+        return adapter, weights
+    if not (weights := path / PICKLE_NAME).exists():
         raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
-    if weights[0].name == PICKLE_NAME:
-        torch_bin.check_allowed(opening)
-    return adapter, weights[0]
+    check_allowed(opening)
+    return adapter, weights
 
 
-def _open_weights(opening: Opening, weights: Path) -> Source:
-    if weights.name == PICKLE_NAME:
-        return torch_bin.TorchSource(weights)
-    return FileSource(weights, opening.most_ahead_bytes)
-
-
-def open_adapter(
-    path: Path,
-    base_config: Mapping[str, Any] | None = None,
-    base: Source | None = None,
-    *,
-    allow_pickle: bool = False,
-) -> LoraSource:
+def open_adapter(path: Path, base_config: Any = None, **given: Any) -> LoraSource:
     """Read an adapter's configuration and header; `base_config` is its base's config.json."""
-    return open_form(Opening(path, allow_pickle, base, base_config))
+    return open_form(Opening(path, base_config=base_config, **given))
 
 
 def bind_base(model: Source) -> None:
@@ -552,7 +539,7 @@ def parse_config(config: Any, file: Path) -> Adapter:
             alpha=finite(config["lora_alpha"]),
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
             base_name=name if isinstance(name, str) else None,
-            rank=finite(config.get("r", PEFT_RANK)),
+            rank=finite(config.get("r", 8)),
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),

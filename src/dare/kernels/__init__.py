@@ -36,22 +36,14 @@ class Device:
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
 
     def buffer_bytes(
-        self,
-        chunks: int,
-        models: int,
-        *,
-        width: int,
-        is_fused: bool,
-        is_noted: bool,
-        has_deltas: bool,
+        self, chunks: int, models: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
     ) -> int:
         """Return the bytes of one worker's buffers; an element has `width` bytes, as it is stored.
 
-        What is fused needs no values of single models, and what is noted down those of a group.
+        What is fused needs no values of single models, anything else those of some `held` at once.
         """
         floats, lanes = 2, 2  # base and merged delta; a mask and one that keeps everything
         if not is_fused:  # values, a stage's own arrays, zeros; what is left, a stage's own flags
-            held = min(models, GROUP + 1) if is_noted else models
             floats += held + STAGE_FLOATS + 1 + has_deltas
             lanes += 2 * held
         stored, computed = (2 + models) * width, 4 * floats + lanes

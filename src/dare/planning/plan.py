@@ -20,7 +20,7 @@ from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import RecipeError, printable
 from dare.inputs.sources import bytes_for
-from dare.kernels import DEVICES, Device
+from dare.kernels import DEVICES, GROUP, Device
 from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.recipe.recipe import names_of
@@ -131,7 +131,7 @@ class Cost:
             len(self.plan.models),
             width=self.widest,
             is_fused=self.is_fused,
-            is_noted=self.is_noted,
+            held=self._models_held,
             has_deltas=self.plan.has_deltas,
         )
         return buffers + sum(source.cost.reading_bytes for source in self.plan.sources)
@@ -153,13 +153,11 @@ class Cost:
         )
 
     @cached_property
-    def is_noted(self) -> bool:
-        """True if notes are all that stages leave, so that few models' values are kept at once."""
-        return all(
-            tensor.is_lazy and tensor.draws_of(model) in ONE_MASK_ONE_BAND
-            for tensor in self.plan.merged()
-            for model in tensor.models
-        )
+    def _models_held(self) -> int:
+        """The models whose values are held at once: few, if notes are all that stages leave."""
+        copies = ((tensor, model) for tensor in self.plan.merged() for model in tensor.models)
+        noted = all(t.is_lazy and t.draws_of(m) in ONE_MASK_ONE_BAND for t, m in copies)
+        return min(len(self.plan.models), GROUP + 1 if noted else len(self.plan.models))
 
     @cached_property
     def widest(self) -> int:

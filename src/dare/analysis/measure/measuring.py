@@ -35,7 +35,6 @@ from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels.native import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.threads import Batch, Step
-from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
@@ -338,8 +337,7 @@ class Worker:
                 read_stored(source, subject.name, start, size, buffer)
                 for source, buffer in zip(sources, self._bytes, strict=False)
             )
-            deltas = [source.delta_of(subject.name).is_change for source in sources[1:]]
-            given = np.array(deltas, np.bool_)
+            given = np.array([s.delta_of(subject.name).is_change for s in sources[1:]], np.bool_)
             yield start, *self._alike(base, tuned, given), given
 
     def _alike(self, base: Raw, tuned: list[Raw], given: Flags) -> tuple[Raw, list[Raw]]:
@@ -391,8 +389,7 @@ class Worker:
             sizes.update({model: KERNELS.count_changed(signs) for model, signs in tops.items()})
             for one, other in pairs:
                 shared, agreeing = KERNELS.compare_signs(tops[one], tops[other])
-                both = PairSums(shared_top=shared, opposed_top=shared - agreeing)
-                pairs[one, other] += both
+                pairs[one, other] += PairSums(shared_top=shared, opposed_top=shared - agreeing)
         for (one, other), sums in pairs.items():
             tops_of_both = sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0
             pairs[one, other] = replace(sums, tops=tops_of_both)
@@ -433,11 +430,9 @@ class Worker:
 
 def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> np.int32:
     """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
-    if not magnitudes.counts.size:
-        return np.int32(INFINITY)
-    return np.int32(
-        max(1, top_bin(magnitudes, math.ceil(TOP * subject.base.elements)) << BIN_SHIFT)
-    )
+    wanted = math.ceil(TOP * subject.base.elements)
+    place = top_bin(magnitudes, wanted) if magnitudes.counts.size else BINS - 1
+    return np.int32(max(1, place << BIN_SHIFT))
 
 
 def _signs_of_top(sample: Floats, least: np.int32) -> NDArray[np.uint64]:
@@ -453,16 +448,14 @@ def added_magnitudes(measured: Measured) -> float:
     return sum(each.inside.magnitude for each in measured.sums.values())
 
 
-def _without_outliers(
-    models: Sequence[int], total: Measured, samples: Iterable[Floats]
-) -> Measured:
+def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Floats]) -> Measured:
     """The products and the sum of a tensor's deltas as its sample has them without outliers.
 
     Overwrites the outliers in the sample.
     """
     inside = {model: each.inside for model, each in total.sums.items()}
     products, apart, together = np.zeros((len(models), len(models))), 0.0, 0.0
-    for part in samples:
+    for part in parts:
         for row, model in zip(part, models, strict=True):
             row[~(np.abs(row) <= np.float32(inside[model].largest))] = 0
         wide = part.astype(np.float64)
