@@ -17,7 +17,7 @@ ONES = np.ones((2, 2), np.float32)
 
 
 def adapter(folder, tensors):
-    rank = next((len(value) for name, value in tensors.items() if "_A" in name), 1)
+    rank = next((v.shape[0] for name, v in tensors.items() if "_A" in name and v.ndim), 1)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1}
     (folder / CONFIG_NAME).write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS_NAME)
