@@ -908,7 +908,7 @@ class Analyses(OneFile):
         from dare.analysis.judge.readiness import assess
 
         analysis = Analysis.load(self.file)
-        readiness = assess(analysis, {})
+        readiness = assess(analysis)
         return analysis, readiness, advise(analysis, readiness)
 
 

@@ -139,7 +139,7 @@ def test_trim_after_dare_counts_survivors_only(merged):
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000, 600_000, 1_200_000])
-@pytest.mark.parametrize("max_memory", ["1GiB", "26MiB"])
+@pytest.mark.parametrize("max_memory", ["1GiB", "34MiB"])
 def test_trim_is_exact_over_many_chunks(size, max_memory):
     # Few distinct magnitudes, so that the cut falls among many equal ones in several blocks.
     generator = np.random.default_rng(size)

@@ -153,13 +153,14 @@ class Adapter:
         alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def count_experts(self, name: str, rows: int, *, is_parameter: bool) -> int:
+    def count_experts(self, folder: Path, name: str, rows: int, *, is_parameter: bool) -> int:
         """Return the number of experts that a lora_A with so many rows is for; 1 for a module."""
         usual = rows if self.rank is None else self.rank
         rank = _matching("rank_pattern", self.rank_pattern, name, usual)
         if not rank >= 1 or (rows % rank if is_parameter else rows != rank):
             what = f"lora_A of {name} has {rows} rows, and its rank here is {rank:g}"
-            raise InputError(f"{CONFIG_NAME}: {what}; set r and rank_pattern as it was trained")
+            remedy = "set r and rank_pattern as it was trained"
+            raise InputError(f"{folder / CONFIG_NAME}: {what}; {remedy}")
         return int(rows // rank)
 
 
@@ -303,7 +304,7 @@ class LoraSource(SourceView):
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         down, up = self._factors(module, pair)
-        self.adapter.count_experts(module, down.shape[0], is_parameter=False)
+        self.adapter.count_experts(self.path, module, down.shape[0], is_parameter=False)
         scale = self.adapter.scaling(module, down.shape[0])
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
@@ -322,7 +323,7 @@ class LoraSource(SourceView):
     def _add_parameter(self, name: str, pair: Mapping[str, str]) -> None:
         """Take in the LoRA of a parameter: a matrix, or one for each of several experts."""
         down, up = self._factors(name, pair)
-        experts = self.adapter.count_experts(name, down.shape[0], is_parameter=True)
+        experts = self.adapter.count_experts(self.path, name, down.shape[0], is_parameter=True)
         scale = self.adapter.scaling(name, down.shape[0] // experts)
         known = self._base_tensors[name].shape if name in self._base_tensors else ()
         sides = up.shape[0], math.prod(down.shape[1:])

@@ -362,6 +362,8 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     manifest = manifest_path(target)
     if os.path.lexists(target):
         _refuse_newcomer(layout, overwrite=overwrite)
+        if target.suffix != ".safetensors":
+            target.unlink()  # its manifest alone tells that it is ours, and is replaced first
     (folder / manifest.name).replace(manifest)
     sync_folder(target.parent)
     weights = folder / target.name

@@ -218,7 +218,8 @@ class RecodedSink(FileSink):
 
         def encode(info: TensorInfo) -> Loss | None:
             def read(start: int, count: int) -> Raw:
-                raw = merged.read(info.position(start), count * info.dtype.itemsize)
+                with explaining(self.folder / name, what="read", resumable=self.resumable):
+                    raw = merged.read(info.position(start), count * info.dtype.itemsize)
                 return np.frombuffer(raw, info.dtype.carrier)
 
             loss = recoding.encode((info.name, info.dtype, info.shape), read, self.write)
@@ -318,12 +319,12 @@ def check_free_space(sink: FileSink) -> None:
 
 
 @contextmanager
-def explaining(place: Path, *, resumable: bool = False) -> Iterator[None]:
-    """Say where something cannot be written, and what becomes of what was."""
+def explaining(place: Path, *, what: str = "written", resumable: bool = False) -> Iterator[None]:
+    """Say where something cannot be written, or read, and what becomes of what was."""
     try:
         yield
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
+        fault = f"cannot be {what}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and resumable:
-            what = "the disk is full; make room and run the same merge again; it resumes"
-        raise OutputError(f"{place}: {what}") from error
+            fault = "the disk is full; make room and run the same merge again; it resumes"
+        raise OutputError(f"{place}: {fault}") from error

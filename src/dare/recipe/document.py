@@ -119,7 +119,7 @@ def interpolates(document: Mapping[str, Any]) -> bool:
     """Tell if a merge goes from model to model, so that the first can stand for the base."""
     try:
         return combine_of(parse_method(document["method"])).interpolates is not None
-    except (RecipeError, LookupError, AttributeError):  # which is said when the recipe is made
+    except (RecipeError, LookupError, AttributeError, TypeError):  # said when the recipe is made
         return False
 
 
