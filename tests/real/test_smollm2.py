@@ -159,6 +159,7 @@ def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, te
     monkeypatch.chdir(models["base"].parent)
     file, theirs = tmp_path / "their.yml", tmp_path / "theirs"
     file.write_text(text)
+    assert ("tied" in dare.convert_yaml(file).summary) == (text is STACK)
     dare.merge(file, output=tmp_path / "ours", verbose=False)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     tokenizer = AutoTokenizer.from_pretrained(models["base"])  # which the fine-tunes have not
@@ -179,6 +180,11 @@ def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, te
     )
     found = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
     assert ours.state_dict().keys() == found.keys()
+    if text is STACK:  # its head is that of the model whose layers come last, not of the first
+        prose = AutoModelForCausalLM.from_pretrained(models["prose"]).to(torch.float32)
+        assert not ours.config.tie_word_embeddings
+        assert torch.equal(ours.lm_head.weight, prose.lm_head.weight)
+        found["lm_head.weight"] = ours.lm_head.weight
     assert differing(ours.state_dict(), found) == 0
 
 

@@ -247,7 +247,8 @@ def test_what_is_outside_is_refused_in_merges_and_layers_too(places):
         {"base": str(inside / "math"), "models": [str(folder / "math")]}
         for folder in (inside, outside)
     )
-    for inner in ({"merges": {"m": bad}}, {"layers": [{**bad, "range": [0, 1]}], "models": []}):
+    nested = {"merges": {"m": bad}, "models": ["m"]}
+    for inner in (nested, {"layers": [{**bad, "range": [0, 1]}], "models": []}):
         document = {**good, "method": "passthrough" if "layers" in inner else "sum", **inner}
         with pytest.raises(OutsideError):
             roots.admit(request_from_document(document, "recipe"))

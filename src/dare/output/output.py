@@ -362,8 +362,11 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     manifest = manifest_path(target)
     if os.path.lexists(target):
         _refuse_newcomer(layout, overwrite=overwrite)
-        if target.suffix != ".safetensors":
-            target.unlink()  # its manifest alone tells that it is ours, and is replaced first
+        if target.suffix != ".safetensors":  # which of the two there are now, a manifest has it
+            (folder / target.name).replace(target)
+            sync_folder(target.parent)
+            (folder / manifest.name).replace(manifest)
+            return
     (folder / manifest.name).replace(manifest)
     sync_folder(target.parent)
     weights = folder / target.name

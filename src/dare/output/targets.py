@@ -23,7 +23,7 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -162,7 +162,10 @@ def check_replaceable(layout: Layout) -> None:
     if target.stat().st_size == 0:
         return
     manifest = manifest_path(target)
-    digests = read_sealed(manifest)["files"].values() if manifest.exists() else ()
+    digests = set[str]()
+    for found in (manifest, partial_folder(target) / manifest.name):  # the other dies in between
+        with suppress(InputError):
+            digests |= set(read_sealed(found)["files"].values())
     if not _is_as_written(target, digests):
         raise OutputError(
             f"{target}: was not made by dare, or has changed since (neither its header's check "

@@ -69,7 +69,22 @@ _Merge = TypeVar("_Merge", bound=Recipe)
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
     """Build a request from the tables of its TOML form."""
     with naming(where):
-        return Request.of(**_fields(*find_files(document)))
+        return _build_request(*find_files(document))
+
+
+def _build_request(document: Mapping[str, Any], shown: Mapping[str, str]) -> Request:
+    request = Request.of(**_fields(document, shown))
+    _refuse_unused(request.recipe)
+    return request
+
+
+def _refuse_unused(recipe: Recipe) -> None:
+    """Refuse merges that nothing names, as tables of stages are that are not in a method."""
+    for name in recipe.merges.keys() - recipe.named.keys():
+        what = f"no base or model is called {name}"
+        raise RecipeError(f"[merges.{name}] would have no effect: {what}")
+    for inner in (*recipe.merges.values(), *recipe.layers):
+        _refuse_unused(inner)
 
 
 @contextmanager
@@ -292,7 +307,7 @@ def overlaid(
             if others or len({name.endswith(".gguf") for name in outputs}) > 1:
                 del document["output_digest"]
         _lay_over(document, given, spelled)
-        request = Request.of(**_fields(document, shown))
+        request = _build_request(document, shown)
         if not moved:
             return request
         return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))

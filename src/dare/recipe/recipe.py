@@ -248,8 +248,6 @@ class Recipe(Strict, init=False):
             elif not any(name in stages for stages in names.values()):
                 methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
                 yield f"[{name}] would have no effect: {'; '.join(methods)}"
-        for name in (name for name in self.merges if name not in self._named):
-            yield f"[merges.{name}] would have no effect: no base or model is called {name}"
         for name, entry in zip(self.names, self.models, strict=True):
             yield from self._override_problems(entry, f"model {name}: ", False)
         for rule, indices in self.rules:
@@ -597,7 +595,7 @@ class Recipe(Strict, init=False):
         return "delta_threshold" in self.model_fields_set
 
     @property
-    def _named(self) -> dict[str, Path]:
+    def named(self) -> dict[str, Path]:
         """All that it names as a base or a model: files, directories and its own merges."""
         inner = (*self.merges.values(), *self.layers)
         files = (self.base, *(e.file for e in self.models), *(f for i in inner for f in i.inputs))
@@ -606,7 +604,7 @@ class Recipe(Strict, init=False):
     @property
     def inputs(self) -> tuple[Path, ...]:
         """All files and directories that it reads, base first; those of merges in it too."""
-        return tuple(file for name, file in self._named.items() if name not in self.merges)
+        return tuple(file for name, file in self.named.items() if name not in self.merges)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -643,7 +641,7 @@ class Recipe(Strict, init=False):
         lists = {
             "tensors": [flat(rule) for rule in plain.pop("tensors", [])],
             "layers": [entry.to_tables() for entry in self.layers],
-            "merges": {n: m.to_tables() for n, m in self.merges.items() if n in self._named},
+            "merges": {n: m.to_tables() for n, m in self.merges.items() if n in self.named},
         }
         stages = plain.pop("stages", {})
         files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}

@@ -78,10 +78,14 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         config = read_config(root, METHODS, tensors_of)
         root.require(config.name not in recipes, _twice(config.name))
         recipes[config.name] = _tables(config, differences)
-        model = to_path(config.base or config.parts[0].inputs[0].model)
+        ends = [to_path(part.inputs[0].model) for part in (config.parts[0], config.parts[-1])]
         with suppress(DareError):  # the merge says what is wrong with a model
-            if is_there(model) and re.search(r"\.experts\.\d+\.", " ".join(tensors_of(model))):
-                differences[KNOWN["differences"]["experts"]] = None
+            for model in filter(is_there, (to_path(config.base or ends[0]), ends[-1])):
+                names = " ".join(tensors_of(model))
+                if re.search(r"\.experts\.\d+\.", names):
+                    differences[KNOWN["differences"]["experts"]] = None
+                if ends[0] != ends[-1] and "embed_tokens" in names and "lm_head" not in names:
+                    differences[KNOWN["differences"]["tied"]] = None
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
     for tables in recipes.values():  # a part has no template of its own
         template = tables.pop("chat_template", None)
