@@ -19,6 +19,7 @@ from training import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dare
+from dare.inputs.opening import convert_yaml
 from dare.tensors.mask import keep_mask
 
 DROP_RATE = 0.5
@@ -159,7 +160,8 @@ def test_a_configuration_gives_mergekits_model(models, tmp_path, monkeypatch, te
     monkeypatch.chdir(models["base"].parent)
     file, theirs = tmp_path / "their.yml", tmp_path / "theirs"
     file.write_text(text)
-    assert ("tied" in dare.convert_yaml(file).summary) == (text is STACK)
+    named = "tied" in " ".join(convert_yaml(file).differences)
+    assert named == (text is STACK)
     dare.merge(file, output=tmp_path / "ours", verbose=False)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     tokenizer = AutoTokenizer.from_pretrained(models["base"])  # which the fine-tunes have not
