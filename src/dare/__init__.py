@@ -23,6 +23,7 @@ _NAMES = {
     "analysis.document": "Analysis",
     "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
     "deltas.compressing": "compress",
+    "deltas.gathering": "GramCollector recompute_norms write_grams",
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (

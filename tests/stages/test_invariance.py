@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
+from dare.inputs.gathered import write_gathered
 from dare.stages import STAGES
 from helpers import method_of, save, save_shards
 
@@ -66,6 +67,14 @@ def write_models(folder, shapes):
         }
         save(folder / f"{name}.safetensors", tensors)
         save_shards(folder / name, tensors, 3)
+    grams = {
+        f"gram/{model}/{name}": generator.standard_normal(shape[1] * (shape[1] + 1) // 2)
+        for model in NAMES[1:]
+        for name, shape in shapes.items()
+        if len(shape) == 2
+    }
+    tensors = {name: np.asarray(values, np.float32) ** 2 for name, values in grams.items()}
+    write_gathered(folder / "gathered.safetensors", tensors, rows=dict.fromkeys(NAMES, 1))
     return folder
 
 
@@ -90,6 +99,7 @@ def recipe(folder, method, stages, output, *, sharded=False, **settings):
         "stages": stages,
         "threads": 1,
         "verbose": False,
+        **({"gathered": folder / "gathered.safetensors"} if stage.takes_grams else {}),
         **settings,
     }
     return dare.Request.of(**given)

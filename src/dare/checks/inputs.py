@@ -70,7 +70,7 @@ def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, tuple[int, int]]])
     if plan.recipe.allow_not_finite or not chunks:
         return
     tensors = {tensor.name: tensor for tensor in plan.tensors}
-    with hold_open((plan.base, *plan.models)):
+    with hold_open(plan.sources):
         for name, number, exceptions in chunks:
             span = chunk_span(number, tensors[name].elements)
             ((base, tuned),) = _stored(plan, tensors[name], tensors[name].models, *span)
@@ -80,7 +80,7 @@ def check_chunks(plan: Plan, chunks: Sequence[tuple[str, int, tuple[int, int]]])
 def _stored(
     plan: Plan, tensor: TensorPlan, models: Sequence[int], start: int = 0, count: int | None = None
 ) -> Iterator[tuple[Raw, dict[int, Raw]]]:
-    sources = [plan.base, *(plan.source_of(tensor, model) for model in models)]
+    sources = [plan.base_of(tensor), *(plan.source_of(tensor, model) for model in models)]
     for _, (base, *tuned) in read_chunks(sources, tensor.name, start, count, base_first=True):
         yield base, dict(zip(models, tuned, strict=True))
 

@@ -27,7 +27,7 @@ from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
 from dare.inputs.sources import CONFIG, read_config
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head, some_of
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
 # tensor is what PEFT knows as a parameter (the experts of a layer, perhaps as inputs × outputs), a
@@ -278,20 +278,29 @@ def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
     return found
 
 
-def load_live(folder: Path) -> Any:
-    """Build a directory's model with its weights, in float32, on the GPU if there is one."""
+def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
+    """Build a directory's model with its weights, in float32, on the GPU if there is one.
+
+    If the name of its class must have one of some endings, all its weights must be there too.
+    """
     try:
         import transformers
     except ImportError:
         raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / CONFIG, read_config(folder), remedy)
+    if endings and not build.__name__.endswith(endings):
+        what = f"holds a {build.__name__}, but the data are for …{' or …'.join(endings)}"
+        raise InputError(f"{folder}: {what}; save base and models with such a head")
+    how = {"dtype": "float32", "output_loading_info": True, **KNOWN_ONLY}
     try:
-        model = build.from_pretrained(folder, dtype="float32", **KNOWN_ONLY)
+        model, info = build.from_pretrained(folder, **how)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         version = transformers.__version__
         raise InputError(f"{folder}: transformers {version} cannot load it: {reason}") from error
+    if endings and (missing := sorted(info["missing_keys"])):
+        raise InputError(f"{folder}: a {build.__name__} needs {some_of(missing)}, not in its file")
     has_gpu = sys.modules["torch"].cuda.is_available()
     return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
 

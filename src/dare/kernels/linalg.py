@@ -18,15 +18,24 @@ results are then the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels.lapack import Count, LapackError, all_eigen, blas, leading_eigen
+from dare.kernels.lapack import (
+    Count,
+    LapackError,
+    all_eigen,
+    blas,
+    factorise_positive,
+    leading_eigen,
+    solve_positive,
+)
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -181,10 +190,10 @@ def _small_part(
     part = _times(rest.T.astype(np.float64), wide)
     inverse = np.divide(large, values, dtype=np.float32)
     products = np.zeros(rest.T.shape, np.float32)
-    for columns in _panels(wide.shape[1]):
+    for columns in panels(wide.shape[1]):
         products += part[:, columns].astype(np.float32) @ wide[:, columns].T
     along = multiply(multiply(products, inverse), inverse.T)
-    for columns in _panels(wide.shape[1]):
+    for columns in panels(wide.shape[1]):
         part[:, columns] -= multiply(along, wide[:, columns])
     energies, vectors = falling_eigen(gram(part))
     known = int(np.count_nonzero(energies > (NOISE * values[0]) ** 2))
@@ -225,7 +234,7 @@ def project(matrix: Floats, vectors: Numbers, shares: Doubles) -> Floats:
         projected = np.empty(wide.shape, np.float32)
         half = (vectors * np.sqrt(shares)).astype(vectors.dtype)
         operator = half @ half.T
-        for columns in _panels(wide.shape[1]):
+        for columns in panels(wide.shape[1]):
             projected[:, columns] = operator @ wide[:, columns].astype(operator.dtype, copy=False)
     return np.ascontiguousarray(projected.T) if _is_tall(matrix) else projected
 
@@ -277,7 +286,7 @@ def _inverse_root(symmetric: Doubles) -> Doubles:
 def without(matrix: Floats, left: Numbers) -> Floats:
     """Return the rest of a matrix outside the span of orthonormal columns."""
     outside = np.empty(matrix.shape, np.float32)
-    for columns in _panels(matrix.shape[1]):
+    for columns in panels(matrix.shape[1]):
         panel = matrix[:, columns].astype(left.dtype)
         outside[:, columns] = panel - left @ (left.T @ panel)
     return outside
@@ -292,7 +301,7 @@ def multiply(left: Numbers, right: Numbers) -> Floats:
 def gram(wide: Numbers, kind: type[np.floating[Any]] = np.float64) -> Doubles:
     """Return wide·wideᵀ by products of a type, a panel of columns at a time, summed in float64."""
     total = np.zeros((wide.shape[0], wide.shape[0]))
-    for columns in _panels(wide.shape[1]):
+    for columns in panels(wide.shape[1]):
         panel = wide[:, columns].astype(kind, copy=False)
         total += panel @ panel.T
     return total
@@ -334,8 +343,15 @@ def _rising_eigen(symmetric: Numbers, count: Count | None) -> tuple[Numbers, Num
 def squared_norm(matrix: Floats) -> float:
     """Return the squared Frobenius norm, in float64."""
     return sum(
-        float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in _panels(matrix.shape[0])
+        float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in panels(matrix.shape[0])
     )
+
+
+def positive_solver(symmetric: Doubles) -> Callable[[Doubles], Numbers]:
+    """Return the function that finds X with X·S = rows, for a positive definite matrix S."""
+    with suppress(LapackError):
+        return partial(solve_positive, factorise_positive(symmetric))
+    return lambda rows: np.linalg.solve(symmetric, rows.T).T
 
 
 def eigen_bytes(short: int) -> int:
@@ -355,7 +371,8 @@ def _widened(matrix: Floats) -> Floats:
     return matrix.T if _is_tall(matrix) else matrix
 
 
-def _panels(length: int) -> Iterator[slice]:
+def panels(length: int) -> Iterator[slice]:
+    """Yield panels of so many rows or columns."""
     return (slice(start, start + PANEL) for start in range(0, length, PANEL))
 
 
@@ -366,7 +383,7 @@ def _no_rows(wide: Floats) -> Floats:
 def _times(left: Numbers, wide: Floats) -> Numbers:
     """Return left·wide in the precision of `left`, a panel of columns at a time."""
     product = np.empty((left.shape[0], wide.shape[1]), left.dtype)
-    for columns in _panels(wide.shape[1]):
+    for columns in panels(wide.shape[1]):
         product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
     return product
 
@@ -394,7 +411,7 @@ def _low_rank_basis(wide: Floats) -> Doubles | None:
         return None
     missed = sum(
         float(np.square(wide[:, c] - basis @ inside[:, c], dtype=np.float64).sum())
-        for c in _panels(wide.shape[1])
+        for c in panels(wide.shape[1])
     )
     if missed > MISSED**2 * squared:
         return None

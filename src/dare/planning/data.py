@@ -22,7 +22,8 @@ from dare.documents.notices import Notice
 from dare.errors import OutputError, RecipeError
 from dare.formats.recoding import Recoding
 from dare.inputs.directory import Sidecars
-from dare.inputs.sources import STEMS, Drop, Source, stamps_of
+from dare.inputs.gathered import Gathered
+from dare.inputs.sources import STEMS, Drop, Floats, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Chain, Recipe, names_of
 from dare.stages import Settings, Stage
@@ -197,6 +198,7 @@ class Fate(StrEnum):
     PASSED = "passed through"
     MISMATCHED = "copied from base (a model's does not fit)"
     EXTRA = "taken from models (the base lacks it)"
+    GATHERED = "taken from the file of what was gathered"
     LEFT_OUT = "left out (only in a model)"
 
 
@@ -217,6 +219,7 @@ class TensorPlan:
     drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
     stages: tuple[Stage, ...] = ()  # of its method
     refine: tuple[Settings, ...] = ()  # each refine stage's settings
+    input_axis: int | None = None  # the dimension of a layer's inputs, if there are Gram matrices
 
     @property
     def method(self) -> str:
@@ -273,6 +276,8 @@ class TensorPlan:
 
     def is_surveyed_by(self, stage: Stage, settings: Settings) -> bool:
         """Tell whether a stage with these settings must survey this tensor first."""
+        if stage.takes_grams and self.input_axis is None:
+            return False
         return stage.surveys(settings, self.key, self.shape)
 
     def settings_of(self, model: int) -> tuple[Settings, ...]:
@@ -342,7 +347,9 @@ class PlanData:
     notes: tuple[Notice, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
     base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
+    measured: str = ""  # Markdown for the card: what the output scored, if that is known
     options: RunOptions = USUAL
+    gathered: Gathered | None = None  # the file of what inputs have shown
 
     @property
     def backend(self) -> str:
@@ -361,8 +368,8 @@ class PlanData:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The base and the models."""
-        return self.base, *self.models
+        """The base, the models, and the file of what was gathered."""
+        return self.base, *self.models, *([self.gathered] if self.gathered else ())
 
     @property
     def input_files(self) -> list[Path]:
@@ -408,6 +415,7 @@ class PlanData:
             "stages_from": {s.name: s.origin for s, _ in recipe.all_stages if s.origin} or None,
             "methods": dict(others) or None,
             "recoded": self.recoding and self.recoding.format,
+            "gathered": self.gathered and self.gathered.digest,
         }
         return {
             "format": FORMAT,
@@ -440,6 +448,15 @@ class PlanData:
             self.recipe.delta_threshold,
         ]
         return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
+
+    def base_of(self, tensor: TensorPlan) -> Source:
+        """Return the source of what models' changes to a tensor are added to."""
+        return self.gathered or self.base if tensor.fate is Fate.GATHERED else self.base
+
+    def grams_of(self, tensor: TensorPlan) -> Iterator[Floats]:
+        """Read the Gram matrices of a layer's inputs, of one model after the other."""
+        assert self.gathered is not None  # as the layer has them
+        return (self.gathered.gram(self.model_names[m], tensor.key) for m in tensor.models)
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Return the source of a model's copy of a tensor: the base, if the model lacks it."""

@@ -20,6 +20,7 @@ from dare.documents.notices import LIMIT, Notice, Severity, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.formats.recoding import Recoding, find_recoding
+from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.planning.data import Fate, TensorPlan, lay_out
@@ -32,7 +33,7 @@ from dare.stages.darex import ROUNDING, suggest_q
 from dare.stages.registry import LATER_PARAMETERS
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo, show_shape
-from dare.tensors.names import is_layer_matrix, some_of
+from dare.tensors.names import is_layer_matrix, norm_layers, some_of
 
 
 class Misfit(StrEnum):
@@ -177,12 +178,8 @@ def make_plan(
     extras = find_extras(base, named)
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
-    taken = (
-        notice("extra_taken", tensor, models=", ".join(names[number] for number in owners))
-        for tensor, owners in base.extras.items()
-    )
     grave = [note for note in notes if note.severity is not Severity.NOTE]
-    warnings = [*_recipe_warnings(recipe), *grave, *notices, *taken]
+    warnings = [*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
@@ -191,6 +188,7 @@ def make_plan(
         depth = depths.get(tied_to or fit.base.name, OUTSIDE)
         dtype = _output_type(recipe, fit.base, tied_to or fit.base.name, recoding)
         tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, kept))
+    gathered, tensors = _with_gathered(recipe, base, names, tensors)
     strangers, displaced = _find_idle(base, named, fits)
     problems = strangers or problems or displaced
     if problems:
@@ -227,8 +225,9 @@ def make_plan(
         layout,
         tuple(note for note in said if note not in grave),
         options=options,
+        gathered=gathered,
     )
-    plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
+    plan = replace(plan, warnings=(*warnings, *_float64_notices(plan), *_norm_notices(plan)))
     cost = plan.cost
     check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
@@ -291,6 +290,43 @@ def _plan_tensor(
         kept.setdefault(names_of(chain), tuple(stage for stage, _ in chain)),
         shared(joint[1:]),
     )
+
+
+def _with_gathered(
+    recipe: Recipe, base: Source, names: Sequence[str], tensors: Sequence[TensorPlan]
+) -> tuple[Gathered | None, list[TensorPlan]]:
+    """Open the file of what was gathered, if there is one; take from it what it has of tensors."""
+    gathered = open_gathered(recipe.gathered, base.tensors) if recipe.gathered else None
+    found = list(tensors)
+    for place, tensor in enumerate(tensors):
+        if gathered is not None and (info := gathered.tensors.get(tensor.name)):
+            new: dict[str, Any] = {"fate": Fate.GATHERED, "base": info}
+            found[place] = replace(tensor, **new, models=(), settings=(), weights=(), drops=())
+        elif tensor.is_merged and tensor.combine_stage.takes_grams:
+            if gathered is None:
+                raise RecipeError(
+                    f"method {tensor.method!r}: needs Gram matrices of the layers' inputs; write "
+                    "their file as docs/guides/inputs.md shows, and name it: gathered = FILE in "
+                    "the recipe, or --gathered FILE"
+                )
+            models = [names[model] for model in tensor.models]
+            axis = gathered.input_axis(tensor.key, tensor.shape, models)
+            found[place] = replace(tensor, input_axis=axis)
+    return gathered, found
+
+
+def _taken_notices(base: Source, names: Sequence[str]) -> Iterator[Notice]:
+    """Say which tensors come from models alone."""
+    for tensor, owners in base.extras.items():
+        yield notice("extra_taken", tensor, models=", ".join(names[number] for number in owners))
+
+
+def _norm_notices(plan: Plan) -> Iterator[Notice]:
+    """Say that statistics of BatchNorm layers are merged, which are wrong then."""
+    made = [tensor.name for tensor in plan.merged() if plan.sole_model(tensor) is None]
+    if layers := norm_layers(made):
+        count = times(len(layers), "layer")
+        yield notice("merged_statistics", count=count, layers=some_of(layers))
 
 
 def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
@@ -369,7 +405,8 @@ def _output_type(
 
 def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
     """Return what becomes of a tensor, and the models that take part in it."""
-    takes_all = combine.models is not None  # then a missing delta is read as zero
+    # Where each model counts, a missing delta is read as zero.
+    takes_all = combine.models is not None or combine.takes_grams
     takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
     if fit.is_extra:
         return Fate.EXTRA, []

@@ -171,6 +171,8 @@ class Cost:
     def surveys(self, tensor: TensorPlan) -> Iterator[tuple[int, int, Stage]]:
         """Yield of each survey of a tensor the memory it takes, what it leaves, and its stage."""
         shape, models = tensor.shape, len(tensor.models)
+        if tensor.input_axis == 0:  # stages count by outputs × inputs
+            shape = shape[::-1]
         joint = [tensor.combine_stage] if tensor.combine_surveys else []
         joint += [stage for stage, _ in tensor.refine_stages]
         before = 0  # the finding of the combine stage is held while the tensor is refined

@@ -44,7 +44,7 @@ from dare.stages.registry import combine_of, load_installed_stages, takers
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
-FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
+FIELDS = ("method", "scale", "seed", "embedding_drop_rate", "gathered")
 # Keys that the ranges of a stack take over.
 SHARED = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),

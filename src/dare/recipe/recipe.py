@@ -150,6 +150,10 @@ class Recipe(Strict, init=False):
         None, description='"input" stores quantised weights as the base does, not as plain ones.'
     )
 
+    gathered: AnyPath | None = Field(
+        None, description="File of Gram matrices for regmean, and of statistics of norms."
+    )
+
     on_missing: Policy = Field(
         "error", description="A tensor that a model lacks: refuse, or count its delta as zero."
     )
@@ -265,8 +269,8 @@ class Recipe(Strict, init=False):
                 yield self._wrong_count(combine)
         if self.format is not None and self.dtype is not None:
             yield f'format = "{self.format}" says how weights are stored; leave dtype out'
-        if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
-            yield f"input_digests: {len(self.input_digests)} given for {1 + len(self.models)} files"
+        if self.input_digests is not None and len(self.input_digests) != len(self.read_files):
+            yield f"input_digests: {len(self.input_digests)} given for {len(self.read_files)} files"
         drops = any("drop_rate" in s.parameters for s, _ in self.all_stages if s.kind == "delta")
         if self.embedding_drop_rate is not None and not drops:
             yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
@@ -598,13 +602,28 @@ class Recipe(Strict, init=False):
     def named(self) -> dict[str, Path]:
         """All that it names as a base or a model: files, directories and its own merges."""
         inner = (*self.merges.values(), *self.layers)
-        files = (self.base, *(e.file for e in self.models), *(f for i in inner for f in i.inputs))
+        files = [self.base, *(entry.file for entry in self.models)]
+        files += (file for recipe in inner for file in recipe.merged_models)
         return {str(file): file for file in files}
 
     @property
-    def inputs(self) -> tuple[Path, ...]:
-        """All files and directories that it reads, base first; those of merges in it too."""
+    def read_files(self) -> tuple[Path, ...]:
+        """The base, the models and the file of what was gathered, as digests are listed."""
+        files = self.base, *(entry.file for entry in self.models)
+        return (*files, self.gathered) if self.gathered else files
+
+    @property
+    def merged_models(self) -> tuple[Path, ...]:
+        """All models that it reads, base first; those of merges in it too."""
         return tuple(file for name, file in self.named.items() if name not in self.merges)
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """All files and directories that it reads: models, and what was gathered of them."""
+        inner = (f for recipe in (*self.merges.values(), *self.layers) for f in recipe.inputs)
+        own = [self.gathered] if self.gathered else []
+        files = dict.fromkeys((*self.merged_models, *inner, *own))
+        return tuple(file for file in files if str(file) not in self.merges)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -617,9 +636,10 @@ class Recipe(Strict, init=False):
         def place(file: Path) -> Path:
             return file if str(file) in self.merges else move(file)
 
-        inner = {
+        inner: dict[str, Any] = {
             "merges": {name: merge.moved(place) for name, merge in self.merges.items()},
             "layers": tuple(entry.moved(place) for entry in self.layers),
+            **({"gathered": place(self.gathered)} if self.gathered else {}),
         }
         files = [place(entry.file) for entry in self.models]
         moved = self.with_files(place(self.base), files, output)

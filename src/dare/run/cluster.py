@@ -283,8 +283,7 @@ def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
 
 def check_same_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sample]) -> None:
     """Refuse inputs whose samples are not the driver's."""
-    files = (recipe.base, *(entry.file for entry in recipe.models))
-    for file, found, sample in zip(files, sample_inputs(sources), samples, strict=True):
+    for file, found, sample in zip(recipe.read_files, sample_inputs(sources), samples, strict=True):
         if differing := [name for name in sample if found.get(name) != sample[name]]:
             raise InputError(
                 f"{file}: is not the same file here as where the work was started: "
@@ -334,12 +333,12 @@ class MergeWork:
     @classmethod
     def of(cls, plan: Plan, folder: Path, memory: int) -> MergeWork:
         """Describe a plan to others."""
-        files = (file for source in (plan.base, *plan.models) for file in source.files)
+        files = plan.input_files
         return cls(
             task_request(plan.recipe, plan.options, memory),
             tuple(dict.fromkeys(stage.file for stage, _ in plan.recipe.all_stages if stage.file)),
             plan.fingerprint,
-            sample_inputs((plan.base, *plan.models)),
+            sample_inputs(plan.sources),
             folder.absolute(),
             fetches=not any(is_stored(file) for file in files),
         )
@@ -350,8 +349,8 @@ class MergeWork:
         for file in self.stage_files:
             load_stages(file)
         plan = plan_request(self.request, fetches=self.fetches)
-        stack.enter_context(hold_open((plan.base, *plan.models)))
-        check_same_inputs(plan.recipe, (plan.base, *plan.models), self.inputs)
+        stack.enter_context(hold_open(plan.sources))
+        check_same_inputs(plan.recipe, plan.sources, self.inputs)
         if plan.fingerprint != self.fingerprint:
             raise InputError(
                 f"{plan.recipe.output}: the plan differs on this node; every node must see the "

@@ -132,14 +132,15 @@ def take_sample(plan: Plan) -> SampledModels:
 def check_digests(plan: Plan, digests: Digests) -> None:
     """Refuse a delta file of another base, and inputs other than a manifest's recipe demands."""
     recipe = plan.recipe
-    found = (digests.base, *digests.models)
-    files = (recipe.base, *(entry.file for entry in recipe.models))
+    gathered = [plan.gathered.digest] if plan.gathered else []
+    found = (digests.base, *digests.models, *gathered)
+    demanded = recipe.input_digests or ()
     for model, entry in zip(plan.models, recipe.models, strict=True):
         for name in model.tensors.keys() & digests.base_tensors.keys():
             if model.delta_of(name).base_digest not in (None, digests.base_tensors[name]):
                 differs = f"{name} differs from the one in {recipe.base}; give the base it is for"
                 raise InputError(f"{entry.file}: is a delta file for another base: {differs}")
-    for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):
+    for file, expected, digest in zip(recipe.read_files, demanded, found, strict=False):
         if digest != expected:
             raise InputError(
                 f"{file}: is not what it was when the manifest was written "

@@ -36,7 +36,7 @@ from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
-from dare.stages.blocks import DeltaView
+from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
@@ -200,7 +200,7 @@ class Stopped(Exception):  # noqa: N818
 
 def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[Source]:
     """Return the sources of a tensor: the base, then some of the models."""
-    return [plan.base, *(plan.source_of(tensor, model) for model in models)]
+    return [plan.base_of(tensor), *(plan.source_of(tensor, model) for model in models)]
 
 
 class Worker:
@@ -293,7 +293,10 @@ class Worker:
         combine, summary = tensor.combine_stage, None
         read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
         if combine.survey is not None and tensor.combine_surveys:
-            summary = combine.survey(self._backend.joint_view(read, tensor), **tensor.combine)
+            view = self._backend.joint_view(read, tensor)
+            if tensor.input_axis is not None:
+                view.grams = Grams(tensor.input_axis, partial(self._plan.grams_of, tensor))
+            summary = combine.survey(view, **tensor.combine)
         if not tensor.refine_stages:
             return summary
         chunks = lambda: (chunk._replace(summary=summary) for chunk in read())  # noqa: E731

@@ -478,11 +478,19 @@ class Scores:
         return self.values.size
 
 
+class Grams(NamedTuple):
+    """The Gram matrices of a layer's inputs, and the dimension of these in its tensor."""
+
+    axis: int
+    read: Callable[[], Iterator[Floats]]  # yields each model's, in recipe order
+
+
 @dataclass(eq=False)
 class JointView(View):
     """A tensor of all models, and products between them, in float64 in a fixed order."""
 
     weights: Sequence[float] = ()
+    grams: Grams | None = None  # for a stage that takes them
 
     def dots(self, *, with_base: bool) -> list[list[float]]:
         """Return the product of every model's delta with every other's, or of whole tensors.

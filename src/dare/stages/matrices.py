@@ -67,7 +67,7 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def _gather(view: View, *, combines: bool) -> tuple[list[Floats], list[float]]:
+def gather(view: View, *, combines: bool) -> tuple[list[Floats], list[float]]:
     """Gather deltas as matrices, of one model or of all in recipe order, and the models' weights.
 
     All factors are multiplied in.
@@ -113,7 +113,7 @@ def matrix_delta_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
-            return function(_gather(view, combines=False)[0][0], **settings)
+            return function(gather(view, combines=False)[0][0], **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -140,7 +140,7 @@ def matrix_combine_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
-            return function(*_gather(view, combines=True), **settings)
+            return function(*gather(view, combines=True), **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -181,7 +181,7 @@ def refine(
             yield deltas  # gathered before it is combined, which may change its values
             _chunk_of(flat, deltas.blocks[0])[:] = combine(deltas)
 
-    matrices, weights = _gather(replace(view, walk=combined), combines=True)
+    matrices, weights = gather(replace(view, walk=combined), combines=True)
     merged = flat.reshape(as_matrix(view.shape))
     for stage, settings in stages:
         assert stage.survey is not None  # as every refine stage has one

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 _TABLES = tomllib.loads(files("dare.tensors").joinpath("names.toml").read_text("utf-8"))
@@ -32,6 +32,8 @@ _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
 ANY_HEAD = "|".join(_TABLES["any_head"])
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
+# What a layer like BatchNorm knows of all inputs that it has seen.
+STATISTICS = ("running_mean", "running_var")
 
 
 def quantised_kind(tensor: str) -> str | None:
@@ -130,6 +132,17 @@ def module_of_weight(tensor: str) -> str:
     """Return the last name of the module that a weight belongs to; empty for all but weights."""
     module, _, parameter = in_component(tensor).rpartition(".")
     return module.rpartition(".")[2] if parameter == "weight" else ""
+
+
+def norm_layers(tensors: Iterable[str]) -> list[str]:
+    """Return the layers that normalise by statistics of all inputs, as BatchNorm does.
+
+    >>> norm_layers(["bn.running_mean", "bn.running_var", "bn.weight", "x.running_mean"])
+    ['bn']
+    """
+    names = set(tensors)
+    layers = (name.removesuffix(".running_var") for name in sorted(names))
+    return [layer for layer in layers if {f"{layer}.{s}" for s in STATISTICS} <= names]
 
 
 def some_of(names: Sequence[str], shown: int = 1) -> str:
