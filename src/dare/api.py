@@ -136,6 +136,7 @@ def merge(
     method: str | None = None,
     overwrite: bool = False,
     resume: bool = True,
+    measured: str = "",
     **settings: Any,
 ) -> Report:
     """Merge models: write the merged one and say what was done.
@@ -147,10 +148,11 @@ def merge(
     settings change what it says, but a plan is complete.
 
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
-    replaced with `overwrite`; an input never is.
+    replaced with `overwrite`; an input never is. The model card has `measured`, which is Markdown.
     """
     given = {"base": base, "models": models, "output": output, "method": method, **settings}
     planned = plan_to_run(recipe, overwrite=overwrite, **given)
+    planned = replace(planned, measured=measured) if measured else planned
     return run(Merge(planned), overwrite=overwrite, resume=resume)
 
 

@@ -65,6 +65,7 @@ GIVEN = {
     "models": (["--merge", "x", "y"], (ModelEntry(file="x"), ModelEntry(file="y"))),
     "output": (["--output", "o"], Path("o")),
     "copy_from": (["--copy-from", "math"], "math"),
+    "gathered": (["--gathered", "grams.safetensors"], Path("grams.safetensors")),
     "chat_template": (["--chat-template", "code"], "code"),
     "allow_pickle": (["--allow-pickle"], True),
     "allow_not_finite": (["--allow-not-finite"], True),

@@ -15,6 +15,7 @@ from dare.studies.results import (
     Scored,
     State,
     StudyData,
+    Task,
     Trial,
 )
 from dare.studies.study import Charter
@@ -189,8 +190,6 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             if best
             else (),
             "tied": tuple(tied),
-            "better": (),
-            "chosen": best,
             "simplest": tied[-1] if tied else best,
             "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
             "front": (0, 1) if len(ranking) > 1 else (),
@@ -205,7 +204,14 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             )
             if best
             else None,
-            "notices": (notice("winners_curse", settings=40, intervals="", remedy=""),),
+            "tasks": (
+                Task(
+                    "add", 10, True, *(Estimate(q, q - 0.1, q + 0.1) for q in (0.1, 0.5, 0.7, 0.8))
+                ),
+            )
+            if best
+            else (),
+            "notices": (notice("winners_curse", candidates=40, intervals=""),),
             **known,
         }
     )

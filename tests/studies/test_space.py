@@ -95,13 +95,11 @@ def test_settings_count_only_in_methods_that_have_them():
     ]
 
 
-def test_a_search_starts_where_the_advice_is():
-    found = space("method=sum,dare+sum", "drop_rate=0.2,0.4,0.6")
-    advised = recipe(method="dare+sum", stages={"dare": {"drop_rate": 0.55}})
-    start = found.nearest(advised)
-    assert start == {"method": "dare+sum", "drop_rate": 0.6}
-    assert [s.get("drop_rate") for s in found.grid()] == [None, 0.2, 0.4, 0.6]
-    assert found.nearest(recipe(method="ties")) is None
+def test_a_search_starts_where_the_recipe_is():
+    over = ("method=sum,dare+sum", "drop_rate=0.2,0.4,0.6", "include.math=true,false")
+    found = space(*over, method="dare+sum", stages={"dare": {"drop_rate": 0.55}})
+    assert found.nearest() == {"method": "dare+sum", "drop_rate": 0.6, "include.math": True}
+    assert space(*over, method="ties").nearest() is None
 
 
 WITH_MODELS = ("include.math=true,false", "include.code=true,false", "weight.math=0.5,2")
@@ -158,17 +156,6 @@ def test_a_model_that_is_left_out_takes_no_part():
         with_settings(given, {f"include.{name}": False for name in ("math", "code", "law")})
 
 
-def test_the_start_has_no_scale_that_was_advised_for_other_models():
-    advised = Recipe(base="base", models=["math"], method="sum", scale=0.5)
-    plain = space("scale=0.2:2", method="sum")
-    assert plain.nearest(advised, ["code"]) == {"scale": 1.0}
-    own = space("scale=0.2:2", method="sum", scale=0.8)
-    assert own.nearest(advised, ["code"]) == {"scale": 0.8}
-    leaves_out = space("scale=0.2:2", "include.code=true,false", method="sum")
-    assert leaves_out.nearest(advised, ["code"]) == {"scale": 0.5, "include.code": False}
-    assert plain.nearest(recipe(method="sum", scale=0.5)) == {"scale": 0.5}
-
-
 def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
     document = {
         "method": "dare+sum",
@@ -186,8 +173,8 @@ def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
         "drop_rate.code=0:0.65",
         "weight.code=0:2:layers=2",
     )
-    found = space(*over, method="dare+sum")
-    assert found.nearest(request_from_document(document, "").recipe) == {
+    given = request_from_document(document, "").recipe
+    assert Space(given, dict(map(parse_over, over))).nearest() == {
         "drop_rate": pytest.approx(0.6),
         "weight.math": 0.2,
         "drop_rate.code": 0.65,

@@ -409,10 +409,7 @@ def call(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    import dare.cli.playground as command
-
-    absent = {"uvicorn"}
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else True)
+    monkeypatch.setattr("dare.documents.page.find_spec", lambda name: name != "uvicorn" or None)
     status, out, err = call()
     assert (status, out) == (1, "")
     assert install_command("web") in err

@@ -141,7 +141,7 @@ def _print_plan(console: Console, planned: Plan, facts: Facts = (), *, brief: bo
 
 def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:
     """Say in a line how the weights will differ from those of the tool whose file is merged."""
-    path, _ = _by_position(paths, flags)
+    path, _ = by_position(paths, flags)
     if path is None or path.suffix.lower() not in api.YAML_SUFFIXES:
         return ()
     from dare.inputs.opening import convert_yaml
@@ -156,14 +156,12 @@ def _asked_recipe(
 ) -> Request:
     if verbose and quiet:
         raise UsageError("--verbose and --quiet given; leave one out")
-    recipe, flags = _by_position(paths, flags)
+    recipe, flags = by_position(paths, flags)
     fixed: dict[str, Any] = {"verbose": verbose} if verbose or quiet else {}
     return recipe_from_flags(recipe, flags, **fixed)
 
 
-def _by_position(
-    paths: Sequence[Path], flags: dict[str, Any]
-) -> tuple[Path | None, dict[str, Any]]:
+def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """Return the recipe that is named with or without a flag, or else flags for base and models."""
     config = flags.get("config")
     if not paths:
@@ -274,7 +272,7 @@ def init(
     :param overwrite: Replace an existing recipe.
     :param from_analysis: An analysis whose advice to follow.
     """
-    recipe, flags = _by_position(paths, flags)
+    recipe, flags = by_position(paths, flags)
     if from_analysis is not None and (paths or recipe is not None):
         given = "models" if paths else "--config"
         raise UsageError(f"--from-analysis and {given} given; leave one out")

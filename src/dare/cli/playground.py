@@ -6,7 +6,6 @@ import json as jsonlib
 import os
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,8 @@ from cyclopts import Parameter
 
 from dare.cli import DONE, INTERRUPTED, UsageError
 from dare.cli.flags import RUN, Debug, Json, RunPath, RunSwitch, print_json
-from dare.documents.page import NEEDED
+from dare.documents.page import check_installed
 from dare.documents.terminal import make_console, print_steps
-from dare.errors import OutputError, install_command
 
 MOST_PORT = 65535
 
@@ -40,9 +38,7 @@ def playground(
     """
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
-    if not all(find_spec(name) for name in (*NEEDED, "starlette", "uvicorn")):
-        needs = f"packages that are not installed: {install_command('web')}"
-        raise OutputError(f"the playground needs {needs}")
+    check_installed("the playground", "web", "starlette", "uvicorn")
     if build is not None:
         return _build(build, overwrite=overwrite, json=json)
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated, Any
 from cyclopts import App, Group, Parameter
 from rich.console import Console
 
+from dare.api import merge as run_merge
 from dare.cli import COMMANDS, DONE, FAILED, HELP, UsageError
+from dare.cli.commands import Inputs, by_position
 from dare.cli.flags import (
-    FILES,
     RESOURCES,
     RUN,
     Debug,
@@ -33,8 +35,9 @@ from dare.cli.flags import (
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import times
 from dare.errors import OutputError, RecipeError
-from dare.output.targets import check_free, write_file
+from dare.output.targets import check_free, refuse_existing, write_file
 from dare.recipe.document import read_value
+from dare.recipe.recipe import Request
 from dare.recipe.search import Choices, Range, Sampler, Search
 from dare.stores.locations import usual_output
 from dare.studies.document import SIGNED, SearchResult, read_result
@@ -64,6 +67,8 @@ class Question:
     seeds: Annotated[int | None, _flag("seeds", WHAT)] = None
     sampler: Annotated[Sampler | None, _flag("sampler", WHAT)] = None
     trials: Annotated[int | None, _flag("trials", WHAT)] = None
+    data: Annotated[list[Path] | None, _flag("data", SCORES, metavar="FILE...")] = None
+    minutes: Annotated[float | None, _flag("minutes", SCORES)] = None
     evaluate: Annotated[str | None, _flag("evaluate", SCORES, "--eval")] = None
     holdout: Annotated[str | None, _flag("holdout", SCORES)] = None
     objective: Annotated[
@@ -79,30 +84,27 @@ class Question:
 class Means:
     """Flags for how a search is run.
 
-    :param study: The file of the study. By default RECIPE.study.db.
+    :param study: The file of the study. By default RECIPE.study.db or OUTPUT.study.db.
     :param jobs: How many candidates are scored at a time.
     :param work: Folder for candidates that a command scores.
     :param retry: Also try failed trials again.
-    :param advice: Analyse the models first and start with the advice.
     """
 
     study: RunPath = None
     jobs: Annotated[int, Parameter(["--jobs", "-j"], group=RESOURCES)] = 1
     work: Annotated[Path | None, Parameter(group=RESOURCES)] = None
     retry: Annotated[bool, switch("--retry-failed", group=RUN)] = False
-    advice: Annotated[bool, Parameter(group=RUN)] = True
 
 
 @search.default
 @takes_recipe
 def run(
-    recipe: Annotated[Path | None, Parameter(group=FILES)] = None,
-    /,
-    *,
+    *paths: Inputs,
     question: Question | None = None,
     means: Means | None = None,
     write: Annotated[Path, Parameter(group=RUN, allow_leading_hyphen=True)] = Path("best.toml"),
     html: RunPath = None,
+    live: RunSwitch = False,
     dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -111,12 +113,12 @@ def run(
 ) -> int:
     """Search.
 
-    :param recipe: The same as --config.
     :param write: Where to write the recipe with the best score; - for nowhere.
     :param html: Also write the study as a page.
+    :param live: Show the study as a page while it runs, at a local address.
     :param dry_run: Check the settings and count trials.
     """
-    place = recipe or flags.get("config")
+    place, flags = by_position(paths, flags)
     how = asdict(means or Means())
     if how["jobs"] < 1:
         raise UsageError(f"--jobs {how['jobs']}: must be at least 1")
@@ -124,22 +126,35 @@ def run(
     asked = asdict(question or Question())
     asked |= {"over": dict(map(parse_over, asked["over"] or [])), "race": asked["race"] or None}
     console = make_console(json=json, quiet=quiet)
+    output = flags.get("output")
+    beside = None if place or output is None else f"{Path(output).name}.study.db"
+    how["study"] = study_place(place or merge, how["study"] or beside)
     if dry_run:
-        checked = make_search(merge, **asked)
+        checked = make_search(merge, how["study"], **asked)
         trials = times(checked.planned, "trial")
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
-    how["study"] = study_place(place or merge, how["study"])
     _check_place(write, how["study"], overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
+    if output is not None and not overwrite:
+        refuse_existing(merge.recipe.output)
     if sys.argv[1:2] in (["search"], ["sweep"]):
         how["command"] = shlex.join(["dare", *sys.argv[1:]])
-    result = run_search(merge, **asked, **how, verbose=not quiet)
+    if live:
+        from dare.web.live import follow
+    with follow(how["study"]) if live else nullcontext("") as address:
+        if live:
+            console.print(f"The search can be followed at {address}")
+        result = run_search(merge, **asked, **how, verbose=not quiet)
     print_document(console, result.document())
     if str(write) != "-":
         console.print(_written(result, write))
+    if output is not None and result.best is not None:
+        best = Request(result.best, merge.options)
+        run_merge(best, measured=result.to_markdown(), overwrite=overwrite)
+        console.print(f"Merged into {output}")
     _write_beside(console, result, html, overwrite=overwrite, json=json)
-    return DONE if result.best is not None else FAILED
+    return FAILED if result.conclusion.failure else DONE
 
 
 def parse_over(text: str) -> tuple[str, Choices | Range]:

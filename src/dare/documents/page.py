@@ -30,25 +30,30 @@ NEEDED = ("altair", "jinja2", "vl_convert")
 NOTICES = "notices"
 
 
-def check_installed() -> None:
-    """Refuse to make a page without the packages that it takes."""
-    if not all(find_spec(name) for name in NEEDED):
-        missing = "a report needs packages that are not installed"
-        raise OutputError(f"{missing}: {install_command('report')}")
+def check_installed(what: str = "a report", extra: str = "report", *more: str) -> None:
+    """Refuse to make a page without the packages that it takes, and more of them."""
+    if not all(find_spec(name) for name in (*NEEDED, *more)):
+        missing = f"{what} needs packages that are not installed"
+        raise OutputError(f"{missing}: {install_command(extra)}")
 
 
-def render_page(document: Document, library: str | None = None) -> str:
-    """Return a document as one HTML text; `library` is the JavaScript that draws, if at hand."""
+def render_page(document: Document, library: str | None = None, script: str = "") -> str:
+    """Return a document as one HTML text; `library` is the JavaScript that draws, if at hand.
+
+    A page that is served may have a `script` of its own, which may ask its server.
+    """
     check_installed()
     figures = document.draw()
     if library is None:
         library = drawing_bundle(_version(figures[0].spec)) if figures else ""
+    own = [read_template(PACKAGE, name) for name in ("page.js", "document.js")]
+    asks = "; connect-src 'self'" if script else ""
     return render_template(
         PACKAGE,
         "document.html.jinja",
-        scripts=[library, read_template(PACKAGE, "page.js"), read_template(PACKAGE, "document.js")],
+        scripts=[library, *own, *([script] if script else [])],
         styles=[],
-        policy="img-src data: blob:; style-src 'unsafe-inline'",
+        policy=f"img-src data: blob:; style-src 'unsafe-inline'{asks}",
         title=f"{document.title} – dare",
         document=document,
         sections=list(_sections(document, figures)),

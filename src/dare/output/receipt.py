@@ -39,7 +39,7 @@ from dare.inputs.sources import SINGLE_NAME
 from dare.kernels.native import numba_version
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
-from dare.planning.data import FORMAT, Layout, TensorPlan, is_directory_target
+from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import NOT_RECORDED, distinct
@@ -325,7 +325,8 @@ def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
     output: dict[str, str] = {}
     for tensor in plan.tensors:
         name, chunks = tensor.name, chunks_of[tensor.name]
-        base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
+        if tensor.fate is not Fate.GATHERED:
+            base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
         output[name] = tensor_digest(chunk.output for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):
             if name in plan.models[model].tensors:
@@ -536,6 +537,7 @@ def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any
         names.append(f"chat_template = {template!r}")  # which is a file
     files = [recipe.base] * ("base" not in given)
     files += [entry.file for entry in recipe.models] * ("models" not in given)
+    files += [recipe.gathered] if recipe.gathered and "gathered" not in given else []
     files += [f for inner in (*recipe.merges.values(), *recipe.layers) for f in inner.inputs]
     check_recorded(manifest_file, names, [f for f in files if str(f) not in recipe.merges])
     return recipe
@@ -567,6 +569,7 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
             )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
+        digests += [manifest["gathered"]] if "gathered" in manifest else []
         recipe = _recorded_recipe(manifest_file, manifest["recipe"], given)
         output = output_of(manifest_file)
         repeated = recipe.moved(lambda path: resolve_path(str(path), output), output)

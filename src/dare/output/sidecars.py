@@ -214,7 +214,7 @@ def model_card(plan: Plan, report: Report) -> bytes:
     base = _code(short_name(plan.recipe.base))
     summary = f"{base} passed through by dare."
     if plan.recipe.layers:
-        models = ", ".join(dict.fromkeys(_code(short_name(p)) for p in plan.recipe.inputs))
+        models = ", ".join(dict.fromkeys(_code(short_name(p)) for p in plan.recipe.merged_models))
         summary = f"A stack of layers of {models}, made by dare."
     elif names:
         *some, last = names
@@ -222,12 +222,12 @@ def model_card(plan: Plan, report: Report) -> bytes:
         seed = f", seed {plan.recipe.seed}," if plan.is_random else ""
         summary = f"{models} merged into {base} with `{report.method}`{seed} by dare."
     word = shlex.quote(" ".join(title.split()))
-    text = f"""{front_matter(plan, plan.recipe.inputs)}
-# {_inline(title)}
+    text = f"""{front_matter(plan, plan.recipe.merged_models)}
+# {inline(title)}
 
 {summary}
 
-{_models(plan, report)}{_format(report)}{_warnings(plan, report)}## Recipe
+{_measured(plan)}{_models(plan, report)}{_format(report)}{_warnings(plan, report)}## Recipe
 
 {fenced("toml", _recipe(plan))}
 
@@ -291,7 +291,8 @@ def _bounded_loader(yaml: Any) -> Any:
     return Bounded
 
 
-def _table(*rows: Sequence[str]) -> str:
+def markdown_rows(*rows: Sequence[str]) -> str:
+    """Return rows of a table, as Markdown has them."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
@@ -315,19 +316,25 @@ def _models(plan: Plan, report: Report) -> str:
                 _code(model.largest_delta_in) if model.largest_delta_in else "–",
             ]
         )
-    table = f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{_table(*rows)}"
+    table = f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{markdown_rows(*rows)}"
     return f"## Models\n\n{table}\n\n"
 
 
+def _measured(plan: Plan) -> str:
+    return f"## Scores\n\n{plan.measured.strip()}\n\n" if plan.measured else ""
+
+
 def _format(report: Report) -> str:
-    return f"## Format\n\n{_inline(str(report.recoded))}.\n\n" if report.recoded else ""
+    return f"## Format\n\n{inline(str(report.recoded))}.\n\n" if report.recoded else ""
 
 
 def _digests(report: Report) -> str:
     names = [_code(model.name) for model in report.models]
     digests = [report.digests.base, *report.digests.models, report.digests.output]
     rows = zip(["base", *names, "output"], digests, strict=True)
-    return "| | digest |\n|---|---|\n" + _table(*([name, f"`{digest}`"] for name, digest in rows))
+    return "| | digest |\n|---|---|\n" + markdown_rows(
+        *([name, f"`{digest}`"] for name, digest in rows)
+    )
 
 
 def _warnings(plan: Plan, report: Report) -> str:
@@ -335,7 +342,7 @@ def _warnings(plan: Plan, report: Report) -> str:
     for given in report.warnings:
         if given.code != LEFTOVERS:
             mark = "**" if given.severity is Severity.SEVERE else ""
-            text = _inline(without_folders(str(given), plan.recipe.paths))
+            text = inline(without_folders(str(given), plan.recipe.paths))
             lines += f"- {mark}{catalogue()[given.code].title}{mark}: {text}\n"
     return f"## Warnings\n\n{lines}\n" if lines else ""
 
@@ -366,7 +373,7 @@ def _code(text: str) -> str:
     return "`" + _one_line(text).replace("`", "'") + "`"
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """Text that is no markup, in a line or a table's cell."""
     return _one_line(text).replace("<", "&lt;").replace("[", "\\[")
 

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
@@ -113,6 +114,10 @@ def _weights(value: Any) -> Any:
     return weights
 
 
+def _files(value: Any) -> object:
+    return (str(value),) if isinstance(value, str | PathLike) else tuple(map(str, value))
+
+
 class Search(Strict, init=False):
     """The settings that a search tries, and its objective."""
 
@@ -126,7 +131,13 @@ class Search(Strict, init=False):
         None, gt=0, description="How many candidates to score: 40 by default, all in a grid."
     )
     seeds: int = Field(1, gt=0, le=1000, description="How many seeds each setting is tried with.")
-    eval: str | None = Field(None, description="What scores a candidate.")
+    data: Annotated[tuple[str, ...], BeforeValidator(_files)] = Field(
+        (), description="Files of examples, one for each task: JSONL, CSV or Parquet."
+    )
+    minutes: float | None = Field(
+        None, gt=0, description="About how long to search; 15 where no settings are given."
+    )
+    eval: str | None = Field(None, description="What scores a candidate, in place of examples.")
     holdout: str | None = Field(None, description="Scores the winner once, on other data.")
     objective: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(
         default_factory=dict,

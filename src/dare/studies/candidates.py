@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class Candidates:
         plan_inputs(self.recipe, opened, self.options)  # what cannot be merged is refused here
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
+        self.names = tuple(opened.base.tensors)  # of the base's tensors
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
         # By file: as the recipe has it, and as the hub's commit has it.
         self._kept: dict[Path, tuple[Source, Held]] = {}
@@ -214,6 +215,8 @@ def make_form(
 class _InMemory:
     """NumPy arrays by name. They cannot be written to, and the next candidate overwrites them."""
 
+    names: Sequence[str] = ()  # of the base's tensors, which a live model may have other names for
+
     def __init__(self, held: Callable[[], Candidates]) -> None:
         self._held = held
         self._arrays: Arrays = {}
@@ -256,6 +259,10 @@ class _Live:
             )
         self.candidate = (load_model or load_live)(base)
 
+    @property
+    def names(self) -> Sequence[str]:
+        return self._held().names
+
     def make(self, recipe: Recipe) -> str:
         return self._held().write_into(self.candidate, recipe)
 
@@ -265,6 +272,8 @@ class _Live:
 
 class _OnDisk:
     """A directory if the base is one, otherwise a file; it lies in a folder that goes away."""
+
+    names: Sequence[str] = ()
 
     def __init__(self, recipe: Recipe, work: Path | None, options: RunOptions) -> None:
         is_file = recipe.base.is_file() and recipe.shard_size is None

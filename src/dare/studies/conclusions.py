@@ -1,14 +1,15 @@
-"""The conclusion of a study: the best setting, what it cannot be told apart from, and caveats.
+"""The conclusion of a study: the best, what it cannot be told apart from, and caveats.
 
-A judge holds merges against the objective and the guards, and says which are simplest; a contest
-compares all that one evaluator has scored.
+A judge holds candidates against the objective and the guards; a contest compares all settings and
+baselines that one evaluator has scored on all items. The best of them is the answer, be it a model
+as it is. A holdout only reports.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +20,7 @@ from dare.recipe.document import request_from_document, with_settings
 from dare.recipe.recipe import Recipe
 from dare.recipe.search import Guard, Objective, Scores
 from dare.studies.results import (
-    NOT_MERGED,
+    ALONE,
     Conclusion,
     Difference,
     Entry,
@@ -29,6 +30,7 @@ from dare.studies.results import (
     Settings,
     State,
     StudyData,
+    Task,
     Trial,
     is_number,
     key_of,
@@ -46,17 +48,56 @@ from dare.studies.statistics import (
 )
 
 _NEAR = 0.02  # a value is at the end of a range if it is nearer to it than this share of the range
-_PLAIN = (Role.AVERAGE, Role.WITHOUT_STRANGERS, Role.SUM)  # merges that need no setting
 
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
-    """Rank the settings, compare the best with all else, and say what that is worth."""
+    """Take the best of all settings and baselines, compare it with them, and say what limits it."""
     recipe = request_from_document(data.recipe, "the study's recipe").recipe
-    entries = _entries(recipe, [*data.trials, *data.baselines])
+    entries = _entries(recipe, [*data.baselines, *data.trials])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(Judge.by(data.objective, data.guards), recipe, entries, resamples)
-    return (_among_settings if data.is_searched else _among_baselines)(data, contest)
+    standing, values = contest.standing, contest.table.values
+    ranking = sorted(
+        (n for n, ranked in enumerate(standing) if not ranked.baseline),
+        key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
+    )
+    rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
+    scores = [standing[n].scores for n in ranking]
+    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
+    found = Conclusion(
+        ranking=tuple(standing[n] for n in ranking),
+        baselines=tuple(standing[n] for n in rest),
+        front=tuple(pareto_front(scores, contest.judge.directions(names))),
+        noise=_noise(data.baselines, contest.judge),
+        notices=(*_of_chance(contest), *_of_failures(data), *_of_scores(contest)),
+    )
+    if (best := contest.best) is None:
+        return replace(found, notices=(*_of_guards(contest), *found.notices))
+    settings = [n for n in ranking if not standing[n].broken]
+    differences = {n: contest.difference(best, n) for n, _ in enumerate(standing) if n != best}
+    tied = [n for n in contest.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
+    same = [best, *(n for n in tied if contest.digests(n) != contest.digests(best))]
+    shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
+    differ = (contest.difference(settings[0], n).verdict for n in settings[1:])
+    holdout, held, on_holdout = _holdout(data, contest, standing[best])
+    return replace(
+        found,
+        best=standing[best],
+        against=tuple(differences[n] for n in shown),
+        tied=tuple(standing[n] for n in same[1:]),
+        simplest=standing[min(same, key=contest.simplicity)],
+        importance=dict(data.importance) if {BETTER, NOT_KNOWN}.intersection(differ) else {},
+        holdout=holdout,
+        tasks=tuple(_tasks(contest, held or contest, 0 if held else best)),
+        notices=(
+            *on_holdout,
+            *_of_seeds(data, entries[best]),
+            *_of_ends(data.space, standing[best].settings, recipe),
+            *_of_others(contest, found.noise, data),
+            *found.notices,
+        ),
+    )
 
 
 # ---------------------------------------------------------------- judging
@@ -93,35 +134,27 @@ class Judge:
 
 
 def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
-    """Put done trials together by name or setting, but for the one that tells the noise.
-
-    If the advice has the weights of another baseline, the two are one.
-    """
+    """Put done trials together by name or setting, but for the one that tells the noise."""
     found: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
             found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
-    advised = {trial.digest for trial in found.get(Role.ADVICE, ()) if trial.digest}
-    others = [n for n, (one, *_) in found.items() if one.name and one.role is not Role.ADVICE]
-    twins = [name for name in others if found[name][0].digest in advised][:1]
-    if twins:
-        del found[Role.ADVICE]
-    return [_entry(recipe, same, same[0].name, name in twins) for name, same in found.items()]
+    return [_entry(recipe, same, same[0].name) for same in found.values()]
 
 
-def _entry(recipe: Recipe, trials: Sequence[Trial], name: str, is_advice: bool = False) -> Entry:
+def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
     """Return trials of one setting or baseline; tell if another seed would give other weights."""
     settings, role = trials[0].settings, trials[0].role
-    is_drawn = role in (Role.ADVICE, Role.RECIPE)
+    is_drawn = role is Role.RECIPE
     if settings or role is Role.SETTING:
         is_drawn = is_random(with_settings(recipe, settings))
-    return Entry(tuple(trials), name, is_drawn, is_advice)
+    return Entry(tuple(trials), name, is_drawn)
 
 
 def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
-    """Return what it needs: a plain merge, few stages that see little, no drops, few changes."""
+    """Return what it needs: no search, few stages that see little, no drops, few changes."""
     if ranked.baseline:
-        return (0,)
+        return 0, list(Role).index(ranked.role)
     made = with_settings(recipe, ranked.settings)
     seen = max(("element", "tensor", "matrix").index(stage.sees) for stage, _ in made.chain)
     return 1, len(made.chain), seen, is_random(made), _changes(recipe, ranked.settings)
@@ -166,117 +199,28 @@ class _Contest:
                 scores=entry.scores,
                 broken=judge.broken(entry.scores, self.singles),
                 baseline=entry.name,
-                is_advice=entry.is_advice,
             )
             for place, entry in enumerate(entries)
         ]
-        # By settings as text, or by the name of a baseline that keeps to the guards.
-        self.places: dict[str, int] = {}
-        for place, entry in enumerate(entries):
-            settings = entry.trials[0].settings
-            if settings or not entry.name:
-                self.places[key_of(settings)] = place
-            elif not self.standing[place].broken:
-                self.places[entry.name] = place
-        self.among: Sequence[int] = ()  # places of the settings of which the best was chosen here
+        kept = [n for n, ranked in enumerate(self.standing) if not ranked.broken]
+        top = max(self.table.values[kept], default=None)
+        equal = [n for n in kept if self.table.values[n] == top]
+        self.best = min(equal, key=self.simplicity, default=None)
+        self.others = [n for n in kept if n != self.best]  # those that keep to the guards
 
-    def difference(self, one: int, other: int, among: Sequence[int] = ()) -> Difference:
-        """Return one minus another, by an interval that holds for all of some at once."""
-        value = self.table.difference(one, other, among)
+    def simplicity(self, place: int) -> tuple[Any, ...]:
+        """Return what sorts the simplest first, and of equally simple ones the better."""
+        ranked = self.standing[place]
+        return _complexity(self.recipe, ranked), -ranked.objective.value
+
+    def difference(self, one: int, other: int) -> Difference:
+        """Return one minus another, by an interval that holds for all pairs at once."""
+        value = self.table.difference(one, other)
         return Difference(self.standing[other].short, value, verdict(value))
 
-    def is_worse(self, one: Ranked, other: Ranked) -> bool:
-        """Tell if one is worse than another, beyond chance; False if either has no scores here."""
-        place, rival = self.places.get(one.key), self.places.get(other.key)
-        if place is None or rival is None or place == rival:
-            return False
-        return self.difference(place, rival, () if one.baseline else self.among).verdict == WORSE
-
-    def against_all(self, one: Ranked) -> tuple[Difference, ...]:
-        """Return one minus each of the others, by intervals that hold for all of them at once."""
-        if (place := self.places.get(one.key)) is None:
-            return ()
-        every = [n for n in self.places.values() if n != place]
-        found = [(n, -self.table.difference(n, place, every)) for n in every]
-        return tuple(Difference(self.standing[n].short, v, verdict(v)) for n, v in found)
-
-
-def _among_settings(data: StudyData, contest: _Contest) -> Conclusion:
-    """Take the best setting that keeps to the guards, unless a baseline beats it."""
-    judge, standing, entries = contest.judge, contest.standing, contest.entries
-    values = contest.table.values
-    order = sorted(
-        (n for n, ranked in enumerate(standing) if not ranked.baseline),
-        key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
-    )
-    feasible = contest.among = [n for n in order if not standing[n].broken]
-    rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
-    best = standing[feasible[0]] if feasible else None
-    differences = {
-        n: contest.difference(feasible[0], n, feasible) for n in [*feasible[1:], *rest] if feasible
-    }
-    tied = tuple(
-        standing[n]
-        for n, difference in differences.items()
-        if difference.verdict == NO_DIFFERENCE and not standing[n].broken
-    )
-    ranking = tuple(standing[n] for n in order)
-    scores = [ranked.scores for ranked in ranking]
-    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
-    holdout, held, on_holdout = _holdout(data, contest, best)
-    contests = [contest, *held]
-    rivals = [standing[n] for n in rest if not standing[n].broken]
-    better, chosen = _choose(best, rivals, contests) if best else ([], None)
-    simplest = chosen
-    if best is not None and chosen is best:
-        merges = [best, *(one for one in tied if one.role in (Role.SETTING, *_PLAIN))]
-        merges.sort(key=lambda one: (_complexity(contest.recipe, one), -one.objective.value))
-        merges = [one for one in merges if not _beating(one, [best], held)]
-        simplest = next(o for o in merges if o is best or not _beating(o, rivals, contests))
-    noise = _noise(data.baselines, judge)
-    verdicts = {difference.verdict for n, difference in differences.items() if n in feasible}
-    shown = [*feasible[1:2], *(rest if feasible else ())]
-    return Conclusion(
-        ranking=ranking,
-        baselines=tuple(standing[n] for n in rest),
-        best=best,
-        against=tuple(differences[n] for n in shown),
-        tied=tied,
-        better=tuple(better),
-        chosen=chosen,
-        simplest=simplest,
-        importance=dict(data.importance) if verdicts & {BETTER, NOT_KNOWN} else {},
-        front=tuple(pareto_front(scores, judge.directions(names))),
-        noise=noise,
-        holdout=holdout,
-        notices=(
-            *_of_chance(contest),
-            *(_of_seeds(data, entries[feasible[0]]) if best else ()),
-            *(_of_ends(data.space, best.settings, contest.recipe) if best else ()),
-            *_of_others(contest, order, noise, data),
-            *_of_failures(data),
-            *_of_scores(contest),
-            *on_holdout,
-        ),
-    )
-
-
-def _beating(one: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> list[Ranked]:
-    """Return the rivals that are better, beyond chance, in any contest."""
-    return [r for r in rivals if any(contest.is_worse(one, r) for contest in contests)]
-
-
-def _choose(
-    best: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]
-) -> tuple[list[Ranked], Ranked | None]:
-    """Return the baselines that beat the best setting, and what to take."""
-    better = _beating(best, rivals, contests)
-    if not better:
-        return [], best
-    beaten = {r.baseline for r in rivals if _beating(r, rivals, contests)}
-    better.sort(key=lambda ranked: (ranked.baseline in beaten, -ranked.objective.value))
-    left = [r for r in rivals if r.baseline not in beaten]
-    return better, max(left, key=lambda r: (r in better, r.objective.value), default=None)
+    def digests(self, place: int) -> set[object]:
+        """Return the digests of its weights; one that is not known is like no other."""
+        return {trial.digest or id(trial) for trial in self.entries[place].trials}
 
 
 def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
@@ -294,66 +238,30 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
     return fmean(map(judge.objective.value, scores)) if scores else None
 
 
-def _among_baselines(data: StudyData, contest: _Contest) -> Conclusion:
-    """Take the best baseline, once all are scored."""
-    ended = sum(trial.state.is_final for trial in data.baselines)
-    rivals = [r for r in contest.standing if 0 < data.planned <= ended and not r.broken]
-    best = _unbeaten(rivals, [contest])
-    holdout, held, on_holdout = _holdout(data, contest, best)
-    chosen = _unbeaten(rivals, [contest, *held])
-    against = contest.against_all(best) if best else ()
-    tied = {item.other for item in against if item.verdict == NO_DIFFERENCE}
-    return Conclusion(
-        baselines=tuple(contest.standing),
-        best=best,
-        against=against,
-        tied=tuple(ranked for ranked in rivals if ranked.short in tied),
-        chosen=chosen,
-        simplest=chosen,
-        noise=_noise(data.baselines, contest.judge),
-        holdout=holdout,
-        notices=(
-            *_of_simpler(chosen, rivals, against),
-            *_of_chance(contest),
-            *_of_failures(data),
-            *_of_scores(contest),
-            *on_holdout,
-        ),
-    )
-
-
-def _unbeaten(rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> Ranked | None:
-    """Return the best that nothing beats in any contest; of equal ones the simplest."""
-    for best in sorted(rivals, key=lambda one: -one.objective.value):  # the simplest come first
-        if not any(d.verdict == WORSE for c in contests for d in c.against_all(best)):
-            return best
-    return None
-
-
 def _holdout(
-    data: StudyData, chosen_by: _Contest, best: Ranked | None
-) -> tuple[Holdout | None, list[_Contest], list[Notice]]:
-    """Compare the winner on the second evaluator with all else that was scored there."""
-    if best is None:
-        return None, [], []
+    data: StudyData, chosen_by: _Contest, best: Ranked
+) -> tuple[Holdout | None, _Contest | None, list[Notice]]:
+    """Compare the best, on the second evaluator, with all else that was scored there."""
     judge, recipe = chosen_by.judge, chosen_by.recipe
-    names = (best.baseline,) if best.baseline else (Role.WINNER, Role.EARLIER_WINNER)
-    winners = [trial for trial in data.holdout if trial.name in names]
-    done = [t for t in winners if t.is_done and t.scored is not None]
+    name = best.baseline or Role.WINNER
+    own = [trial for trial in data.holdout if trial.name == name]
+    done = [trial for trial in own if trial.is_done and trial.scored is not None]
+    roles = (Role.WINNER, Role.EARLIER_WINNER)
+    looks = max(1, len({key_of(t.settings) for t in data.holdout if t.name in roles}))
     if not done:
-        problems = [f"The winner has no score on the holdout: {t.message}" for t in winners[-1:]]
-        return None, [], [notice("holdout_failed", problem=problem) for problem in problems]
-    latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
-    trials = [t for t in done if t.settings == latest]
-    others = _entries(recipe, (t for t in data.holdout if t not in winners))
+        problems = [f"The winner has no score on the holdout: {t.message}" for t in own[-1:]]
+        failed = [notice("holdout_failed", problem=problem) for problem in problems]
+        is_outdated = not own and any(trial.name in roles for trial in data.holdout)
+        return None, None, [*failed, *([notice("holdout_outdated")] if is_outdated else [])]
     try:
-        entries = [_entry(recipe, trials, best.baseline), *others]
+        others = _entries(recipe, (t for t in data.holdout if t.name not in (name, *roles)))
+        entries = [_entry(recipe, done, best.baseline), *others]
         contest = _Contest(judge, recipe, entries, chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
-        return None, [], [notice("holdout_failed", problem=problem)]
-    seeds = {trial.seed for trial in trials}
-    chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
+        return None, None, [notice("holdout_failed", problem=problem)]
+    seeds = {trial.seed for trial in done}
+    chosen = [t for t in data.trials if t.is_done and t.settings == best.settings]
     validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
     validation = best.objective.value if validation is None else validation
     usual = []
@@ -362,39 +270,62 @@ def _holdout(
         if before is not None:
             usual.append(before - float(contest.table.values[place]))
     winner = contest.standing[0]
-    winners_seen = len({(t.name, key_of(t.settings)) for t in winners})
-    pairs = (contest.difference(0, n) for n, _ in enumerate(others, start=1))
     holdout = Holdout(
         objective=winner.objective,
-        against=contest.against_all(best) if best.baseline else tuple(pairs),
+        against=tuple(contest.difference(0, n) for n, _ in enumerate(others, start=1)),
         validation=validation,
         loss=validation - winner.objective.value,
         usual_loss=fmean(usual) if usual else None,
-        looks=winners_seen,
+        looks=looks,
     )
-    return holdout, [contest], list(_of_holdout(winner, best, latest, winners_seen))
+    return holdout, contest, list(_of_holdout(contest, holdout))
+
+
+def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[Task]:
+    """Yield objective and scores of the best beside base, best single model and average.
+
+    Scores are those `shown`; which single model is best at a task, the contest says.
+    """
+    judge, winner = contest.judge, shown.entries[best]
+    known = {entry.name: entry for entry in shown.entries if entry.name} | {winner.name: winner}
+    singles = [e for e in contest.entries if e.name in known and Role.of(e.name) is Role.SINGLE]
+    scores = [entry.scores for entry in (*known.values(), *singles)]
+    names = [name for name in winner.scores if all(name in given for given in scores)]
+    directions = judge.directions(names)
+    for task in ["", *names] if len(judge.objective.shares(names)) > 1 else names:
+        objective, sign = judge.objective, directions.get(task, 1)
+        if task:
+            objective = Objective({task: 1.0})
+        order = sorted(singles, key=lambda e: -sign * objective.value(e.scores))
+        single = order[0].name if order else None
+        wanted = {n: known[n] for n in (Role.BASE, single, Role.AVERAGE) if n in known}
+        places = {name: place for place, name in enumerate({**wanted, winner.name: winner})}
+        table = resample([known[n] for n in places], objective, resamples=shown.resamples)
+        change = None
+        if single is not None and single != winner.name:
+            value = table.difference(places[winner.name], places[single])
+            change = Difference(single, value, verdict(value if sign > 0 else -value))
+        base, alone, average = (
+            table.estimate(places[name]) if name in places else None
+            for name in (Role.BASE, single, Role.AVERAGE)
+        )
+        is_share = sign > 0 and table.bounds[0] == 0 and math.isclose(table.bounds[1], 1)
+        mine = table.estimate(places[winner.name])
+        name = (single or "").removesuffix(ALONE)
+        yield Task(task, table.items, is_share, base, alone, average, mine, name, change)
 
 
 # ------------------------------------------------------------------------------------- notices
 
 
-def _of_simpler(
-    chosen: Ranked | None, rivals: Sequence[Ranked], against: Sequence[Difference]
-) -> Iterator[Notice]:
-    """Warn if a merge is not shown to be better than what needs none."""
-    unmerged = [ranked.short for ranked in rivals if ranked.role in NOT_MERGED]
-    unbeaten = [d.other for d in against if d.verdict != BETTER and d.other in unmerged]
-    if chosen is not None and chosen.role not in NOT_MERGED and unbeaten:
-        yield notice("not_shown_better", names=listed(unbeaten))
-
-
-def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, winners: int) -> Iterator[Notice]:
-    """Say what a winner's scores on the holdout mean; its settings may no longer be the best."""
-    if settings != best.settings:
-        yield notice("holdout_outdated")
-    if winners > 1:
-        yield notice("holdout_reused", winners=winners)
-    for sentence in winner.broken:
+def _of_holdout(contest: _Contest, holdout: Holdout) -> Iterator[Notice]:
+    """Say what the scores of the best on the holdout mean; they change nothing."""
+    kept = {ranked.short for ranked in contest.standing if not ranked.broken}
+    if better := [d.other for d in holdout.against if d.verdict == WORSE and d.other in kept]:
+        yield notice("holdout_disagrees", names=listed(better))
+    if holdout.looks > 1:
+        yield notice("holdout_reused", winners=holdout.looks)
+    for sentence in contest.standing[0].broken:
         yield notice("holdout_guard", sentence=sentence)
 
 
@@ -415,39 +346,36 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
         yield notice("items_left_out", items=table.items, left_out=table.left_out)
 
 
-def _of_others(
-    contest: _Contest, order: Sequence[int], noise: float | None, data: StudyData
-) -> Iterator[Notice]:
-    """Say what the others mean for the best, or why there is none."""
-    table, feasible = contest.table, contest.among
-    if not order:
-        yield notice("not_scored", what="No setting")
-        return
-    if not feasible:
-        first, settings = contest.standing[order[0]], times(len(order), "setting")
-        broken = "; ".join(first.broken)
-        yield notice("all_break_guards", settings=settings, first=first.label, broken=broken)
-        return
-    best, count = feasible[0], len(feasible)
-    gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
+def _of_guards(contest: _Contest) -> Iterator[Notice]:
+    """Say that nothing keeps to the guards, and what the best of all breaks."""
+    first = max(contest.standing, key=lambda ranked: ranked.objective.value)
+    broken, count = "; ".join(first.broken), times(len(contest.standing), "candidate")
+    yield notice("all_break_guards", candidates=count, first=first.label, broken=broken)
+
+
+def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Iterator[Notice]:
+    """Say what the number of the others, and their distance, mean for the best."""
+    table, best, others = contest.table, contest.best, contest.others
+    assert best is not None
+    different = [n for n in others if contest.digests(n) != contest.digests(best)]
+    gap = float(table.values[best] - max(table.values[different], default=-math.inf))
     if noise is not None and noise > gap:
         yield notice("noisy_evaluator", noise=noise, gap=gap)
     done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
     stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
-    if count + stopped > 1:
-        is_known = count > 1 and table.difference(best, feasible[1], feasible).low is not None
-        allowed = f"the {count} settings that were scored on all items" if stopped else "that"
+    if different and data.is_finished and not data.holdout:
+        is_known = table.difference(best, different[0]).low is not None
+        allowed = f"the {1 + len(others)} that were scored on all items" if stopped else "that"
         yield notice(
             "winners_curse",
-            settings=count + stopped,
+            candidates=1 + len(others) + stopped,
             intervals=f"; the intervals of its differences allow for {allowed}" if is_known else "",
-            remedy="" if data.holdout else "Add a holdout to see by how much",
         )
 
 
 def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
     count = len(best.trials)
-    if not best.is_random:
+    if best.name or not best.is_random:
         return
     if count < len(data.seeds):
         yield notice("seeds_missing", count=count, seeds=len(data.seeds))

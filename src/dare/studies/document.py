@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
@@ -26,31 +27,36 @@ from dare.documents.document import (
     Tone,
     tabulate,
 )
-from dare.documents.notices import notice, notice_from_dict
+from dare.documents.notices import Severity, notice, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
 from dare.documents.words import NOTHING, listed, share, time_text, times, value_text
-from dare.errors import InputError, RecipeError, printable
+from dare.errors import InputError, printable
+from dare.output.receipt import without_folders
+from dare.output.sidecars import inline, markdown_rows
 from dare.output.targets import write_file
-from dare.recipe.document import request_from_document
+from dare.recipe.document import INCLUDE, request_from_document
 from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import usual_output
 from dare.studies.conclusions import conclude
 from dare.studies.figures import TEXTS, draw_figures, split_settings
 from dare.studies.results import (
+    ALONE,
     NOT_MERGED,
     Conclusion,
     Difference,
+    Estimate,
     Holdout,
     Ranked,
     Role,
+    Settings,
     State,
     StudyData,
+    Task,
     Trial,
     is_number,
     key_of,
-    plain_name,
     rounded,
     settings_text,
     values_text,
@@ -62,7 +68,11 @@ from dare.studies.study import BASELINE, HOLDOUT, Study
 SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
 """The end of a recipe's first line, after its study: a search writes over that one's only."""
-MOST_NAMED = 8  # candidates that are named in a sentence; more are counted
+EXAMPLES = "data"  # the kind of evaluator that reads files of examples
+MOST_NAMED = 4  # candidates or models that are named in a sentence; more are counted
+MOST_TASKS = 8  # tasks in the terminal
+MOST_NOTICES = 5  # notices on the one screen
+PAGE_ROWS = 12
 MOST_MESSAGES = 5  # different messages of failed trials in the terminal
 MOST_FAILED = 50  # failed trials that a page shows with their output
 MOST_OUTPUT = 4000  # characters of the output: the last ones
@@ -79,10 +89,10 @@ class SearchResult(Shown):
     data: StudyData
     conclusion: Conclusion
     best: Recipe | None
-    """The recipe of the best setting, or of a baseline that beats it; None if there is nothing to
-    merge, for which `conclusion.no_recipe` has the reason."""
+    """The recipe of the best, if it is a merge; if not, a model as it is was at least as good, or
+    `conclusion.failure` has the reason."""
     simplest: Recipe | None
-    """The simplest recipe that cannot be told apart from the best and that no baseline beats."""
+    """The simplest that cannot be told apart from the best, if it is a merge."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values, ready for JSON; the items stay in the study."""
@@ -92,23 +102,39 @@ class SearchResult(Shown):
                 scored = trial.pop("scored") or {}
                 trial["scores"] = scored.get("scores")
                 trial["items"] = len(scored.get("items", ()))
-        for name in ("advice", "output", "importance"):
+        for name in ("output", "importance"):
             document.pop(name)
         made = {"best": self.best, "simplest": self.simplest}
         recipes = {name: recipe and recipe.to_document() for name, recipe in made.items()}
         conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
-    def document(self, *, rows: int = 12, outputs: bool = False) -> Document:
-        """Return everything that is to be shown; a terminal shows so many `rows` of settings.
+    def document(self, *, rows: int = 0, outputs: bool = False) -> Document:
+        """Return everything that is to be shown: in a terminal one screen, on a page all of it.
 
-        With `outputs` it also shows what the evaluators of failed trials printed.
+        With `rows`, a terminal shows the differences and so many settings too; with `outputs`, what
+        the evaluators of failed trials printed.
         """
-        return study_document(self.data, self.conclusion, rows=rows, outputs=outputs)
+        made = study_document(self.data, self.conclusion, rows=rows, outputs=outputs)
+        details = f"dare search show {shlex.quote(str(self.study))}"
+        return replace(made, steps={**made.steps, **({} if rows else {"details": details})})
+
+    def to_markdown(self) -> str:
+        """Return the scores of the best by task, with a sentence on what they were measured on."""
+        table = task_table(self.conclusion)
+        heads = [name.removesuffix(" >") for name in table.columns]
+        rule = ["---:" if name.endswith(" >") else "---" for name in table.columns]
+        kind, colon, files = self.data.evaluator.partition(":")
+        by = without_folders(self.data.evaluator)
+        if kind == EXAMPLES:
+            by = f"{kind}{colon}{','.join(Path(file).name for file in files.split(','))}"
+        sentence = f"Measured by `dare search` ({inline(by)}): {_measured(self.conclusion)}"
+        rows = ([inline(cell) for cell in row] for row in table.rows)
+        return f"{sentence}\n\n{markdown_rows(heads, rule, *rows)}\n"
 
     def to_html(self, path: str | PathLike[str] | None = None, *, overwrite: bool = True) -> str:
         """Return the page of the study, one text that needs no network; write it to a path."""
-        text = render_page(self.document())
+        text = render_page(self.document(rows=PAGE_ROWS))
         if path is not None:
             write_file(Path(path), text.encode(), "page", overwrite=overwrite)
         return text
@@ -117,7 +143,8 @@ class SearchResult(Shown):
         """Return the best recipe, or the simplest, with the evidence for it as comments."""
         recipe = self.simplest if simplest else self.best
         if recipe is None:
-            raise InputError(f"{self.study}: {self}; so there is no recipe to write")
+            what = self.conclusion.failure or "the answer needs no merge"
+            raise InputError(f"{self.study}: {what}; so there is no recipe to write")
         which = "simplest that may be as good as the best" if simplest else "best"
         tables = {
             **recipe.to_tables(),
@@ -126,7 +153,7 @@ class SearchResult(Shown):
         lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
         if self.simplest not in (None, recipe):
             lines.append(f"Simpler, may be as good: dare search best {self.study} --simplest")
-        for sentence in grounds(self.conclusion, of_best=recipe == self.best):
+        for sentence in grounds(self.data, self.conclusion, of_best=recipe == self.best):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
 
@@ -134,7 +161,7 @@ class SearchResult(Shown):
         return f"<SearchResult of {self.study}: {self}>"
 
     def __str__(self) -> str:
-        return self.conclusion.no_recipe or str(self.conclusion.chosen)
+        return headline(self.data, self.conclusion)[0]
 
 
 def read_result(path: Path) -> SearchResult:
@@ -147,8 +174,8 @@ def result_of(study: Study) -> SearchResult:
     """Return what an open study shows by now."""
     data, conclusion = read_study(study)
     best, simplest = (
-        None if conclusion.no_recipe or ranked is None else recipe_of(data, ranked)
-        for ranked in (conclusion.chosen, conclusion.simplest)
+        None if ranked is None or ranked.role in NOT_MERGED else recipe_of(data, ranked)
+        for ranked in (conclusion.best, conclusion.simplest)
     )
     return SearchResult(study.path, data, conclusion, best, simplest)
 
@@ -166,9 +193,9 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         baselines=tuple(study.beside(BASELINE)),
         trials=tuple(trials),
         holdout_evaluator=study.note("holdout"),
-        advice=study.note("advice"),
         left_out=tuple(study.note("left_out") or ()),
         output=study.note("output"),
+        norms=study.note("norms") or {},
         command=study.note("command") or "",
         notices=(
             *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
@@ -202,23 +229,25 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
 
 
 def winners(conclusion: Conclusion) -> dict[Role, Ranked]:
-    """Return the best, and the second best setting, if one keeps to the guards."""
-    rest = [r for r in conclusion.ranking if r != conclusion.best and not r.broken]
-    best = [] if conclusion.best is None else [conclusion.best]
-    return dict(zip((Role.WINNER, Role.RUNNER_UP), [*best, *rest[:1]], strict=False))
+    """Return the best, if it is a setting, and the best setting besides."""
+    best = conclusion.best
+    found = {} if best is None or best.baseline else {Role.WINNER: best}
+    rest = [ranked for ranked in conclusion.ranking if ranked != best and not ranked.broken]
+    return found | ({Role.RUNNER_UP: rest[0]} if rest else {})
 
 
 # ---------------------------------------------------------------- the document
 
 
 def study_document(
-    data: StudyData, conclusion: Conclusion, *, rows: int = 12, outputs: bool = False
+    data: StudyData, conclusion: Conclusion, *, rows: int = 0, outputs: bool = False
 ) -> Document:
-    """Return what was found, against what, and how sure it is.
+    """Return what to do, how sure that is, and the scores by task; all else comes below.
 
-    A terminal shows so many `rows` of settings; with `outputs`, also what failed trials printed.
+    With `rows`, a terminal shows what comes below too, and so many settings; with `outputs`, also
+    what failed trials printed.
     """
-    title, tone, conclusive = _headline(data, conclusion)
+    title, tone, sure = headline(data, conclusion)
     held = conclusion.holdout.against if conclusion.holdout else ()
     count, (names, shared) = len(conclusion.ranking), split_settings(data)
     best = f"The best {rows} of {count} settings" if count > rows else "Settings, best first"
@@ -233,35 +262,37 @@ def study_document(
         _ranked(data, conclusion.baselines, "Baselines"),
         _ranked(data, conclusion.ranking[:rows], best, *names),
     )
-    matters = (_importance(conclusion.importance),)
-    said = "no_items" if tone is Tone.PLAIN else ""  # in the first sentence
+    matters, tasks = (_importance(conclusion.importance),), (task_table(conclusion),)
+    notices = [*conclusion.notices, *data.notices]
+    notices.sort(key=lambda found: -list(Severity).index(found.severity))
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
-    unfinished = (
-        () if data.is_finished else (("To continue", data.command or "run the same search"),)
-    )
-    conclusive = f"so far, {conclusive}" if unfinished and conclusive else conclusive
-    what = Facts(tuple(_study_facts(data)), "What was searched")
+    what = Facts(tuple(_study_facts(data, conclusion)), "What was searched")
+    is_long = rows > 0
     sections = (
+        Section("tasks", "Scores by task", _filled(tasks), is_brief=True),
         Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
-        Section("against", "The best and the rest", _filled(against), ("ranking",), is_brief=True),
-        Section("settings", "Settings", _filled(matters), ("curve-",), is_brief=True),
+        Section("against", "The best and the rest", _filled(against), ("ranking",), is_long),
+        Section("settings", "Settings", _filled(matters), ("curve-",), is_long),
         Section("scores", "Scores", figures=("pareto",)),
         Section("together", "All settings together", figures=("parallel",)),
-        Section("ranked", "Ranked", _filled(ranked), is_brief=True, on_page=False),
+        Section("ranked", "Ranked", _filled(ranked), is_brief=is_long, on_page=False),
         Section("trials", "Trials", tuple(_trials(data))),
-        Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=True),
+        Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=is_long or outputs),
         Section("recipe", "Recipe", tuple(_recipes(data, conclusion))),
         Section("notices", "Caveats"),
         Section("study", "The study", (what,)),
     )
+    steps = {} if data.is_finished else {"resume": data.command or "run the same search"}
+    lead = sure if data.is_finished else f"So far: {title}. {sure}"
     return Document(
-        title="Not finished yet" if unfinished else title,
+        title=title if data.is_finished else "Not finished yet",
         kind="search",
-        tone=Tone.PLAIN if unfinished else tone,
-        lead=f"{conclusive[:1].upper()}{conclusive[1:]}{'. ' * bool(conclusive)}{counted(data)}.",
-        facts=(*unfinished, *facts(conclusion)),
+        tone=tone if data.is_finished else Tone.PLAIN,
+        lead=f"{lead} {counted(data)}.".lstrip(),
+        facts=tuple(facts(data, conclusion)),
         sections=sections,
-        notices=tuple(n for n in (*conclusion.notices, *data.notices) if n.code != said),
+        notices=tuple(notices if is_long else notices[:MOST_NOTICES]),
+        steps=steps,
         footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
         draw=partial(draw_figures, data, conclusion),
     )
@@ -274,48 +305,65 @@ def _filled(tables: Iterable[Table]) -> tuple[Table, ...]:
 # ---------------------------------------------------------------- what decides
 
 
-def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
-    """Return the news, how good it is, and the conclusion in a sentence, if there is one."""
-    best, chosen, no_recipe = conclusion.best, conclusion.chosen, conclusion.no_recipe
-    verdicts, reason = {d.verdict for d in conclusion.against}, no_recipe.partition(": ")[2]
-    if not data.is_searched and NOT_KNOWN not in verdicts:
-        if chosen is None or no_recipe:
-            return no_recipe.partition(":")[0].capitalize(), Tone.POOR, reason
-        return f"Merge: take {_noun(chosen)}", Tone.GOOD, f"nothing beats {_noun(chosen)}"
+def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
+    """Return what to do, how good the news is, and how sure it is in a sentence."""
+    best = conclusion.best
     if best is None:
-        title = "Every setting breaks a guard" if conclusion.ranking else "No setting is scored yet"
-        return title, Tone.POOR, ""
-    count, others = len(conclusion.ranking), len(conclusion.tied)
-    top = f"{_noun(best)} has the best score{f' of {count} settings' if count > 1 else ''}"
-    top += f", {value_text(best.objective.value)}"
-    if conclusion.better:
-        is_there = chosen is not None and chosen.role in NOT_MERGED
-        title = f"{'Do not merge: a' if is_there else 'A'} baseline is better than the best setting"
-        use = f"{_noun(chosen)} is better ({chosen.objective})" if chosen else no_recipe
-        return title, Tone.POOR, reason or f"{top}, but {use}"
-    if others:
-        top += f", but {times(others, 'other')} may be just as good"
-        named = conclusion.simplest if conclusion.simplest != best else None
-        top += f"; the simplest is {_noun(named)}" if named else ""
-        return "No clear winner", Tone.FAIR, top
-    if verdicts == {BETTER}:
-        top += ", and it is better than all others by more than chance"
-        return "There is a clear winner", Tone.GOOD, top
-    why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
-    return "The top score may be luck", Tone.PLAIN, f"{top}, but that may be luck{why}"
+        return f"No answer: {conclusion.failure}", Tone.POOR, ""
+    score = ""
+    if conclusion.tasks:
+        first = conclusion.tasks[0]
+        value, _, ends = score_text(first.best, is_share=first.is_share).partition(" (")
+        score = f" ({value}, 95 % interval {ends}" if ends else f" ({value})"
+    what = "the base" if best.role is Role.BASE else best.baseline.removesuffix(ALONE)
+    title = f"Use {what} alone" if best.role is Role.SINGLE else "Do not merge: the base is best"
+    top = f"No merge clearly beats {what}{score}"
+    if conclusion.is_merge:
+        what, title = "it", f"Merge: {_merge_words(data, best)}"
+        top = f"It has the best score{score}"
+    if NOT_KNOWN in {difference.verdict for difference in conclusion.against}:
+        why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
+        return title, Tone.PLAIN, f"{top}, but that may be luck{why}."
+    if not conclusion.tied:
+        tone, start = (Tone.GOOD if conclusion.is_merge else Tone.PLAIN), what[:1].upper()
+        return title, tone, f"{start}{what[1:]} is better than all else, beyond chance{score}."
+    tied = [_noun(r) for r in sorted(conclusion.tied, key=lambda r: not r.baseline)]
+    more = [f"{len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
+    return title, Tone.FAIR, f"{top}. May be as good: {listed([*tied[:MOST_NAMED], *more])}."
+
+
+def _merge_words(data: StudyData, ranked: Ranked) -> str:
+    """Return a merge in words, with its models."""
+    made = recipe_of(data, ranked)
+    names = made.names
+    of = f"of {listed(names) if len(names) <= MOST_NAMED else times(len(names), 'model')}"
+    if ranked.baseline:
+        return f"{_noun(ranked)} {of}"
+    settings = {n: value for n, value in ranked.settings.items() if not n.startswith(INCLUDE)}
+    return f"{setting_words({'method': made.method, **settings})}, {of}"
+
+
+def setting_words(settings: Settings) -> str:
+    """Return settings as people say them.
+
+    >>> setting_words({"method": "dare+ties", "drop_rate": 0.5, "include.math": False})
+    'dare+ties, drop rate 0.5, without math'
+    """
+    words = []
+    for name, value in settings.items():
+        start, _, model = name.partition(".")
+        text = f"{name.replace('_', ' ')} {value_text(value)}"
+        if f"{start}." == INCLUDE:
+            text = "" if value else f"without {model}"
+        words.append(value if name == "method" else text)
+    return ", ".join(filter(None, words))
 
 
 def _noun(ranked: Ranked) -> str:
     """Return a candidate as a sentence names it."""
-    if not ranked.baseline and len(ranked.trials) > 1:
-        return f"the setting of {ranked.short}"
-    if not ranked.baseline:
-        return ranked.short
-    if ranked.role is Role.SINGLE:
-        return f"the model {ranked.baseline.removesuffix(' alone')}"
-    if ranked.role is Role.PART:
-        return ranked.short
-    return "the " + ("advised merge" if ranked.role is Role.ADVICE else plain_name(ranked.baseline))
+    if ranked.baseline:
+        return ranked.baseline if ranked.role is Role.SINGLE else f"the {ranked.baseline}"
+    return f"{setting_words(ranked.settings) or 'the recipe'} ({ranked.short})"
 
 
 def has_no_items(conclusion: Conclusion) -> bool:
@@ -323,28 +371,28 @@ def has_no_items(conclusion: Conclusion) -> bool:
     return any(found.code == "no_items" for found in conclusion.notices)
 
 
-def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
+def facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     """Yield label and sentence of what decides."""
-    best, simplest = conclusion.best, conclusion.simplest
-    tied = [ranked.short for ranked in sorted(conclusion.tied, key=lambda r: not r.baseline)]
-    if best is None:
-        return
-    if best.baseline:
-        yield "Take", conclusion.no_recipe or str(conclusion.chosen)
-    else:
-        yield "Best setting" if conclusion.better else "Best", f"{best.short}, {best}"
-    if tied:
-        more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
-        yield "May be as good", "; ".join([*tied[:MOST_NAMED], *more])
-    if conclusion.better:
-        yield "Take instead", conclusion.no_recipe or str(conclusion.chosen)
-    elif simplest is not None and tied and not best.baseline:
-        yield "Simplest of these", "the best itself" if simplest == best else str(simplest)
-    if conclusion.holdout is not None:
-        yield "Holdout", holdout_text(conclusion.holdout)
-    if conclusion.noise is not None:
-        noise = f"differed by {value_text(conclusion.noise)}" if conclusion.noise else "agreed"
-        yield "Noise", f"two scorings of the same weights {noise}"
+    if conclusion.tasks:
+        yield "Measured", _measured(conclusion)
+    if data.evaluator.startswith(f"{EXAMPLES}:"):
+        yield "Training", TEXTS["overlap"]
+    if data.left_out:
+        yield "Left out", f"{listed(data.left_out)}: unrelated to the others by their weights"
+    if conclusion.tied and conclusion.simplest is not None:
+        simplest = conclusion.simplest
+        yield "Simplest", "the best itself" if simplest == conclusion.best else _noun(simplest)
+
+
+def _measured(conclusion: Conclusion) -> str:
+    """Return on how much the scores by task were measured, and whether that has chosen."""
+    counts = sorted({task.items for task in conclusion.tasks if task.name})
+    examples = "scores without items" if not counts or not counts[0] else f"{counts[0]:,} examples"
+    if len(counts) > 1 and counts[0]:
+        examples = f"{counts[0]:,} to {counts[-1]:,} examples"
+    if conclusion.holdout is None:
+        return f"{examples} a task; the best was chosen on the same."
+    return f"{examples} a task, held out of all choosing."
 
 
 def holdout_text(holdout: Holdout) -> str:
@@ -365,23 +413,31 @@ def holdout_text(holdout: Holdout) -> str:
     return f"{text} The baselines, on average: {change(holdout.usual_loss)}. So {luck}."
 
 
-def grounds(conclusion: Conclusion, *, of_best: bool) -> Iterator[str]:
+def grounds(data: StudyData, conclusion: Conclusion, *, of_best: bool) -> Iterator[str]:
     """Yield the evidence for what is taken, and against it, a line each."""
-    if not of_best:  # the scores on the holdout and the differences are those of the best
-        conclusion = replace(conclusion, against=(), holdout=None)
-    for label, text in facts(conclusion):
-        yield f"{label}: {text}"
-    held = conclusion.holdout.against if conclusion.holdout else ()
-    for start, found in (("Best against", conclusion.against), ("On the holdout against", held)):
-        for difference in found:
-            yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
+    title, _, sure = headline(data, conclusion)
+    yield f"The best: {title}. {sure}"
+    if of_best:  # the scores on the holdout and the differences are those of the best
+        held = conclusion.holdout.against if conclusion.holdout else ()
+        yield from (f"{label}: {text}" for label, text in _evidence(conclusion))
+        for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
+            for difference in found:
+                yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
     yield from (f"{said}." for said in conclusion.notices)
+
+
+def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
+    if conclusion.holdout is not None:
+        yield "Holdout", holdout_text(conclusion.holdout)
+    if conclusion.noise is not None:
+        noise = f"differed by {value_text(conclusion.noise)}" if conclusion.noise else "agreed"
+        yield "Noise", f"two scorings of the same weights {noise}"
 
 
 def counted(data: StudyData) -> str:
     """Return how many of the planned trials are done, and what became of the others."""
-    counts = Counter(trial.state for trial in data.candidates)
-    planned = times(data.planned, "trial" if data.is_searched else "baseline")
+    counts = Counter(trial.state for trial in data.trials)
+    planned = times(data.planned, "trial")
     others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
     return ", ".join([f"{counts[State.DONE]} of {planned} done", *others])
 
@@ -398,10 +454,11 @@ def objective_text(weights: dict[str, float]) -> str:
     return f"{'the mean of ' if len(named) > 1 else ''}{listed(named)}"
 
 
-def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
+def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     yield "Evaluator", data.evaluator
     if data.holdout_evaluator:
-        yield "Holdout", data.holdout_evaluator
+        yield "Held out", data.holdout_evaluator
+    yield from _evidence(conclusion)
     yield "Objective", objective_text(data.objective)
     yield "Guards", "; ".join(data.guards) or "none"
     seconds = sum(trial.seconds for trial in data.all_trials)
@@ -412,6 +469,53 @@ def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------- tables
+
+
+def task_table(conclusion: Conclusion) -> Table:
+    """Return the scores of the best by task, beside those that need no search."""
+
+    def cell(estimate: Estimate | None, task: Task) -> str:
+        return "" if estimate is None else score_text(estimate, is_share=task.is_share)
+
+    columns: Columns = {
+        "task": lambda task: task.name or "all tasks",
+        "base >": lambda task: cell(task.base, task),
+        "best single >": lambda task: f"{task.alone} {cell(task.single, task)}".strip(),
+        "average >": lambda task: cell(task.average, task),
+        "chosen >": lambda task: cell(task.best, task),
+        "vs. best single": _change_text,
+    }
+    tones = {_change_text(t): VERDICT_TONES[t.change.verdict] for t in conclusion.tasks if t.change}
+    title = "Scores, with 95 % intervals (not clear: may be chance)"
+    return tabulate(conclusion.tasks, columns, title=title, tones=tones, most=MOST_TASKS)
+
+
+def score_text(estimate: Estimate, *, is_share: bool) -> str:
+    """Return a score as people write it, with its 95 % interval.
+
+    >>> score_text(Estimate(0.715, 0.652, 0.779), is_share=True)
+    '71.5 % (65–78)'
+    >>> score_text(Estimate(0.918), is_share=False)
+    '0.92'
+    """
+    value, low, high = estimate.value, estimate.low, estimate.high
+    text = f"{value:.1%}".replace("%", " %") if is_share else f"{value:.2f}"
+    if low is None or high is None:
+        return text
+    if is_share:
+        return f"{text} ({100 * low:.0f}–{100 * high:.0f})"
+    return f"{text} ({low:.2f}{' to ' if low < 0 else '–'}{high:.2f})"
+
+
+def _change_text(task: Task) -> str:
+    """Return what a task won or lost against the best single model, and if that may be chance."""
+    if task.change is None:
+        return ""
+    value, verdict = task.change.estimate.value, task.change.verdict
+    size = f"{100 * abs(value):.1f}" if task.is_share else f"{abs(value):.2f}"
+    if verdict in (BETTER, WORSE):
+        return f"{'won' if verdict == BETTER else 'lost'} {size}{' points' * task.is_share}"
+    return f"{'-' if value < 0 else '+'}{size}{', not clear' * (verdict != NOT_KNOWN)}"
 
 
 def _differences(against: Sequence[Difference], title: str, hint: str = "") -> Table:
@@ -462,7 +566,7 @@ def _trials(data: StudyData) -> Iterator[Part]:
     def cells(trial: Trial) -> tuple[float | str | None, ...]:
         given = trial.scored.scores if trial.scored else {}
         return (
-            plain_name(trial.name) or trial.number,
+            trial.name or trial.number,
             _cell(trial.objective),
             *(_cell(given.get(name)) for name in scores),
             *(_cell(trial.settings.get(name)) for name in settings),
@@ -518,17 +622,12 @@ def _failed(trials: Sequence[Trial], outputs: bool) -> Iterator[Part]:
 
 
 def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
-    """Yield the TOML of what to take and of the simplest; none if it cannot be read here."""
-    chosen, simplest = conclusion.chosen, conclusion.simplest
-    if chosen is None or conclusion.no_recipe:
-        return
-    which = "The baseline to take" if chosen.baseline else "The best"
-    wanted = [(which, "best-recipe", chosen)]
-    if simplest is not None and simplest != chosen:
-        wanted.append(("The simplest one that may be as good", "simplest-recipe", simplest))
+    """Yield the TOML of the best and of the simplest, if they are merges."""
+    ranked = {"best": conclusion.best, "simplest": conclusion.simplest}
+    titles = {"best": "The best", "simplest": "The simplest one that may be as good"}
     found: dict[str, Code] = {}  # two that are the same are shown once
-    for title, name, ranked in wanted:
-        with suppress(RecipeError):
-            text = write_toml(recipe_of(data, ranked).to_tables())
-            found.setdefault(text, Code(title, name, text))
+    for name, one in ranked.items():
+        if one is not None and one.role not in NOT_MERGED:
+            text = write_toml(recipe_of(data, one).to_tables())
+            found.setdefault(text, Code(titles[name], f"{name}-recipe", text))
     yield from found.values()

@@ -123,8 +123,8 @@ def _ranking_rows(conclusion: Conclusion) -> list[Row]:
 
     def make_row(ranked: Ranked) -> Row:
         kind = "may be as good" if ranked.label in tied else "other setting"
-        kind = "best" if ranked == conclusion.best else kind
         kind = "baseline" if ranked.baseline else kind
+        kind = "best" if ranked == conclusion.best else kind
         settings = settings_text(ranked.settings)
         return {"name": ranked.short, "settings": settings, "kind": kind, **_estimate(ranked)}
 

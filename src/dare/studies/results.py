@@ -2,9 +2,10 @@
 
 A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
 weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
-base, each model alone, the plain average, task arithmetic, the advice. A study that searches over
-nothing has only these, and the recipe itself. *Items* are what a score is the mean of: the part of
-an item's id before the first slash is its group, and a score of that name is the group's mean.
+base, each model alone, the plain average, task arithmetic. *Items* are what a score is the mean of:
+the part of an item's id before the first slash is its group, and a score of that name is the
+group's mean. Items that share all before the last of two slashes or more are a *cluster*: chance
+drew them together.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ UNGROUPED = "score"
 
 
 class Role(StrEnum):
-    """The purpose of a trial; the values are the names of all but settings and single models."""
+    """The purpose of a trial; the values are the names of all but settings and single models.
+
+    The baselines are in the order of their simplicity.
+    """
 
     SETTING = ""
-    SINGLE = ALONE
     BASE = "base"
+    SINGLE = ALONE
     AVERAGE = "average"
-    WITHOUT_STRANGERS = "average without strangers"  # without models that the advice leaves out
     SUM = "sum"
-    PART = "sum × 0.4"
-    ADVICE = "advice"
     RECIPE = "recipe"
     AGAIN = "average again"  # scored for the noise of the evaluator
     WINNER = "winner"
@@ -53,18 +54,6 @@ class Role(StrEnum):
         (True, True)
         """
         return cls.SINGLE if name.endswith(ALONE) else cls(name)
-
-
-PLAIN_NAMES: dict[str, str] = {
-    Role.WITHOUT_STRANGERS: "average of the advised models",
-    Role.PART: "40% of the sum",
-    Role.AGAIN: "average, scored again",
-}
-
-
-def plain_name(name: str) -> str:
-    """Return a baseline's name as people read it; studies and JSON keep the short one."""
-    return PLAIN_NAMES.get(name, name)
 
 
 NOT_MERGED = (Role.BASE, Role.SINGLE)
@@ -141,6 +130,15 @@ def group_of(item_id: str) -> str:
     return group if slash and group else UNGROUPED
 
 
+def cluster_of(item_id: str) -> str:
+    """Return what an item shares with those that belong with it; its own id if there are none.
+
+    >>> cluster_of("add/3/b"), cluster_of("add/3"), cluster_of("17")
+    ('add/3', 'add/3', '17')
+    """
+    return item_id.rpartition("/")[0] if item_id.count("/") > 1 else item_id
+
+
 def groups_of(ids: Iterable[str]) -> dict[str, list[str]]:
     """Return the ids of each group, all in their order."""
     groups: dict[str, list[str]] = {}
@@ -206,7 +204,7 @@ class Trial:
     message: str = ""
     output: str = ""
     name: str = ""
-    """A baseline's: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
+    """A baseline's: `base`, `math alone`, `average`, `sum`, `average again`."""
     is_random: bool = True  # False if its seed has no effect
 
     @property
@@ -215,7 +213,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return plain_name(self.name) or f"trial {self.number}"
+        return self.name or f"trial {self.number}"
 
     @property
     def text(self) -> str:
@@ -235,7 +233,6 @@ class Entry:
     name: str = ""  # the name of a baseline
     is_random: bool = True
     """True if another seed would give other weights; if not, one trial is all there is."""
-    is_advice: bool = False  # a baseline with the weights of the advised merge
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -251,12 +248,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class StudyData:
-    """Everything that a study holds; recipe, space and advice are documents, as TOML has them."""
+    """Everything that a study holds; recipe and space are documents, as TOML has them."""
 
     recipe: dict[str, Any]
     space: dict[str, Any]
     sampler: str
-    planned: int  # the number of trials; of baselines, where nothing is searched over
+    planned: int  # the number of trials
     seeds: tuple[int, ...]
     evaluator: str
     objective: dict[str, float]  # the weight of each score; empty for the mean of all
@@ -268,24 +265,15 @@ class StudyData:
     notices: tuple[Notice, ...] = ()
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting in telling good trials from others, chance or not."""
-    advice: dict[str, Any] | None = None
-    left_out: tuple[str, ...] = ()  # the models that the advice leaves out
+    left_out: tuple[str, ...] = ()  # models that the plan leaves out: strangers to the others
     output: str | None = None
+    # By key of a candidate: the file of its norms' statistics, which were taken from inputs.
+    norms: dict[str, str] = field(default_factory=dict)
     command: str = ""  # the command that continues the study, if one began it
 
     @property
-    def is_searched(self) -> bool:
-        """True if settings are tried; else the baselines are all there is."""
-        return bool(self.space or self.trials)
-
-    @property
-    def candidates(self) -> tuple[Trial, ...]:
-        """The trials that are planned; the baselines, where nothing is searched over."""
-        return self.trials if self.is_searched else self.baselines
-
-    @property
     def is_finished(self) -> bool:
-        return 0 < self.planned <= sum(trial.state.is_final for trial in self.candidates)
+        return 0 < self.planned <= sum(trial.state.is_final for trial in self.trials)
 
     @property
     def all_trials(self) -> tuple[Trial, ...]:
@@ -343,7 +331,6 @@ class Ranked:
     scores: dict[str, float]  # means over the seeds
     broken: tuple[str, ...] = ()  # guards that it breaks, by its mean scores
     baseline: str = ""
-    is_advice: bool = False
 
     @property
     def role(self) -> Role:
@@ -359,8 +346,7 @@ class Ranked:
         """Its name where there is little room: the numbers of its trials, or that of a baseline."""
         some = ", ".join(map(str, self.trials[:MOST_NUMBERS]))
         more = ", …" if len(self.trials) > MOST_NUMBERS else ""
-        name = plain_name(self.baseline) + " = advice" * self.is_advice
-        return name or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
+        return self.baseline or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
 
     @property
     def key(self) -> str:
@@ -394,6 +380,21 @@ class Holdout:
 
 
 @dataclass(frozen=True)
+class Task:
+    """One score of the best, beside what needs no search."""
+
+    name: str  # empty for the objective
+    items: int  # that it is the mean of; 0 if that is not known
+    is_share: bool
+    base: Estimate | None
+    single: Estimate | None
+    average: Estimate | None
+    best: Estimate
+    alone: str = ""  # the single model that is best at it
+    change: Difference | None = None  # the best minus that model, if it is another
+
+
+@dataclass(frozen=True)
 class Conclusion:
     """The findings of a study, and their limits."""
 
@@ -401,15 +402,11 @@ class Conclusion:
     """Settings, the best first; those that break guards after all others."""
     baselines: tuple[Ranked, ...] = ()
     best: Ranked | None = None
-    """The best setting; where nothing is searched over, the simplest baseline that none beats."""
-    against: tuple[Difference, ...] = ()
+    """The one to take: of all settings and baselines that keep to the guards, the one with the
+    highest objective; of equal ones the simplest."""
+    against: tuple[Difference, ...] = ()  # the best minus each other
     tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
-    better: tuple[Ranked, ...] = ()
-    """Baselines that beat the best setting, beyond chance; those first that no other beats."""
-    chosen: Ranked | None = None
-    """The one to take, if any: the best setting, or an unbeaten baseline that beats it."""
-    simplest: Ranked | None = None
-    """The simplest of the best and its ties, if no baseline beats it; else what is chosen."""
+    simplest: Ranked | None = None  # the simplest of the best and its ties
     importance: dict[str, float] = field(default_factory=dict)
     """The share of each setting by Optuna's PED-ANOVA; empty where none differ beyond chance."""
     front: tuple[int, ...] = ()
@@ -417,22 +414,19 @@ class Conclusion:
     noise: float | None = None
     """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None
+    tasks: tuple[Task, ...] = ()
+    """The objective and each score, from the holdout if the best was scored there."""
     notices: tuple[Notice, ...] = ()
 
     @property
-    def no_recipe(self) -> str:
-        """The reason why there is no recipe to take; empty if there is one."""
-        chosen, candidates = self.chosen, self.ranking or self.baselines
-        if chosen is not None and chosen.role not in NOT_MERGED:
-            return ""
-        if chosen is not None:
-            what = "the base" if chosen.baseline == Role.BASE else chosen.baseline[: -len(ALONE)]
-            why = f"{what} is better than the best setting"
-            if self.best is not None and self.best.baseline:
-                why = f"nothing is clearly better than {what}"
-            return f"do not merge: {why} ({chosen.objective}); use {what} as it is"
+    def failure(self) -> str:
+        """The reason why there is no answer; empty if there is one, be it not to merge."""
         if self.best is not None:
-            return "the holdout contradicts the scores: in one of the two, something is better"
-        if candidates and all(ranked.broken for ranked in candidates):
-            return "every candidate breaks a guard"
-        return "not everything is scored yet"
+            return ""
+        is_scored = self.ranking or self.baselines
+        return "every candidate breaks a guard" if is_scored else "nothing is scored yet"
+
+    @property
+    def is_merge(self) -> bool:
+        """True if the answer is to merge, so that there is a recipe to take."""
+        return self.best is not None and self.best.role not in NOT_MERGED

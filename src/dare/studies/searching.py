@@ -6,13 +6,14 @@ taken, until nothing is left and nobody is busy any more.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -22,21 +23,25 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dare.analysis.judge.advice import judge as judge_analysis
+from dare.analysis.judge.advice import advise
 from dare.analysis.measure.analyzing import analyze
-from dare.api import AnyRecipe, make_request
+from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
-from dare.documents.words import time_text, times
+from dare.documents.words import time_text, times, value_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.planning.plan import available_cores
-from dare.recipe.document import INCLUDE, request_from_document
+from dare.recipe.document import INCLUDE
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
 from dare.studies.document import SearchResult, counted, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
+from dare.studies.evaluators.examples import written
 from dare.studies.evaluators.kinds import Evaluator, compare_items
+from dare.studies.examples import Task, read_tasks
 from dare.studies.results import (
+    ALONE,
+    NOT_MERGED,
     Conclusion,
     Role,
     Scored,
@@ -45,48 +50,72 @@ from dare.studies.results import (
     StudyData,
     Trial,
     group_means,
+    groups_of,
     key_of,
-    plain_name,
 )
-from dare.studies.space import Space, baseline_recipes, is_random, recipe_of, seed_shifts
-from dare.studies.statistics import rungs
+from dare.studies.space import (
+    PLAN,
+    Space,
+    UsualMerges,
+    baseline_recipes,
+    is_random,
+    recipe_of,
+    seed_shifts,
+)
+from dare.studies.statistics import is_behind, items_needed, rungs, visible_difference
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
 DEFAULT_TRIALS = 40
 # Packages that a sampler of Optuna imports when it first has something to suggest.
 SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
-# Fields of `[search]` that have no effect where nothing is searched over.
+# Fields of `[search]` that have no effect where no settings are given.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
+MINUTES = 15.0  # for a search that is given no settings
+LOOK = 20  # examples of each task that the base answers before anything else
+LEAST_EXAMPLES = 60  # of a task, however little time there is
+LEAST_TRIALS = 5  # the average at all its scales
+INPUTS = 100  # examples of each task whose inputs make Gram matrices
+PART_SEEN = 0.5  # about what part of the examples a candidate is scored on that may be given up
 POLL_SECONDS = 0.3
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
 def search(
-    recipe: AnyRecipe,
+    recipe: AnyRecipe | None = None,
     over: Mapping[str, Choices | Range] | None = None,
     *,
+    base: AnyPath | None = None,
+    models: AnyModels | None = None,
+    data: AnyPath | Sequence[AnyPath] | None = None,
     evaluate: Evaluator | None = None,
     holdout: Evaluator | None = None,
     study: str | PathLike[str] | None = None,
     jobs: int = 1,
     retry: bool = False,
-    advice: bool = True,
     work: str | PathLike[str] | None = None,
     verbose: bool = True,
     command: str = "",
     **settings: Any,
 ) -> SearchResult:
-    """Search around a recipe for the settings whose merge scores best, and say whether it is best.
+    """Find the merge of some models that scores best, and say whether it is best.
 
-    `over` has a list or a range for each setting; without it, only the baselines are scored.
-    `evaluate` scores a candidate: a function, or a text as on the command line. All else is laid
-    over the recipe's table `[search]`: `sampler`, `trials`, `seeds`, `objective`, `guards`, `race`,
-    `time_limit`. The study is a file; the same call resumes it. A study that is not finished shows
-    the `command` that continues it.
+    What to merge is a recipe, or base and models. Each file of `data` has the examples of a task;
+    `evaluate` scores a candidate by a function, or a text as on the command line, instead. `over`
+    has a list or a range for each setting; without it, the usual merges are tried.
+
+    All else is laid over the recipe's table `[search]`: `minutes`, `sampler`, `trials`, `seeds`,
+    `objective`, `guards`, `race`, `time_limit`. The study is a file; the same call resumes it. A
+    study that is not finished shows the `command` that continues it.
     """
     place = study_place(recipe, study)
     request = make_search(
-        make_request(recipe), over=over, evaluate=evaluate, holdout=holdout, **settings
+        make_request(recipe, base=base, models=models),
+        place,
+        over=over,
+        evaluate=evaluate,
+        holdout=holdout,
+        data=data,
+        **settings,
     )
     if jobs > 1 and not (isinstance(request.evaluator, str) and isinstance(holdout, str | None)):
         raise RecipeError("jobs: more than one needs an evaluator by name, as in 'score.py:score'")
@@ -95,11 +124,16 @@ def search(
         display = SearchProgress(visible=verbose)
         running = _Search(request, opened, display, jobs, None if work is None else Path(work))
         with nullcontext() if display.bar.disable else display.bar:
-            running.run(retry=retry, advice=advice)
+            running.run(retry=retry)
         return result_of(opened)
 
 
-def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
+def gathered_place(study: Path) -> Path:
+    """Return the file of what a study gathers from inputs: Gram matrices for RegMean."""
+    return study.with_suffix(".gathered.safetensors")
+
+
+def study_place(recipe: AnyRecipe | None, study: str | PathLike[str] | None) -> Path:
     """Return the path of a study: as given, or beside the recipe under its name."""
     if study is None and isinstance(recipe, str | PathLike):
         return Path(recipe).with_suffix(".study.db")
@@ -121,6 +155,8 @@ class SearchRequest:
     holdout: Evaluator | None
     judge: Judge
     merge: Request  # as it was asked for; its output is for the best, not for candidates
+    usual: UsualMerges | None = None  # where no settings are given
+    tasks: Sequence[Task] = ()
 
     @property
     def charter(self) -> Charter:
@@ -139,6 +175,7 @@ class SearchRequest:
 
 def make_search(
     merge: Request,
+    study: Path,
     *,
     over: Mapping[str, Choices | Range] | None = None,
     evaluate: Evaluator | None = None,
@@ -158,30 +195,45 @@ def make_search(
     known = Search.model_fields
     idle = [name for name in NEEDS_SPACE if getattr(table, name) != known[name].default]
     if idle and not searched:
-        how = f"add --over NAME=VALUES, or leave out {idle[0]} to score only the baselines"
-        raise RecipeError(f"{idle[0]}: nothing to search over: {how}")
+        how = f"add --over NAME=VALUES, or leave out {idle[0]} for the usual merges"
+        raise RecipeError(f"{idle[0]}: no settings are given: {how}")
+    judging = evaluate if evaluate is not None else table.eval
+    held = holdout if holdout is not None else table.holdout
+    if table.data and judging is not None:
+        raise RecipeError("examples and an evaluator are given: leave out --data or --eval")
+    tasks = read_tasks([Path(file) for file in table.data])
+    if tasks:
+        judging, held = (written(table.data, held_out=part) for part in (False, True))
+        signs = {task.name: task.direction for task in tasks}
+        if not table.objective and set(signs.values()) != {1}:
+            table = table.model_copy(update={"objective": signs})
+    if judging is None:
+        how = "--data math.jsonl code.jsonl, --eval score.py:score or 'python score.py {model}'"
+        raise RecipeError(f"nothing scores the merges: add {how}")
+    usual = None if searched else UsualMerges(recipe, str(gathered_place(study)) if tasks else None)
+    if usual is not None:
+        table = table.model_copy(update={"over": usual.space, "race": True})
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
-    sampler = table.sampler or ("grid" if space.is_listed else "tpe")
+    sampler = PLAN if usual else table.sampler or ("grid" if space.is_listed else "tpe")
     if lacking := [name for name in SAMPLER_PACKAGES.get(sampler, ()) if find_spec(name) is None]:
         how = f"pip install {' '.join(lacking)}, or use tpe"
         raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
     planned = table.trials or DEFAULT_TRIALS
-    if sampler == "grid":
+    if usual is not None:
+        planned = usual.count
+    elif sampler == "grid":
         if not space.is_listed:
             raise RecipeError(
                 "a grid needs lists or steps; for ranges use tpe, cmaes, gp or random"
             )
         planned = len(_grid_plan(space, table.seeds))
-    judging = evaluate if evaluate is not None else table.eval
-    if judging is None:
-        raise RecipeError("no evaluator: add --eval score.py:score or 'python score.py {model}'")
     judge = Judge.by(table.objective, table.guards)
-    held = holdout if holdout is not None else table.holdout
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    return SearchRequest(space, table, sampler, planned, judging, held, judge, merge)
+    request = SearchRequest(space, table, sampler, planned, judging, held, judge, merge)
+    return replace(request, usual=usual, tasks=tasks)
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
@@ -200,10 +252,8 @@ def _evaluator_name(evaluator: Evaluator) -> str:
     return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"
 
 
-def advised_for(
-    recipe: Recipe, threads: int | None
-) -> tuple[Recipe | None, tuple[str, ...], Notice | None]:
-    """Return the advised recipe, the models that it leaves out, and why there is no recipe."""
+def find_strangers(recipe: Recipe, threads: int | None) -> tuple[tuple[str, ...], Notice | None]:
+    """Return the models that do not belong to the others by their weights; or why none is known."""
     try:
         analysis = analyze(
             recipe.base,
@@ -212,17 +262,12 @@ def advised_for(
             threads=threads,
             verbose=False,
         )
-        _, advice = judge_analysis(analysis)
-        if not advice.recipe:
-            none = notice("no_advice", reason="none of the models should be merged")
-            return None, advice.left_out, none
-        advised = request_from_document(advice.recipe, "advice").recipe
+        advice = advise(analysis)
     except DareError as error:
-        return None, (), notice("no_advice", reason=error)
-    own = ("models", "method", "stages", "tensors", "embedding_drop_rate", "scale")
-    update = {"input_digests": None} | {name: getattr(advised, name) for name in own}
-    update |= recipe.rows_without(advised.models)
-    return recipe.model_copy(update=update), advice.left_out, None
+        return (), notice("no_advice", reason=error)
+    if not advice.recipe:
+        return (), notice("no_advice", reason="by the weights, no model should be merged")
+    return advice.left_out, None
 
 
 # ---------------------------------------------------------------- one candidate
@@ -242,6 +287,7 @@ class _Rules:
     # Scores with the names and items that all must have; no items if those differ each time.
     reference: Scored | None = None
     rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: what is new in each
+    items: Sequence[str] | None = None  # those that are scored, if not all
 
     def score(
         self, scorer: Scorer, claim: Claim, recipe: Recipe, known: Mapping[str, Trial]
@@ -257,9 +303,9 @@ class _Rules:
                 notes["message"] = f"same as {twin.label}"
                 notes |= {} if twin.name else {"same_as": twin.number}
             elif self.rungs:
-                scored, stopped = self._race(scorer, claim)
+                scored, stopped = self._race(scorer, known.values())
             else:
-                scored = scorer.score()
+                scored = scorer.score(self.items)
             self._check_alike(scored)
         except DareError as error:
             if self.stop.is_set():
@@ -282,19 +328,22 @@ class _Rules:
         slacks = {g.text: g.slack(scored.scores, self.singles) for g in self.judge.guards}
         return claim.end(State.DONE, slacks=slacks, **notes)
 
-    def _race(self, scorer: Scorer, claim: Claim) -> tuple[Scored, str]:
-        """Score on one part of the items after the other; stop when it is among the worse."""
+    def _race(self, scorer: Scorer, known: Iterable[Trial]) -> tuple[Scored, str]:
+        """Score on one part of the items after the other, until it is clearly behind the best."""
         scored = Scored({})
         total = sum(map(len, self.rungs))
-        for rung, part in enumerate(self.rungs):
+        done = [t for t in known if t.scored and t.objective is not None and not t.broken]
+        best = max(done, key=lambda trial: trial.objective or 0.0, default=None)
+        for part in self.rungs:
             found = scorer.score(part)
             items = {**scored.items, **found.items}
             scores = {**found.scores, **scored.scores, **group_means(items)}
             scored = Scored(scores, items, scored.seconds + found.seconds, found.output)
-            objective = self.judge.objective.value(scores)
-            if len(items) < total and claim.report(objective, rung):
-                done = f"{len(items)} of {total} items"
-                return scored, f"stopped after {done}: it was in the lower two thirds"
+            if best is None or best.scored is None or len(items) == total:
+                continue
+            if is_behind(items, best.scored.items, self.judge.objective):
+                seen = f"{len(items)} of {total} items"
+                return scored, f"given up after {seen}: clearly behind {best.label}"
         return scored, ""
 
     def _check_alike(self, scored: Scored) -> None:
@@ -307,6 +356,13 @@ class _Rules:
         if difference := compare_items(self.reference, found):
             message = f"the evaluator gave different scores: {difference}"
             raise EvaluationError(message, scored.output)
+
+
+def _best_before(trials: Iterable[Placed], place: int) -> Settings | None:
+    """Return the best setting of those that stand before a place; given up ones come last."""
+    ended = [t.trial for t in trials if t.place < place and t.trial.objective is not None]
+    best = max(ended, key=lambda trial: (trial.is_done, trial.objective), default=None)
+    return None if best is None else best.settings
 
 
 def _by_digest(trials: Iterable[Trial]) -> dict[str, Trial]:
@@ -327,59 +383,134 @@ class _Search:
     jobs: int
     work: Path | None
     stop: threading.Event = field(default_factory=threading.Event)
+    planned: int = 0  # the trials that there is time for
 
-    def run(self, *, retry: bool, advice: bool) -> None:
+    @cached_property
+    def usual(self) -> UsualMerges | None:
+        """What is tried where no settings are given, without strangers."""
+        usual = self.request.usual
+        return usual and replace(usual, left_out=tuple(self.study.note("left_out")))
+
+    def run(self, *, retry: bool) -> None:
         """Do all that is left to do."""
         retry_before = len(self.study.trials()) if retry else 0
         with self._scorers(self.request.evaluator) as scorers:
-            self._prepare(advice=advice)
+            self._prepare()
+            if self.request.tasks:
+                self._look(scorers[0])
             self._score_baselines(scorers)
             self._set_rules(scorers[0])
+            if self.request.tasks and self.request.usual:
+                self._gather(scorers[0])
             self._score_trials(scorers, retry_before)
+            if self.request.tasks:
+                self._keep_norms(scorers[0])
         if self.request.holdout is not None:
             with self._scorers(self.request.holdout) as scorers:
                 self._score_holdout(scorers, _evaluator_name(self.request.holdout))
 
     # ------------------------------------------------------------ before the trials
 
-    def _prepare(self, *, advice: bool) -> None:
-        """Find the advice, once, and where the search starts."""
+    def _prepare(self) -> None:
+        """Find the strangers, once, and where the search starts."""
         output, space = self.request.merge.recipe.output, self.request.space
         with self.study.turn():
             self.study.keep("output", None if output is None else str(output))
-            planned = max(self.request.planned, self.study.note("planned") or 0)
-            self.study.keep("planned", planned)
+            self.study.keep("planned", max(self.request.planned, self.study.note("planned") or 0))
         if self.study.note("starts") is not None:
             return
-        threads = self.request.merge.options.threads
-        if advice:
-            self.display.say("analysing the models for the advice")
-        recipe, left_out, lack = advised_for(space.recipe, threads) if advice else (None, (), None)
-        starts = [space.nearest(space.recipe)]
-        if recipe is not None:
-            starts.insert(0, space.nearest(recipe, left_out))
-        different = {key_of(start): start for start in starts if start is not None}
+        left_out: tuple[str, ...] = ()
+        lack = None
+        if self.request.usual:
+            self.display.say("comparing the weights of the models")
+            left_out, lack = find_strangers(space.recipe, self.request.merge.options.threads)
         with self.study.turn():
             if self.study.note("starts") is None:
-                self.study.keep("advice", None if recipe is None else recipe.to_document())
                 self.study.keep("left_out", left_out)
-                if not space.over:
-                    self.study.keep("planned", len(self._baseline_recipes()))
                 self._note(lack)
-                self.study.keep("starts", list(different.values()))
+                start = None if self.request.usual else space.nearest()
+                self.study.keep("starts", [] if start is None else [start])
+
+    def _look(self, scorer: Scorer) -> None:
+        """Say what the examples were taken for, how the base does, and how long it will take."""
+        if self.study.note("share") is not None:
+            return
+        tasks, recipes = self.request.tasks, baseline_recipes(self.request.space.recipe)
+        shown = [i for task in tasks for i in task.ids(held_out=False)[:LOOK]]
+        scorer.make(recipes[Role.BASE])
+        seen, scored = scorer.look(shown), scorer.score(shown)
+        for task, look in zip(tasks, seen, strict=True):
+            chosen, held = (len(task.ids(held_out=part)) for part in (False, True))
+            self.display.announce(
+                f"{task.name}: {task.kind}; {chosen} to choose by, {held} held out"
+            )
+            for label in ("example", "expected", "answered"):
+                self.display.announce(f"  {label:9} {look[label]!r}")
+            self.display.announce(f"  the base  {value_text(scored.scores[task.name])} on {LOOK}")
+        every = self._ids(held_out=False)
+        each = max(scored.seconds, 1e-3) / len(shown)
+        contenders = self.request.planned + len(recipes)
+        tries = len(recipes) + PART_SEEN * contenders  # what is held out is half as many
+        affordable = round(self._seconds / (each * tries))
+        count = min(len(every), max(affordable, LEAST_EXAMPLES * len(tasks)))
+        per_task, rivals = count // len(tasks), round(PART_SEEN * contenders)
+        visible = 100 * visible_difference(per_task, rivals, tasks=len(tasks))
+        needed = items_needed(0.05, rivals, tasks=len(tasks)) * len(every) / count
+        self.display.announce(
+            f"Choosing by {per_task:,} examples a task takes about "
+            f"{time_text(count * each * tries)}. Differences below {visible:.0f} points will not "
+            f"be seen; 5 points need about {needed:,.0f}"
+        )
+        with self.study.turn():
+            self.study.keep("share", count / len(every))
+            for task in tasks:
+                for found in task.notices:
+                    self._note(found)
+
+    @property
+    def _seconds(self) -> float:
+        """The time that the search may take."""
+        given = self.request.table.minutes or (MINUTES if self.request.usual else math.inf)
+        return 60 * given
+
+    def _ids(self, *, held_out: bool) -> list[str]:
+        """Return the examples that there is time for, in an order that mixes the tasks."""
+        every = [i for task in self.request.tasks for i in task.ids(held_out=held_out)]
+        mixed = [i for part in rungs(every, seed=self.study.charter.seed) for i in part]
+        return mixed[: round((self.study.note("share") or 1.0) * len(mixed))]
+
+    def _gather(self, scorer: Scorer) -> None:
+        """Have Gram matrices made: each model's from the tasks that it is the best model for."""
+        path, space = gathered_place(self.study.path), self.request.space
+        if path.exists():
+            return
+        done = [(t, t.scored) for t in self.study.beside(BASELINE) if t.role is Role.SINGLE]
+        alone = {trial.name: scored.scores for trial, scored in done if scored is not None}
+        weights = self.request.judge.objective.directions(next(iter(alone.values())))
+        best = {task: max(alone, key=lambda n: s * alone[n][task]) for task, s in weights.items()}
+        recipes, inputs = baseline_recipes(space.recipe), groups_of(self._ids(held_out=False))
+        own = {n: [i for t in best if best[t] == n for i in inputs[t][:INPUTS]] for n in alone}
+        every = [i for ids in inputs.values() for i in ids[:INPUTS]]
+        self.display.say("gathering what the layers are given, for regmean")
+        wanted = {n.removesuffix(ALONE): (recipes[n], own[n] or every) for n in alone}
+        scorer.gather(path, wanted)
+
+    def _keep_norms(self, scorer: Scorer) -> None:
+        """Write the statistics of the best candidate's norms, by which a merge has them too."""
+        data, conclusion = read_study(self.study, resamples=200)
+        best, path = conclusion.best, self.study.path.with_suffix(".norms.safetensors")
+        if best is None or best.role in NOT_MERGED or best.key in data.norms:
+            return
+        if scorer.gather_norms(path, recipe_of(data, best)):
+            self.study.keep("norms", {best.key: str(path)})
 
     def _note(self, found: Notice | None) -> None:
         known = self.study.note("notices") or []
         if found is not None and found.text not in [kept["text"] for kept in known]:
             self.study.keep("notices", [*known, asdict(found)])
 
-    def _baseline_recipes(self) -> dict[str, Recipe]:
-        document, space = self.study.note("advice"), self.request.space
-        left_out = self.study.note("left_out") or ()
-        return baseline_recipes(space.recipe, document, left_out, is_searched=bool(space.over))
-
     def _score_baselines(self, scorers: Sequence[Scorer]) -> None:
-        recipes = self._baseline_recipes()
+        recipes = baseline_recipes(self.request.space.recipe)
         average = recipes[Role.AVERAGE]
         for done in self.study.beside(BASELINE):
             if done.role is Role.AVERAGE and done.digest not in (None, scorers[0].make(average)):
@@ -406,8 +537,17 @@ class _Search:
             parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
         self.rules = _Rules(self.request.judge, self.stop, singles, first, parts)
+        each = median(trial.seconds for trial, _ in done)
+        self.planned = max(self.request.planned, self.study.note("planned"))
+        if self.usual is not None:
+            self.planned = self.usual.count
+        if math.isfinite(self._seconds):
+            left = self._seconds - each * len(done) * (1 + PART_SEEN * bool(self.request.holdout))
+            fitting = int(left / (each * (PART_SEEN if parts else 1.0) + 1e-9))
+            self.planned = min(self.planned, max(fitting, LEAST_TRIALS))
         with self.study.turn():
             self._note(lack)
+            self.study.keep("planned", max(self.planned, len(self.study.trials())))
 
     def _announce(self, left: int) -> None:
         each = median(trial.seconds for trial in self.study.beside(BASELINE) if trial.is_done)
@@ -419,7 +559,7 @@ class _Search:
     # ------------------------------------------------------------ trials
 
     def _score_trials(self, scorers: Sequence[Scorer], retry_before: int) -> None:
-        choose, planned, space = self._chooser(), self.request.planned, self.request.space
+        choose, planned, space = self._chooser(), self.planned, self.request.space
         baselines = _by_digest(self.study.beside(BASELINE))
 
         def take() -> Scoring | None:
@@ -443,6 +583,9 @@ class _Search:
         """Return the function that says what stands at a place of the plan."""
         space, shifts = self.request.space, seed_shifts(self.request.table.seeds)
         starts = self.study.note("starts")
+        if self.usual is not None:
+            usual = self.usual
+            return lambda place, found: Planned(usual.at(place, partial(_best_before, found)))
         if self.request.sampler == "grid":
             plan = _grid_plan(space, self.request.table.seeds)
             return lambda place, _found: plan[place]
@@ -481,14 +624,15 @@ class _Search:
         self, scorers: Sequence[Scorer], kind: str, wanted: Mapping[str, tuple[Recipe, Settings]]
     ) -> None:
         """Score candidates that are no trials, by name; settings tell some of them apart."""
-        rules = _Rules(self.request.judge, self.stop)
+        items = self._ids(held_out=kind == HOLDOUT) if self.request.tasks else None
+        rules = _Rules(self.request.judge, self.stop, items=items)
         settings = {name: found for name, (_, found) in wanted.items()}
 
         def take() -> Scoring | None:
             claim = self.study.take_beside(kind, settings)
             if claim is None:
                 return None
-            self.display.say(f"{kind}: {plain_name(claim.name.partition(' {')[0])}")
+            self.display.say(f"{kind}: {claim.name.partition(' {')[0]}")
             return partial(score, claim)
 
         def score(claim: Claim, scorer: Scorer) -> None:
@@ -498,7 +642,7 @@ class _Search:
                 last = ended.output.strip().rpartition("\n")[2]
                 printed = "" if last in ended.message else f"; its last line was: {last}"
                 raise InputError(
-                    f"{plain_name(claim.name)} has no score: {ended.message}{printed}",
+                    f"{claim.name} has no score: {ended.message}{printed}",
                     "Nothing could be scored so far: correct the evaluator, then run this again",
                 )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dare.errors import RecipeError, did_you_mean
@@ -31,7 +32,20 @@ from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_nu
 SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
 MOST_IN_GRID = 100_000
 METHOD = "method"
-PART = 0.4  # the factor of task arithmetic that its authors recommend where none can be chosen
+PLAN = "plan"  # the way of a search that is given no settings
+# What such a search tries, in this order: a method, its scales, and other settings of it.
+_SCALES = (1.0, 1.5, 0.7, 2.2, 0.5)
+_FACTORS = (1.5, 0.7, 2.2, 0.5, 1.25, 0.85, 3.0)  # of scales that are tried beside the best
+_TRIED: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
+    ("linear", _SCALES, {}),
+    ("tsv", (1.0, 1.5, 0.7), {}),
+    ("ties", (1.0, 1.5, 0.7), {}),
+    *(
+        (method, (1.0, 1.5), {"drop_rate": rate})
+        for rate in (0.5, 0.9)
+        for method in ("dare+linear", "dare+ties")
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -159,23 +173,16 @@ class Space:
                 found[name] = value if name == METHOD else repr(value)
         return found
 
-    def nearest(self, recipe: Recipe, left_out: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Return the setting that is nearest to a recipe; None if its method is not there.
-
-        Where the recipe leaves models out that the space does not, its scale is for other models,
-        and the scale is that of the recipe that is searched around.
-        """
-        chain = [stage.name for stage in parse_method(recipe.method)]
+    def nearest(self) -> dict[str, Any] | None:
+        """Return the setting that is nearest to the recipe; None if its method is not there."""
+        chain = [stage.name for stage in parse_method(self.recipe.method)]
         same = [m for m in self.methods if [stage.name for stage in parse_method(m)] == chain]
         if not same:
             return None
         settings: dict[str, Any] = {METHOD: same[0]} if METHOD in self.over else {}
-        same_models = all(f"{INCLUDE}{model}" in self.over for model in left_out)
         for name in self.names_in(same[0]):
-            near = recipe if same_models or name != "scale" else self.recipe
-            settings[name] = _snapped(self.over[name], get_by_name(near, name))
-            if name.startswith(INCLUDE):
-                settings[name] = name.removeprefix(INCLUDE) not in left_out
+            near = True if name.startswith(INCLUDE) else get_by_name(self.recipe, name)
+            settings[name] = _snapped(self.over[name], near)
         return self.counting(settings)
 
 
@@ -199,6 +206,78 @@ def is_random(recipe: Recipe) -> bool:
 def seed_shifts(count: int) -> tuple[int, ...]:
     """Return what is added to a recipe's seeds, for so many repetitions of a setting."""
     return tuple(SEED_STEP * place for place in range(count))
+
+
+# ---------------------------------------------------------------- without settings
+
+
+@dataclass(frozen=True)
+class UsualMerges:
+    """What is tried where no settings are given.
+
+    First methods at a few scales, then the best of these without each model in turn: one that
+    learnt wrong answers, or too much of its own, shows in no weight. Then the best of all at scales
+    beside its own. The sum is among the baselines: it is the average at a scale of as many models
+    as there are.
+    """
+
+    recipe: Recipe
+    grams: str | None  # the file that RegMean has Gram matrices in, if it can be made
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def first(self) -> list[dict[str, Any]]:
+        """The methods, each setting once; the recipe's own comes first."""
+        without = {INCLUDE + name: False for name in self.left_out}
+        own = (self.recipe.method, (self.recipe.scale,), dict[str, Any]())
+        regmean = [("regmean", (1.0, 1.5), {"gathered": self.grams})] if self.grams else []
+        tried = [
+            {METHOD: method, **more, "scale": scale, **without}
+            for method, scales, more in (own, *_TRIED, *regmean)
+            for scale in scales
+        ]
+        chains = (with_settings(self.recipe, settings).chain for settings in tried)
+        effects = [repr([(stage.name, dict(own)) for stage, own in chain]) for chain in chains]
+        pairs = zip(effects, tried, strict=True)
+        return list(
+            {f"{effect} {settings['scale']}": settings for effect, settings in pairs}.values()
+        )
+
+    def _without_each(self, best: Settings) -> list[dict[str, Any]]:
+        kept = [name for name in self.recipe.names if best.get(INCLUDE + name, True)]
+        return [{**best, INCLUDE + name: False} for name in kept] if len(kept) > 2 else []
+
+    def _rescaled(self, best: Settings) -> list[dict[str, Any]]:
+        beside = ({**best, "scale": round(factor * best["scale"], 4)} for factor in _FACTORS)
+        return [settings for settings in beside if settings not in self.first][:3]
+
+    @property
+    def count(self) -> int:
+        """How many there are in all."""
+        one = self.first[0]
+        return len(self.first) + len(self._without_each(one)) + len(self._rescaled(one))
+
+    def at(self, place: int, best_before: Callable[[int], Settings | None]) -> dict[str, Any]:
+        """Return one by its place; `best_before` gives the best of those that stand before one."""
+        start, best = 0, self.first[0]
+        for part in (lambda _: self.first, self._without_each, self._rescaled):
+            settings = part(best)
+            if place < start + len(settings):
+                return settings[place - start]
+            start += len(settings)
+            best = dict(best_before(start) or best)
+        raise IndexError(place)
+
+    @property
+    def space(self) -> dict[str, Choices]:
+        """The values of each setting; each model may also be left out."""
+        found: dict[str, dict[str, Any]] = {}
+        for settings in self.first:
+            for name, value in settings.items():
+                found.setdefault(name, {})[repr(value)] = value
+        names = self.recipe.names
+        choices = {name: tuple(values.values()) for name, values in found.items()}
+        return choices | {f"{INCLUDE}{name}": (True, False) for name in names if len(names) > 1}
 
 
 # ---------------------------------------------------------------- dimensions
@@ -253,43 +332,27 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
     """
     recipe = request_from_document(data.recipe, "the recipe of the study").recipe
     if ranked.baseline:
-        known = baseline_recipes(recipe, data.advice, data.left_out, is_searched=data.is_searched)
-        made = known[ranked.baseline]
+        made = baseline_recipes(recipe)[ranked.baseline]
     else:
         made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
-    return made.model_copy(update={"output": data.output})
+    more = {"gathered": Path(data.norms[ranked.key])} if ranked.key in data.norms else {}
+    return made.model_copy(update={"output": data.output, **more})
 
 
-def baseline_recipes(
-    recipe: Recipe,
-    advice: dict[str, Any] | None,
-    left_out: Collection[str],
-    *,
-    is_searched: bool,
-) -> dict[str, Recipe]:
+def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
     """Return a recipe for each baseline, by name; the average comes twice, for the noise."""
-    advised = None if advice is None else request_from_document(advice, "advice").recipe
-    names = recipe.names
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
-        for name, entry in zip(names, recipe.models, strict=True)
+        for name, entry in zip(recipe.names, recipe.models, strict=True)
     }
-    fit = [e for name, e in zip(names, recipe.models, strict=True) if name not in left_out]
-    has_some = 1 < len(fit) < len(names)
-    average, total = _plain(recipe, "linear"), _plain(recipe, "sum")
-    is_more = not is_searched and recipe not in (average, total, advised)
-    made = {
-        Role.BASE: _plain(recipe, "sum", scale=0.0),
+    average = _plain(recipe, "linear")
+    return {
+        str(Role.BASE): _plain(recipe, "sum", scale=0.0),
         **alone,
-        Role.AVERAGE: average,
-        Role.WITHOUT_STRANGERS: _plain(recipe, "linear", models=fit) if has_some else None,
-        Role.SUM: total,
-        Role.PART: _plain(recipe, "sum", scale=PART),
-        Role.ADVICE: advised,
-        Role.RECIPE: recipe if is_more else None,
-        Role.AGAIN: average,
+        str(Role.AVERAGE): average,
+        str(Role.SUM): _plain(recipe, "sum"),
+        str(Role.AGAIN): average,
     }
-    return {str(name): found for name, found in made.items() if found is not None}
 
 
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:

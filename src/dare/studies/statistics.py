@@ -1,11 +1,20 @@
 """The reach of chance: intervals over items and seeds, parts for racing, fronts of scores.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
-random merge. Items are drawn anew with replacement, within each group and for all contenders
-alike, so that what is hard for all cancels in differences (a paired bootstrap). Few seeds cannot be
-drawn from like that: the mean over S seeds varies as Student's t with S - 1 degrees of freedom,
-scaled by the seeds' own spread, for each contender by itself. As far as draws lie above what was
-seen, the truth may lie below it (the basic bootstrap).
+random merge. For a contender by itself, items are drawn anew with replacement, within each group.
+Few seeds cannot be drawn from like that: the mean over S seeds varies as Student's t with S - 1
+degrees of freedom, scaled by the seeds' own spread, for each contender by itself. As far as draws
+lie above what was seen, the truth may lie below it (the basic bootstrap).
+
+Differences are paired, so that what is hard for all cancels. If nothing is better, an item might as
+well have favoured one contender as the other: the signs of all its differences are drawn, many
+times. That is the sign test for two contenders whose items are right or wrong, and holds for few
+items too; a bootstrap would call four items of four a difference. What is compared was chosen by
+its scores, so the interval of a difference holds for all pairs of contenders at once: each pair has
+the standard error that it has if there is no difference, and all reach as many of them as the
+farthest pair does in 95 % of the draws (as Tukey's range has it).
+
+Items that belong together by their ids, a *cluster*, are drawn together and are one in all counts.
 
 A score is taken for a *share* if all its items (its values, where it has none) lie in 0 … 1 for all
 contenders, and its name is not that of an error. An objective of shares has bounds, and so have its
@@ -22,21 +31,32 @@ import functools
 import hashlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
-from dare.errors import InputError
+from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
-from dare.studies.results import Entry, Estimate, Scored, groups_of, groups_of_scores
+from dare.studies.results import (
+    Entry,
+    Estimate,
+    Scored,
+    cluster_of,
+    groups_of,
+    groups_of_scores,
+)
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no clear difference", "not known"
-LEAST_ITEMS = 10  # a part of fewer items tells too little to stop anything
+LEAST_ITEMS = 10  # a part of fewer items tells too little to give anything up
 MOST_RUNGS = 4  # the most parts: each costs a start of the evaluator
-REDUCTION = 3  # each part makes three times as many items, and one in three candidates goes on
+REDUCTION = 3  # each part makes three times as many items
+_BEHIND = 2.0  # standard errors behind the best at which a candidate is given up
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling holds at once
+_MOST_PAIRS = 200_000_000  # the most draws of pairs; more contenders have fewer draws
 _ROUNDING = 1e-12
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
 # Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one.
@@ -49,7 +69,9 @@ class Resampled:
 
     values: np.ndarray  # by contender: the mean over its seeds of the objective
     paired: np.ndarray  # the same, on the items that all have
-    draws: np.ndarray  # contenders × resamples
+    draws: np.ndarray  # contenders × resamples, each by itself
+    flips: np.ndarray  # contenders × resamples: deviations if no contender is better than another
+    errors: np.ndarray  # contenders × contenders: standard errors of differences, if there are none
     seeds: tuple[int, ...]
     is_random: tuple[bool, ...]
     items: int  # items that all have, in the groups that count; 0: chance in items is not known
@@ -87,31 +109,33 @@ class Resampled:
             low, high = max(0.0, min(low, part)), min(1.0, max(high, part))
         return Estimate(value, least + low * span, least + high * span)
 
-    def difference(self, place: int, other: int, among: Sequence[int] = ()) -> Estimate:
+    def difference(self, place: int, other: int) -> Estimate:
         """A contender's objective minus another's, on the same items.
 
-        If it was chosen as the best `among` some, the interval is wide enough to hold for the
-        differences of all of them from the other at once; hence also for the one that was chosen.
+        The interval holds for all pairs of contenders at once, and so for those that were chosen.
         """
         span = self.bounds[1] - self.bounds[0]
         value = max(-span, min(span, float(self.paired[place] - self.paired[other])))
         if not self._tells_chance(place, other):
             return Estimate(value)
-        rivals = [place, *(rival for rival in among if rival not in (place, other))]
-        deviations = self.draws[rivals] - self.draws[other]
-        deviations -= (self.paired[rivals] - self.paired[other])[:, None]
-        lows, highs = np.quantile(deviations, _TAILS, axis=1)
-        low, high = float(lows[0]), float(highs[0])
-        halves = np.maximum(-lows, highs)
+        half = self._reach * float(self.errors[place, other])
         # The same weights twice must not differ by what rounding leaves.
         rounding = _ROUNDING * max(1e-300, *np.abs(self.paired[[place, other]]))
-        moves = halves > rounding
-        if len(rivals) > 1 and moves[0]:
-            largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
-            high = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
-            low = -high
-        ends = (value, max(-span, value - high), min(span, value - low))
+        ends = (value, max(-span, value - half), min(span, value + half))
         return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
+
+    @functools.cached_property
+    def _reach(self) -> float:
+        """How many standard errors the farthest of all pairs reaches in 95 % of the draws."""
+        count, resamples = self.flips.shape
+        flips = self.flips[:, : min(resamples, max(200, _MOST_PAIRS // count**2))]
+        largest = np.zeros(flips.shape[1])
+        for place in range(count - 1):
+            moves = place + 1 + np.flatnonzero(self.errors[place, place + 1 :])
+            reaches = np.abs(flips[moves] - flips[place]) / self.errors[place, moves, None]
+            np.maximum(largest, reaches.max(axis=0, initial=0), out=largest)
+        # Draws that reach as far as what was seen may round to less.
+        return float(np.quantile(largest, _TAILS[1] - _TAILS[0])) * (1 + 1e-9)
 
     def _tells_chance(self, *places: int) -> bool:
         if self.items:
@@ -137,7 +161,8 @@ def resample(
     if not trials or not all(contender.scored for contender in contenders):
         raise InputError("nothing to compare: each contender needs a scored trial")
     names = [n for n in trials[0].scores if all(n in scored.scores for scored in trials)]
-    used = list(objective.shares(names))
+    weights = objective.shares(names)
+    used = list(weights)
     own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
     groups, left_out = _in_common(trials, used)
     columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
@@ -145,6 +170,11 @@ def resample(
     starts = np.cumsum([0, *sizes[:-1]])
     of_trials = _drawn(objective, own, columns, resamples, seed)
     paired = objective.values(own | {name: group.means for name, group in columns.items()})
+    draws, by_seeds = _over_seeds(of_trials, paired, starts, sizes, seed)
+    of_groups = [weights[n] * group.sums / group.sizes.sum() for n, group in columns.items()]
+    parts = np.concatenate([np.zeros((1, len(trials))), *of_groups])
+    of_contenders = np.add.reduceat(parts, starts, axis=1) / sizes
+    flips, errors = _flipped(of_contenders, by_seeds, sizes, resamples, seed)
     shares = {
         name: columns[name].is_share if name in columns else _is_share(name, column)
         for name, column in own.items()
@@ -152,16 +182,18 @@ def resample(
     return Resampled(
         values=np.add.reduceat(objective.values(own), starts) / sizes,
         paired=np.add.reduceat(paired, starts) / sizes,
-        draws=_over_seeds(of_trials, paired, starts, sizes, seed),
+        draws=draws,
+        flips=flips,
+        errors=errors,
         seeds=tuple(sizes),
         is_random=tuple(contender.is_random for contender in contenders),
-        items=sum(len(group.values) for group in columns.values()),
+        items=sum(int(group.sizes.sum()) for group in columns.values()),
         left_out=left_out,
         without_items=tuple(name for name in used if name not in columns),
         bounds=objective.bounds(
             {n: (0.0, 1.0) if known else (-math.inf, math.inf) for n, known in shares.items()}
         ),
-        freedom=sum(len(group.values) - 1 for group in columns.values()),
+        freedom=sum(len(group.sizes) - 1 for group in columns.values()),
     )
 
 
@@ -176,7 +208,7 @@ def _is_share(name: str, values: np.ndarray) -> bool:
 
 
 def _in_common(trials: Sequence[Scored], used: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """For each score that is made of items in all trials: those that all have, two or more."""
+    """For each score that is made of items in all trials: those that all have, of two clusters."""
     made = [groups_of_scores(scored) for scored in trials]
     if not all(made):
         return {}, 0
@@ -188,34 +220,42 @@ def _in_common(trials: Sequence[Scored], used: Sequence[str]) -> tuple[dict[str,
         for name, group in made[0].items()
         if name in used
         and all(other.get(name) == group for other in made)
-        and len(members.get(group, ())) > 1
+        and len(set(map(cluster_of, members.get(group, ())))) > 1
     }
     return groups, len(set.union(*ids)) - len(common)
 
 
 @dataclass(frozen=True)
 class _Group:
-    values: np.ndarray  # items × trials
+    sums: np.ndarray  # clusters × trials: of the items of each cluster
+    sizes: np.ndarray  # items by cluster
     means: np.ndarray  # by trial
     is_share: bool
 
     @classmethod
     def of(cls, trials: Sequence[Scored], ids: Sequence[str], name: str) -> _Group:
         values = np.array([[scored.items[i] for scored in trials] for i in ids])
-        return cls(values, np.full(len(ids), 1 / len(ids)) @ values, _is_share(name, values))
+        clusters: dict[str, int] = {}
+        places = [clusters.setdefault(cluster_of(i), len(clusters)) for i in ids]
+        sums = np.zeros((len(clusters), len(trials)))
+        np.add.at(sums, places, values)
+        means = np.full(len(ids), 1 / len(ids)) @ values
+        return cls(sums, np.bincount(places), means, _is_share(name, values))
 
     def drawn(self, streams: Sequence[np.random.Generator], resamples: int) -> np.ndarray:
-        """The means of trials on items drawn anew: trials × resamples."""
+        """The means of trials on clusters drawn anew: trials × resamples."""
         random, other = streams
-        count = len(self.values)
+        count = len(self.sizes)
         places = random.integers(count, size=(resamples, count))
         places += np.arange(resamples)[:, None] * count
         counts = np.bincount(places.ravel(), minlength=resamples * count)
-        means = (counts.reshape(resamples, count) / count) @ self.values
+        counts = counts.reshape(resamples, count)
+        means = (counts / (counts @ self.sizes)[:, None]) @ self.sums
         own = self.means[:, None]
-        # Drawing from n items varies by n - 1 parts in n of what n new items would.
+        # Drawing from n clusters varies by n - 1 parts in n of what n new ones would.
         drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
-        extremes = [((self.values == end).all(axis=0), sign) for end, sign in ((0, 1), (1, -1))]
+        missing = self.sizes[:, None] - self.sums  # of items that are right or wrong: the wrong
+        extremes = [((x == 0).all(axis=0), s) for x, s in ((self.sums, 1), (missing, -1))]
         if self.is_share and any(trials.any() for trials, _ in extremes):
             chance = other.uniform(-1, 1, resamples)
             missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * count)))
@@ -235,7 +275,7 @@ def _drawn(
     # Each group has streams of its own, which do not depend on how many draws make a step.
     random = {k: (_stream(seed, 0, n), _stream(seed, 3, n)) for n, k in enumerate(columns)}
     trials = len(next(iter(own.values())))
-    widest = max([len(own) * trials, *(len(group.values) for group in columns.values())])
+    widest = max([len(own) * trials, *(len(group.sizes) for group in columns.values())])
     step = max(1, _MOST_NUMBERS // widest)
     parts = []
     for start in range(0, resamples, step):
@@ -248,9 +288,9 @@ def _drawn(
 
 def _over_seeds(
     of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int], seed: int
-) -> np.ndarray:
-    """Means over contenders' seeds, as other seeds might have given: contenders × resamples."""
-    draws = np.empty((len(sizes), of_trials.shape[1]))
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means over contenders' seeds, as other seeds might have given, and their standard errors."""
+    draws, errors = np.empty((len(sizes), of_trials.shape[1])), np.zeros(len(sizes))
     for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         trials = slice(start, start + size)
         draws[place] = of_trials[trials].mean(axis=0)
@@ -259,8 +299,36 @@ def _over_seeds(
             by_items = (of_trials[trials] - draws[place]).var(axis=1).sum() / (size - 1)
             variance = max(0.0, paired[trials].var(ddof=1) - by_items)
             student = _stream(seed, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
-            draws[place] += student * math.sqrt(variance / size)
-    return draws
+            errors[place] = math.sqrt(variance / size)
+            draws[place] += student * errors[place]
+    return draws, errors
+
+
+def _flipped(
+    parts: np.ndarray, by_seeds: np.ndarray, sizes: Sequence[int], resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Deviations of contenders if none is better, and the standard errors of their differences.
+
+    `parts` are what clusters add to contenders' objectives: clusters × contenders.
+    """
+    parts = parts - parts.mean(axis=1, keepdims=True)  # what is hard for all
+    random, step = _stream(seed, 4), max(1, _MOST_NUMBERS // len(parts))
+    steps = (min(step, resamples - start) for start in range(0, resamples, step))
+    signs = (np.copysign(1, random.random((number, len(parts))) - 0.5) for number in steps)
+    flips = np.concatenate([(some @ parts).T for some in signs], axis=1)
+    # Normal draws of such a scale that the farthest of all seeds' means reaches as far as by t:
+    # with t's own tails, one contender of two seeds would widen the differences of all others.
+    places = np.flatnonzero(by_seeds).tolist()
+    level = 1 - _TAILS[0] / max(1, len(places))
+    normal = NormalDist().inv_cdf(level)
+    for place in places:
+        by_seeds[place] *= np.quantile(_student(sizes[place] - 1, resamples), level) / normal
+        flips[place] += by_seeds[place] * _stream(seed, 5, place).standard_normal(resamples)
+    product = parts.T @ parts
+    own = np.diag(product)
+    squares = own[:, None] + own - 2 * product
+    squares[squares <= _ROUNDING * (own[:, None] + own)] = 0
+    return flips, np.sqrt(squares + np.add.outer(by_seeds**2, by_seeds**2))
 
 
 @functools.lru_cache(maxsize=16)
@@ -283,36 +351,92 @@ def _stream(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
+# ------------------------------------------------------------------------------------- planning
+
+
+def visible_difference(
+    items: int, contenders: int, *, tasks: int = 1, agreement: float = 0.8
+) -> float:
+    """Return the true difference in the objective that a search shows in 80 % of cases.
+
+    There are so many `items` for each of the tasks, right or wrong, and two contenders agree on the
+    share `agreement` of them. By the normal approximation, with as many tests as there are pairs.
+
+    >>> round(visible_difference(200, 8, tasks=2), 3), items_needed(0.05, 8, tasks=2)
+    (0.089, 628)
+    """
+    reach, count = _reach_needed(contenders), items * tasks
+    # As many items differ as the difference needs, at least.
+    return min(1.0, max(reach * math.sqrt((1 - agreement) / count), reach**2 / count))
+
+
+def items_needed(
+    difference: float, contenders: int, *, tasks: int = 1, agreement: float = 0.8
+) -> int:
+    """Return how many items of each task show a difference; see `visible_difference`."""
+    differing = max(1 - agreement, difference)
+    return math.ceil(differing * (_reach_needed(contenders) / difference) ** 2 / tasks)
+
+
+def _reach_needed(contenders: int) -> float:
+    """Return how many standard errors a difference needs to be shown in 80 % of cases."""
+    tails = 2 * _TAILS[0] / (contenders * (contenders - 1))
+    return NormalDist().inv_cdf(1 - tails) + NormalDist().inv_cdf(0.8)
+
+
 # ------------------------------------------------------------------------------------- racing
 
 
 def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
     """Parts of the items for racing: what each rung adds to those before it; the last makes all.
 
-    Each rung makes about three times as many items, takes each group by its share, and has one of
-    each group at least. So few items that no part would tell anything are one rung.
+    Each rung makes about three times as many clusters, takes each group by its share, and has one
+    of each group at least. So few that no part would tell anything are one rung.
 
     >>> [len(rung) for rung in rungs((f"add/{n}" for n in range(270)), seed=0)]
     [10, 20, 60, 180]
     """
 
-    def place(item_id: str) -> tuple[bytes, str]:
-        seeded = f"{seed}\0{item_id}".encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(seeded, digest_size=8).digest(), item_id
+    def place(cluster: str) -> tuple[bytes, str]:
+        seeded = f"{seed}\0{cluster}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(seeded, digest_size=8).digest(), cluster
 
-    groups = groups_of(sorted(set(ids), key=place))
-    # Each group's items are spread evenly over 0 … 1, so that every beginning has its share.
+    clusters: dict[str, list[str]] = {}
+    for item_id in sorted(set(ids)):
+        clusters.setdefault(cluster_of(item_id), []).append(item_id)
+    groups = groups_of(sorted(clusters, key=place))
+    # Each group's clusters are spread evenly over 0 … 1, so that every beginning has its share.
     spread = [
-        (number / len(group), *place(item_id))
+        (number / len(group), *place(cluster))
         for group in groups.values()
-        for number, item_id in enumerate(group)
+        for number, cluster in enumerate(group)
     ]
-    order = [item_id for *_, item_id in sorted(spread)]
+    order = [clusters[cluster] for *_, cluster in sorted(spread)]
     least = max(LEAST_ITEMS, len(groups))
     ends = [len(order)]
     while len(ends) < MOST_RUNGS and ends[0] // REDUCTION >= least:
         ends.insert(0, ends[0] // REDUCTION)
-    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    parts = (order[start:end] for start, end in zip([0, *ends], ends, strict=False))
+    return [[item_id for cluster in part for item_id in cluster] for part in parts]
+
+
+def is_behind(items: Mapping[str, float], best: Mapping[str, float], objective: Objective) -> bool:
+    """Tell if something is clearly behind the best, by the items that were scored so far.
+
+    It is if the objectives differ by more than two of the standard errors that no difference has.
+    """
+    groups = groups_of(item_id for item_id in items if item_id in best)
+    try:
+        shares = objective.shares(groups)
+    except RecipeError:  # it asks for scores that are not made of items
+        return False
+    losses: defaultdict[str, float] = defaultdict(float)
+    for name, share in shares.items():
+        for item_id in groups[name]:
+            loss = share * (best[item_id] - items[item_id]) / len(groups[name])
+            losses[cluster_of(item_id)] += loss
+    error = math.sqrt(math.fsum(loss**2 for loss in losses.values()))
+    return bool(shares) and math.fsum(losses.values()) > _BEHIND * error
 
 
 # ------------------------------------------------------------------------------------- fronts

@@ -22,8 +22,7 @@ import numpy as np
 from dare.errors import InputError, install_command
 from dare.run.processes import Presence
 from dare.studies.results import Scored, Settings, State, Trial, values_text
-from dare.studies.space import Space
-from dare.studies.statistics import REDUCTION
+from dare.studies.space import PLAN, Space
 
 FORMAT = 2  # format 1 had formulas as objectives
 SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
@@ -213,7 +212,8 @@ class Study:
         with self.turn(), _quiet():
             count = len(study.get_trials(deepcopy=False))
             study.sampler = _sampler(self.charter.sampler, [self.charter.seed, count])
-            if (left := self._resume(study, lambda _taken: True, space)) is not None:
+            learning = None if self.charter.sampler == PLAN else space
+            if (left := self._resume(study, lambda _taken: True, learning)) is not None:
                 return left
             found = self.trials()
             latest = {placed.place: placed for placed in found}  # a retry comes later
@@ -230,6 +230,8 @@ class Study:
             if chosen is None:
                 return self._claim(study, study.ask(), taken, space)
             taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
+            if self.charter.sampler == PLAN:  # from which no sampler learns
+                return self._begin_trial(study, taken, {})
             return self._begin_trial(study, taken, space.suggestion(chosen.settings), space)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
@@ -328,6 +330,8 @@ class Study:
 
     def importance(self) -> dict[str, float]:
         """Return how much each of several settings tells good trials from others, in shares."""
+        if self.charter.sampler == PLAN:
+            return {}
         optuna, study, found = _optuna(), self._studies[TRIALS], Counter[str]()
         values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
         if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
@@ -353,15 +357,6 @@ class Claim:
     @property
     def number(self) -> int:
         return int(self._taken.number)
-
-    def report(self, objective: float, rung: int) -> bool:
-        """Report the objective on a part of the items; return whether it is among the worse."""
-        with self.study.turn(), _quiet():
-            self._taken.report(objective, REDUCTION**rung)
-            self._within.pruner = _optuna().pruners.SuccessiveHalvingPruner(
-                min_resource=1, reduction_factor=REDUCTION
-            )
-            return bool(self._taken.should_prune())
 
     def end(
         self, state: State, *, slacks: Mapping[str, float] | None = None, **outcome: Any

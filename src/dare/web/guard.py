@@ -43,9 +43,9 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 REMEDY = (
-    "The command `dare playground` printed an address with a token. Copy all "
-    "of it from the terminal to the address bar. If that command has ended, "
-    "start it again."
+    "The command that serves this page printed an address with a token. Copy "
+    "all of it from the terminal to the address bar. If that command has "
+    "ended, start it again."
 )
 REFUSAL = (Path(__file__).parent / "templates" / "refusal.html").read_text(encoding="utf-8")
 

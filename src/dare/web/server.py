@@ -12,6 +12,7 @@ import webbrowser
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,6 +25,9 @@ from dare.errors import OutputError, printable
 from dare.web.assets import Assets, page_assets
 from dare.web.guard import LOOPBACK, Guard, Json, Key, refuse
 from dare.web.own import OwnModels
+
+if TYPE_CHECKING:
+    import uvicorn
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -52,8 +56,6 @@ def serve(
     `announce` is called with the page's address when it can be opened. Without a port it is the
     usual one, or another if that is taken; 0 is any free one.
     """
-    import uvicorn
-
     ends: list[bool] = []
     with suppress(KeyboardInterrupt), listen(port) as listening:
         key = Key(listening.getsockname()[1])
@@ -61,20 +63,28 @@ def serve(
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         own = OwnModels(roots)
-        settings = uvicorn.Config(
-            make_app(key, own.routes, lambda: ends.append(own.close())),
-            http="h11",
-            ws="none",
-            loop="asyncio",
-            lifespan="on",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
-        uvicorn.Server(settings).run(sockets=[listening])
+        app = make_app(key, own.routes, lambda: ends.append(own.close()))
+        make_server(app).run(sockets=[listening])
     return any(ends)
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """Make a server that says nothing about itself, neither to askers nor in the terminal."""
+    import uvicorn
+
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    return uvicorn.Server(settings)
 
 
 def listen(port: int | None) -> socket.socket:

@@ -5,6 +5,7 @@
     "folder/file.py:function"   the same
     "python score.py {model}"   a command; its last line is a JSON object of numbers
     "lm_eval:task@folder"       tasks of lm-evaluation-harness, from YAML files in a folder
+    "data:file,file"            data files, each a task; `held-out:` for the third held out
     a callable                  a function, in this process
 
 All are used the same way: make a candidate, then score it. Whatever an evaluator does wrong is an
@@ -22,7 +23,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.errors import DareError, EvaluationError, RecipeError
 from dare.run.processes import AnsweringProcess, foreign_error
-from dare.studies.evaluators import commands, functions, harness
+from dare.studies.evaluators import commands, examples, functions, harness
 from dare.studies.evaluators.kinds import Evaluator, Function, Kind, read_scores
 from dare.studies.results import Scored
 
@@ -43,7 +44,12 @@ if TYPE_CHECKING:
     from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
-KINDS: list[Kind] = [harness, commands, functions]  # the first that recognises one takes it
+KINDS: list[Kind] = [
+    examples,
+    harness,
+    commands,
+    functions,
+]  # the first that recognises one takes it
 
 
 def kind_of(evaluator: Evaluator) -> Kind:
@@ -72,6 +78,8 @@ def source_digest(evaluator: Evaluator) -> str:
         module = f"{str(named[0]).replace('.', '/')}.py"
         places = (Path(folder, module) for folder in ("", *sys.path))
         files = [*filter(isfile, named), *islice(filter(isfile, places), 1)]
+        if examples.recognises(evaluator):
+            files = examples.files_of(evaluator)
         for number, file in enumerate(files):
             digest.update(b"\0" * min(number, 1))
             with file.open("rb") as opened:
@@ -118,6 +126,8 @@ class Scorer:
         from dare.studies.candidates import make_form
 
         self._call, self.takes_items = function.call, function.takes_items
+        self._run = function.run_inputs
+        self._look = function.look
         try:
             self._form: Form = make_form(function.form, recipe, work, options, function.load_model)
         except DareError:
@@ -129,8 +139,58 @@ class Scorer:
         """Make the candidate of a recipe; return the digest of its weights."""
         self._is_made = False
         digest = self._form.make(recipe)
+        self._recompute_norms(recipe)
         self._is_made = True
         return digest
+
+    def _recompute_norms(self, recipe: Recipe) -> None:
+        """Take the statistics of a live candidate's norms anew, unless its recipe has them."""
+        from dare.deltas.gathering import find_norms, recomputing
+        from dare.inputs.gathered import has_statistics
+
+        if self._run is None or not find_norms(self._form.candidate):
+            return
+        if recipe.gathered is None or not has_statistics(recipe.gathered):
+            with recomputing(self._form.candidate):
+                self._run_inputs(None)
+
+    def _run_inputs(self, items: Sequence[str] | None) -> None:
+        if self._run is None:
+            raise EvaluationError("the evaluator has no inputs to run; give data files (--data)")
+        try:
+            self._run(self._form.candidate, items)
+        except EvaluationError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise foreign_error("the evaluator's inputs could not be run", error) from error
+
+    def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
+        """Write the Gram matrices of models by name, each on the inputs of its own items.
+
+        A model is given by the recipe that makes it alone.
+        """
+        from dare.deltas.gathering import GramCollector, write_grams
+
+        self._is_made, grams = False, {}
+        for name, (recipe, items) in models.items():
+            self._form.make(recipe)
+            with GramCollector(self._form.candidate, self._form.names) as grams[name]:
+                self._run_inputs(items)
+        write_grams(path, grams)
+
+    def gather_norms(self, path: Path, recipe: Recipe) -> bool:
+        """Write what a recipe has gathered, and the statistics of its candidate's norms.
+
+        With the file as `gathered` a merge gives the candidate as it is scored. Return False, and
+        write nothing, if there are no such norms.
+        """
+        from dare.deltas.gathering import find_norms, write_norms
+
+        self.make(recipe)
+        if self._run is None or not find_norms(self._form.candidate):
+            return False
+        write_norms(path, self._form.candidate, self._form.names, recipe.gathered)
+        return True
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
         """Score the candidate that was made last, on all items or on these."""
@@ -150,6 +210,14 @@ class Scorer:
         seconds = time.perf_counter() - started
         scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
         return replace(scored, seconds=seconds)
+
+    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        """Return the first of these items of each task, as the candidate sees and answers it.
+
+        Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
+        files can be looked at; of others, there is nothing.
+        """
+        return self._look(self._form.candidate, items) if self._look else []
 
     def close(self) -> None:
         """End what was started, and delete what was written."""
@@ -205,6 +273,19 @@ class ProcessScorer(Scorer):
         scored, printed = self._ask("score", items and list(items), self.time_limit)
         return Scored(**{**scored, "output": printed})
 
+    def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
+        given = {name: (recipe.to_document(), items) for name, (recipe, items) in models.items()}
+        self._ask("gather", [str(path), given], None)
+
+    def gather_norms(self, path: Path, recipe: Recipe) -> bool:
+        is_written, _ = self._ask("gather_norms", [str(path), recipe.to_document()], None)
+        return bool(is_written)
+
+    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        found: list[dict[str, str]]
+        found, _ = self._ask("look", items and list(items), self.time_limit)
+        return found
+
     def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
         """Return the reply, and what was printed meanwhile."""
         process = self._process or self._start()
@@ -247,3 +328,14 @@ class Answering:
 
     def score(self, items: list[str] | None) -> dict[str, Any]:
         return asdict(self.scorer.score(items))
+
+    def gather(self, given: tuple[str, dict[str, Any]]) -> None:
+        path, models = given
+        alone = {n: (self.read(recipe).recipe, items) for n, (recipe, items) in models.items()}
+        self.scorer.gather(Path(path), alone)
+
+    def gather_norms(self, given: tuple[str, dict[str, Any]]) -> bool:
+        return self.scorer.gather_norms(Path(given[0]), self.read(given[1]).recipe)
+
+    def look(self, items: list[str] | None) -> list[dict[str, str]]:
+        return self.scorer.look(items)

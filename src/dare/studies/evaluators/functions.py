@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from operator import attrgetter
 from typing import Any
 
 from dare.errors import RecipeError, did_you_mean
 from dare.run.processes import FILE_SUFFIX, AnsweringProcess, import_program
-from dare.studies.evaluators.kinds import Evaluator, Function, LoadModel
+from dare.studies.evaluators.kinds import Evaluator, Function
 
 WRITTEN = "module:function or file.py:function"
 IS_APART = True
@@ -57,16 +58,16 @@ def find(
             known = [n for n, value in vars(module).items() if callable(value)]
             hint = did_you_mean(name, known)
             raise RecipeError(f"{place}: has no function {name!r}{hint}") from None
-        return read_signature(function, evaluator, vars(module).get("load_model"))
+        return read_signature(function, evaluator, vars(module))
     if time_limit is not None:
         raise RecipeError('a time limit needs a function by name, as in "module:function"')
-    module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
+    home = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
-    return read_signature(evaluator, shown, getattr(module, "load_model", None))
+    return read_signature(evaluator, shown, vars(home) if home else {})
 
 
-def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> Function:
-    """Return what a function takes, by the names of its parameters."""
+def read_signature(function: Any, shown: str, beside: Mapping[str, Any]) -> Function:
+    """Return what a function takes, by the names of its parameters, and what stands beside it."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -84,4 +85,5 @@ def read_signature(function: Any, shown: str, load_model: LoadModel | None) -> F
             how = f"only {first.name} and items are known, and others need a default"
             raise RecipeError(f"{shown}: there is no value for its parameter {other.name!r}; {how}")
     takes_items = any(other.name == "items" for other in others)
-    return Function(function, first.name, takes_items, load_model)
+    more = {name: beside.get(name) for name in ("load_model", "run_inputs")}
+    return Function(function, first.name, takes_items, **more)

@@ -30,6 +30,9 @@ class Function:
     form: str  # of the candidate: `tensors`, `model` or `path`
     takes_items: bool = False
     load_model: LoadModel | None = None  # makes the live model of the form `model`
+    # Both get the candidate, and ids of items or None for all; only data files have them.
+    look: Callable[..., list[dict[str, str]]] | None = None  # an example of each task, answered
+    run_inputs: Callable[..., None] | None = None  # forward passes over inputs, for statistics
 
 
 class Kind(Protocol):
