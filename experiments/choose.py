@@ -1,354 +1,215 @@
-"""Choose the outcomes that advice rests on, and score what `dare advise` says about every set.
+"""Choose when advice departs from the plain average, and count what comes of it.
 
-    python experiments/choose.py --models experiments/models    # after run.py: writes advice.json
-    python experiments/choose.py                                # prints it, from what is stored
+    python experiments/choose.py                                # prints what advice.toml should say
+    python experiments/choose.py --models experiments/models    # first reads analyses of new sets
 
-The outcomes are chosen without one base at a time, and scored on that base. Then what is in
-`advice.toml` is scored end to end: analysis, advice, recipe; and the search that the advice ends
-with is concluded by dare itself, on validation items.
+Limits and scale are chosen on validation items of full fine-tunes, by the mean gain of bases. Then
+that is done without one base at a time, and counted on the test items of that base. Sets that
+`advice.json` calls new have no part in the choice.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import itertools
 import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from evidence import NEWEST, read
-from late import LATE
-from tables import advice_instead
+from evidence import SCALES, Record, balance, group, read
 
 from dare.analysis.document import Analysis
-from dare.analysis.judge.advice import OUTCOMES, advise
-from dare.analysis.judge.readiness import assess, body_of
-from dare.studies.conclusions import conclude
-from dare.studies.results import Role, Scored, State, StudyData, Trial
+from dare.analysis.judge.advice import SMALL, advise
+from dare.analysis.judge.readiness import body_of
 
 HERE = Path(__file__).parent
-SEARCHED = ("linear", "ties", "tsv", "iso", "trim+ties", "model_stock")
-"""What a search would try, twenty scales of each; the best on validation items is its answer."""
-SMALL_GAP = 5.0
-"""Points from the base to the best single model, below which relative scores say nothing."""
-NOT_WORSE = -2.0
-"""Points of the relative score that advice may lose to the average on a kind of set."""
-CHANGES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-COSINES = (0.3, 0.5, 0.7)
-CHOICES = "linear", "tsv", "ties", "iso", *NEWEST
-ACTIONS = tuple(itertools.product(CHOICES, (0.5, 0.7, 0.8, 1.0, 1.2, 1.4)))
 AVERAGE = ("linear", 1.0)
+TRIED = (0.5, 0.7, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
+"""The scales that are chosen from."""
 
 
 @dataclass(frozen=True)
-class Features:
-    """What an adviser sees of a set."""
+class Rule:
+    """The limits within which a method at a scale takes the place of the plain average."""
 
-    models: int
-    cosine: float
     change: float
-    left_out: tuple[int, ...]
-    """Those that no recipe takes."""
+    cosine: float
     method: str
     scale: float
-    outcome: str
-    """What `dare advise` says."""
-    rules: tuple[str, ...]
-    """What readiness finds."""
+
+    def __str__(self) -> str:
+        """The rule in words."""
+        limits = f"change up to {100 * self.change:g} %, cosine under {self.cosine:g}"
+        return f"`{self.method}` at {self.scale:g}: {limits}"
+
+    def applies(self, entry: Record) -> bool:
+        """Tell if a set is within the limits."""
+        seen, is_full = entry["seen"], not entry["models"][0].startswith("lora")
+        return is_full and seen["change"] <= self.change and seen["cosine"] < self.cosine
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A candidate for the outcomes: alike, small changes, large changes."""
-
-    cosine: float
-    change: float
-    small: tuple[str, float]
-    large: tuple[str, float]
-
-    def decide(self, seen: Features) -> tuple[str, float]:
-        """The method and its scale."""
-        if seen.models == 1 or seen.cosine >= self.cosine:
-            return AVERAGE
-        return self.small if seen.change <= self.change else self.large
+ADVISED = Rule(SMALL.change, SMALL.cosine, SMALL.method, SMALL.scale)
+"""The rule that `dare advise` follows."""
 
 
-TREES = [
-    Tree(*parts)
-    for parts in itertools.product(COSINES, CHANGES, ACTIONS, (AVERAGE, ("linear", 1.2)))
-]
+@cache
+def rules(kind: str) -> list[Rule]:
+    """The rules that are chosen from; the narrowest first, which wins if there is a tie."""
+    wide, free = kind == "wide", kind == "any method"
+    changes = (0.005, 0.01, 0.02, 0.05, *((0.1, 0.25) if wide else ()))
+    cosines = (0.05, 0.1, 0.2, *((0.3, 0.5) if wide else ()))
+    methods = ("tsv", *(("linear", "ties", "iso") if free else ()))
+    return [Rule(*parts) for parts in product(changes, cosines, methods, TRIED)]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A set with its scores."""
-
-    world: str
-    name: str
-    kind: str
-    scores: dict[str, Any]
-    strangers: tuple[int, ...]
-    validation_items: int
-    seen: Features
-
-    def of(self, name: str) -> float:
-        """The score of a candidate on test items."""
-        return float(self.scores[name]["score"])
-
-    def candidate(self, method: str, scale: float) -> str:
-        """The name of a merge without the models that are left out."""
-        left_out = self.seen.left_out
-        part = ""
-        if left_out:
-            is_all = left_out == self.strangers
-            part = " without strangers" if is_all else f" without {left_out[0]}"
-        return f"{method}{part}" + ("" if scale == 1 else f" at {scale:g}")
-
-    @property
-    def has_all(self) -> bool:
-        """Whether every choice was scored."""
-        return all(self.candidate(method, 1.0) in self.scores for method in CHOICES)
-
-    @cached_property
-    def best_single(self) -> float:
-        """What the best of the models can do."""
-        return max(self.of(name) for name in self.scores if name.startswith("single "))
-
-    @property
-    def gap(self) -> float:
-        """From the base to the best of the models."""
-        return self.best_single - self.of("base")
-
-    @property
-    def search(self) -> str:
-        """What a search would answer."""
-        tried = {
-            name: max(known.get("tried", [known.get("validation", -1.0)]))
-            for name, known in self.scores.items()
-            for method in SEARCHED
-            if name in (f"{method} tuned", f"{method} without strangers")
-        }
-        return max(tried, key=tried.__getitem__)
-
-    def gain(self, name: str) -> float:
-        """How much better than the average, of the way from the base to the best single model."""
-        return 100 * (self.of(name) - self.of("linear")) / max(self.gap, SMALL_GAP)
+KINDS = {
+    "narrow": "`tsv`, change up to 5 %, cosine under 0.2",
+    "any method": "the same, or `linear`, `ties`, `iso`",
+    "wide": "`tsv`, change up to 25 %, cosine under 0.5",
+}
 
 
-def read_cases(results: Path, stored: dict[str, Any], models: Path) -> list[Case]:
-    """Every set that is scored; features from the analyses, or as stored where there is none."""
-    cases = []
-    for file in sorted((results / "sets").glob("*.json")):
-        if file.stem.startswith("cugan"):
-            continue  # scored in dB; beside the others
-        for name, found in json.loads(file.read_text()).items():
-            world = found["world"]
-            analysis = models / world / f"{file_name(name)}.analysis.json.gz"
-            if analysis.exists():
-                seen = look(analysis)
-            else:
-                seen = Features(**stored[f"{world}, {name}"]["seen"])
-                tuples = {"left_out": tuple(seen.left_out), "rules": tuple(seen.rules)}
-                seen = replace(seen, **tuples)
-            about = found["kind"], found["scores"], tuple(found["strangers"]), found["items"][0]
-            cases.append(Case(world, name, *about, seen))
-    return cases
+def gain(entry: Record, method: str, scale: float) -> tuple[float, float]:
+    """Return how much better a merge is than the average of all models, and the half-width."""
+    scores = entry["scores"]
+    found = scores[candidate(entry, method, scale)]
+    return found["score"] - scores["linear"]["score"], found["half_width"]
 
 
-def file_name(name: str) -> str:
-    """As run.py calls what it keeps of a set."""
-    return name.replace(", ", "-").replace(" ", "_")
+def candidate(entry: Record, method: str, scale: float) -> str:
+    """Return the name of a merge without the models that advice leaves out."""
+    left_out = entry["seen"]["left_out"]
+    is_all = left_out == entry["strangers"]
+    part = "" if not left_out else " without " + ("strangers" if is_all else str(left_out[0]))
+    return method + part + ("" if scale == 1 else f" at {scale:g}")
 
 
-def look(file: Path) -> Features:
-    """What `dare advise` sees and says, by an analysis that was written before."""
-    analysis = Analysis.from_json(gzip.decompress(file.read_bytes()).decode())
-    readiness = assess(analysis)
-    advice = advise(analysis, readiness)
-    out = tuple(analysis.names.index(name) for name in advice.left_out)
-    kept = {name for name in analysis.names if name not in advice.left_out}
-    cosines = [p.total.cosine for p in analysis.pairs if {p.first, p.second} <= kept]
-    return Features(
-        len(kept),
-        round(float(np.mean(cosines)) if cosines else 0.0, 4),
-        round(max(body_of(m).ratio for m in analysis.models if m.name in kept), 5),
-        tuple(sorted(out)),
-        advice.recipe["method"],
-        advice.recipe.get("scale", 1.0),
-        advice.suggestions[0].source.rpartition(", ")[2],
-        tuple(sorted({finding.code for finding in readiness.findings})),
-    )
+def advised(entry: Record) -> str:
+    """Return the name of the merge that is advised."""
+    rule = ADVISED if ADVISED.applies(entry) else None
+    return candidate(entry, *((rule.method, rule.scale) if rule else AVERAGE))
 
 
 # ---------------------------------------------------------------- choosing
 
 
-def gains(tree: Tree, cases: Sequence[Case]) -> list[float]:
-    """What a tree gains over the average on each set."""
-    return [case.gain(case.candidate(*tree.decide(case.seen))) for case in cases]
+def choosable(sets: Iterable[Record]) -> list[Record]:
+    """The sets that the choice rests on: full fine-tunes, of which advice leaves none out."""
+    anything = Rule(np.inf, np.inf, *AVERAGE)
+    return [s for s in sets if anything.applies(s) and not (s["seen"]["left_out"] or is_new(s))]
 
 
-def by_kind(cases: Sequence[Case], values: Iterable[float]) -> dict[str, list[float]]:
-    """Values by kind of set."""
-    found = defaultdict(list)
-    for case, value in zip(cases, values, strict=True):
-        found[case.kind].append(value)
-    return found
+def is_new(entry: Record) -> bool:
+    """Tell if a set came after the choice."""
+    return bool(entry["seen"].get("is_new"))
 
 
-def best_tree(cases: Sequence[Case]) -> Tree:
-    """The tree that gains most, of those that lose on no kind of set."""
-
-    def worth(tree: Tree) -> tuple[bool, float]:
-        found = gains(tree, cases)
-        worst = min(float(np.mean(v)) for v in by_kind(cases, found).values())
-        return worst >= NOT_WORSE, float(np.mean(found))
-
-    return max(TREES, key=worth)
-
-
-# ---------------------------------------------------------------- the search that advice ends with
-
-
-def conclude_search(case: Case, items: dict[str, np.ndarray]) -> dict[str, Any]:
-    """What dare concludes from validation items, and which candidates beat it on test items."""
-    own = case.candidate(case.seen.method, case.seen.scale)
-    own, count = own if own in items else own.partition(" at ")[0], case.validation_items
-    named = {"base": Role.BASE.value, "linear": "average", "sum": "sum", own: "advice"}
-    named |= {n: f"{n} alone" for n in items if n.startswith("single ")}
-    if case.strangers == case.seen.left_out and case.strangers:
-        named["linear without strangers"] = "average without strangers"
-    trials = tuple(
-        Trial(n, {}, 0, State.DONE, Scored({"right": float(part.mean())}, _by_id(part)), name=label)
-        for n, (candidate, label) in enumerate(named.items())
-        for part in [items[candidate][:count].astype(float)]
-    )
-    recipe = {"base": "base", "models": ["tuned"], "output": "merged"}
-    kept = {"baselines": trials, "trials": ()}
-    study = StudyData(recipe, {}, "grid", len(trials), (0,), "", {}, (), **kept)
-    answer = conclude(study).chosen
-    chosen = next(c for c, label in named.items() if label == (answer and answer.baseline))
-    tested = {c: items[c][count:].astype(float) for c in named}
-    others = len(named) - 1
-    beaten_by = [c for c in named if _is_better(tested[c], tested[chosen], others)]
-    return {"answer": chosen, "beaten_by": beaten_by}
-
-
-def _by_id(part: np.ndarray) -> dict[str, float]:
-    return {str(place): float(value) for place, value in enumerate(part)}
-
-
-def _is_better(one: np.ndarray, other: np.ndarray, count: int) -> bool:
-    """Whether it has more right, beyond chance; one of so many that are held against the other."""
-    gap = one - other
-    width = NormalDist().inv_cdf(1 - 0.025 / count)
-    return bool(gap.mean() > width * gap.std() / math.sqrt(len(gap)))
-
-
-# ---------------------------------------------------------------- what comes of it
-
-
-def summarise(case: Case) -> dict[str, Any]:
-    """What is kept of a set: what was seen and said, and the scores that it is held against."""
-    own = case.candidate(case.seen.method, case.seen.scale)
-    compared = {
-        "advice": own,
-        "average": "linear",
-        "average without strangers": case.candidate(*AVERAGE),
-        "sum": "sum",
-        "base": "base",
-        "search": case.search,
+def choose(some: Sequence[Rule], sets: Sequence[Record]) -> Rule:
+    """Return the rule with the largest mean gain on validation items, each base counted once."""
+    gains = {
+        (method, scale): [_validation(entry, method, scale) for entry in sets]
+        for method, scale in {(rule.method, rule.scale) for rule in some}
     }
-    return {
-        "kind": case.kind,
-        "seen": asdict(case.seen),
-        "candidate": own,
-        "half_width": case.scores[own]["half_width"],
-        "best single": case.best_single,
-        **{label: case.of(name) for label, name in compared.items()},
-        "gain": round(case.gain(own), 2),
-        "search gain": round(case.gain(case.search), 2),
-    }
+    bases = [[sets.index(entry) for entry in own] for own in group(sets, _world).values()]
+
+    def worth(rule: Rule) -> float:
+        own = gains[rule.method, rule.scale]
+        found = [own[i] if rule.applies(entry) else 0.0 for i, entry in enumerate(sets)]
+        return round(float(np.mean([np.mean([found[i] for i in base]) for base in bases])), 6)
+
+    return max(some, key=worth)
 
 
-def make(results: Path, models: Path) -> dict[str, Any]:
-    """Choose without each base, score the advice on every set, and conclude the searches."""
-    stored = json.loads((results / "advice.json").read_text())["sets"]
-    cases = read_cases(results, stored, models)
-    early = [case for case in cases if case.world not in LATE and case.has_all]
-    folds = {}
-    for world in sorted({case.world for case in early}):
-        tree = best_tree([case for case in early if case.world != world])
-        left = [case for case in early if case.world == world]
-        folds[world] = {**asdict(tree), "gain": round(float(np.mean(gains(tree, left))), 2)}
-    sets = {}
-    for case in cases:
-        found = sets[f"{case.world}, {case.name}"] = summarise(case)
-        file = models / case.world / f"{file_name(case.name)}.items.npz"
-        if file.exists():
-            with np.load(file) as items:
-                if found["candidate"].partition(" at ")[0] in items:
-                    found["compared"] = conclude_search(case, dict(items))
-        elif "compared" in (before := stored.get(f"{case.world}, {case.name}", {})):
-            found["compared"] = before["compared"]
-    return {"chosen": asdict(best_tree(early)), "folds": folds, "sets": sets}
+def _world(entry: Record) -> str:
+    return str(entry["world"])
 
 
-def record_of(outcome: str, sets: Iterable[dict[str, Any]]) -> str:
-    """How an outcome did against the plain average of all models, in words."""
-    found = [each for each in sets if each["seen"]["outcome"] == outcome]
-    gaps = [(each["advice"] - each["average"], each["half_width"]) for each in found]
-    better, worse = (sum(sign * gap > width for gap, width in gaps) for sign in (1, -1))
-    tried = f"Tried on {len(found)} sets of models"
-    if all(each["seen"]["method"] == "linear" for each in found):
-        fewer = sum(bool(each["seen"]["left_out"]) for each in found)
-        return (
-            f"{tried}: it is the plain average, except in {fewer} sets where it left a model out; "
-            f"it was better in {better} of these and worse in {worse}"
-        )
-    return (
-        f"{tried}. This advice was better than the plain average of all models in {better} and "
-        f"worse in {worse}; in {len(found) - better - worse} there was no clear difference"
-    )
+def _validation(entry: Record, method: str, scale: float) -> float:
+    """Return the gain over the average on validation items."""
+    tried, average = (entry["scores"][f"{name} tuned"]["tried"] for name in (method, "linear"))
+    return float(tried[SCALES.index(scale)] - average[SCALES.index(1.0)])
 
 
-def tell(document: dict[str, Any]) -> None:
-    """Print what was found."""
-    print("chosen on all bases:", document["chosen"])
-    for world, fold in document["folds"].items():
-        print(f"  without {world}: {fold}")
-    for outcome in OUTCOMES:
-        print(f"{outcome.name}: {record_of(outcome.name, document['sets'].values())}")
-    lost = [
-        f"{name} ({each['advice'] - each['average']:+.1f})"
-        for name, each in document["sets"].items()
-        if each["advice"] - each["average"] < -each["half_width"]
+def folds(kind: str, sets: Iterable[Record]) -> Iterator[tuple[str, Rule, list[Record]]]:
+    """Yield each base, what is chosen without it, and the sets of it that this applies to."""
+    by_base = group(choosable(sets), _world)
+    for base, own in by_base.items():
+        others = [entry for name, some in by_base.items() if name != base for entry in some]
+        rule = choose(rules(kind), others)
+        yield base, rule, [entry for entry in own if rule.applies(entry)]
+
+
+def gains_of_folds(kind: str, sets: Iterable[Record]) -> list[tuple[str, float, float]]:
+    """Return base, gain on test items and half-width of the sets that the folds' rules apply to."""
+    return [
+        (base, *gain(entry, rule.method, rule.scale))
+        for base, rule, own in folds(kind, sets)
+        for entry in own
     ]
-    print("lost to the average:", "; ".join(lost) or "none")
-    answers = [each["compared"] for each in document["sets"].values() if "compared" in each]
-    beaten = sum(bool(each["beaten_by"]) for each in answers)
-    print(f"searches: {len(answers)}, answers that lose to a candidate: {beaten}")
+
+
+def gains_elsewhere(sets: Iterable[Record]) -> list[tuple[float, float]]:
+    """Return what the advised method gains on sets that it is not advised for."""
+    return [
+        gain(entry, ADVISED.method, ADVISED.scale)
+        for entry in sets
+        if not (ADVISED.applies(entry) or entry["seen"]["left_out"] or is_new(entry))
+    ]
+
+
+# ---------------------------------------------------------------- what advice sees
+
+
+def look(file: Path) -> dict[str, Any]:
+    """Return what advice sees of a set, by an analysis that was written before."""
+    analysis = Analysis.from_json(gzip.decompress(file.read_bytes()).decode())
+    out = advise(analysis).left_out
+    kept = [model for model in analysis.models if model.name not in out]
+    names = {model.name for model in kept}
+    cosines = [p.total.cosine for p in analysis.pairs if {p.first, p.second} <= names]
+    return {
+        "change": round(max(body_of(model).ratio for model in kept), 5),
+        "cosine": round(float(np.mean(cosines)) if cosines else 0.0, 4),
+        "left_out": sorted(analysis.names.index(name) for name in out),
+        "is_new": True,
+    }
+
+
+def look_at_new(results: Path, models: Path) -> None:
+    """Add the sets to advice.json that are not in it yet, and have an analysis."""
+    file = results / "advice.json"
+    known = json.loads(file.read_text("utf-8"))
+    for entry in read(results).sets:
+        world, name = entry["name"].split(", ", 1)
+        kept = models / world / f"{name.replace(', ', '-').replace(' ', '_')}.analysis.json.gz"
+        if entry["name"] not in known and kept.exists():
+            known[entry["name"]] = look(kept)
+    lines = (f"{json.dumps(name)}:{json.dumps(seen)}" for name, seen in known.items())
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def main() -> None:
-    """Write or print."""
+    """Print what is chosen, with its figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--models", type=Path, help="where run.py keeps analyses and items")
+    parser.add_argument("--models", type=Path, help="where run.py keeps analyses")
     asked = parser.parse_args()
-    file = asked.results / "advice.json"
     if asked.models is not None:
-        file.write_text(json.dumps(make(asked.results, asked.models), indent=1) + "\n")
-    tell(json.loads(file.read_text()))
-    print(advice_instead(read(asked.results)))
+        look_at_new(asked.results, asked.models)
+    sets = read(asked.results).advised
+    print("chosen on all bases:", choose(rules("narrow"), choosable(sets)))
+    for base, rule, own in folds("narrow", sets):
+        print(f"without {base}: {rule}; applies to {len(own)} of its sets")
+    found = gains_of_folds("narrow", sets)
+    mean = np.mean([points for _, points, _ in found])
+    print(f"on the bases left out: {balance(each[1:] for each in found)}, {mean:+.1f} points")
+    elsewhere = gains_elsewhere(sets)
+    print(f"{ADVISED.method} on the other {len(elsewhere)} sets: {balance(elsewhere)}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ LEAST_BASES = 4
 RESAMPLES = 4000
 RATES = ("0.5", "0.7", "0.9", "0.95", "0.99")
 USUAL_RATES = ("0.5", "0.9")
+SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+"""The scales at which methods are tried on validation items; the order of `tried`."""
 DROPPED = {
     f"dare+{name} {rate}": name for name in ("linear", "sum", "ties") for rate in USUAL_RATES
 }
@@ -54,8 +56,6 @@ class Evidence:
     images: list[Record]
     """Sets that are scored in dB."""
     questions: list[Record]
-    folds: dict[str, Record] = field(default_factory=dict)
-    """The outcomes that would have been chosen without a base, and their gain on it."""
 
     @property
     def models(self) -> list[Record]:
@@ -73,14 +73,14 @@ class Evidence:
 
     @property
     def advised(self) -> list[Record]:
-        """The sets whose advice was scored."""
-        return [entry for entry in self.sets if "advice" in entry]
+        """The sets of which it is known what advice sees."""
+        return [entry for entry in self.sets if "seen" in entry]
 
 
 def read(folder: Path) -> Evidence:
     """Read all results; a set's best single model is the best one on validation items."""
     file = folder / "advice.json"
-    advice = json.loads(file.read_text("utf-8")) if file.exists() else {"folds": {}, "sets": {}}
+    seen = json.loads(file.read_text("utf-8")) if file.exists() else {}
     sets = []
     for document in _documents(folder / "sets"):
         for name, entry in document.items():
@@ -89,11 +89,11 @@ def read(folder: Path) -> Evidence:
             scores["best single"] = max(
                 singles, key=lambda score: score.get("validation", score["score"])
             )
-            advised = {"advice": advice["sets"][full_name]} if full_name in advice["sets"] else {}
-            sets.append({**entry, "name": full_name, **advised})
+            known = {"seen": seen[full_name]} if full_name in seen else {}
+            sets.append({**entry, "name": full_name, **known})
     images = [entry for entry in sets if entry["world"].startswith(IN_DECIBELS)]
     points = [entry for entry in sets if entry not in images]
-    return Evidence(points, images, _documents(folder / "questions"), advice["folds"])
+    return Evidence(points, images, _documents(folder / "questions"))
 
 
 def _documents(folder: Path) -> list[Record]:
@@ -167,6 +167,16 @@ def balance(found: Iterable[tuple[float, float]]) -> str:
 def beyond(difference: float, half_width: float) -> int:
     """The sign of a difference that exceeds its half-width, and 0 for others."""
     return int(np.sign(difference)) if round(abs(difference), 2) > half_width else 0
+
+
+def beside(entry: Record, name: str, other: str) -> tuple[float, float]:
+    """Return how much better one candidate of a set is than another, with the half-width.
+
+    Half-widths are stored against the average only. For other pairs both are combined, as if they
+    were independent.
+    """
+    one, two = entry["scores"][name], entry["scores"][other]
+    return one["score"] - two["score"], float(np.hypot(one["half_width"], two["half_width"]))
 
 
 # ---------------------------------------------------------------- statistics

@@ -1,4 +1,4 @@
-"""Make the tables and figures of docs/evidence.md, and of pages on ideas, from stored results.
+"""Make the tables and figures of docs/evidence.md, and what other pages take from stored results.
 
     python experiments/report.py            # rewrites the blocks of the pages, and the figures
     python experiments/report.py --check    # says which of them are out of date
@@ -20,8 +20,11 @@ from tables import BLOCKS
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-NAMES = ("evidence", "more-models", "opposing", "trimming", "base-abilities")
-PAGES = [DOCS / f"{name}.md" for name in NAMES]
+NAMES = (
+    *("evidence", "choose", "claims"),
+    *("more-models", "opposing", "trimming", "base-abilities"),
+)
+PAGES = [HERE.parent / "README.md", *(DOCS / f"{name}.md" for name in NAMES)]
 IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"(<!-- evidence: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 

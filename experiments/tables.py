@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
+from choose import (
+    ADVISED,
+    KINDS,
+    advised,
+    choosable,
+    choose,
+    folds,
+    gain,
+    gains_elsewhere,
+    gains_of_folds,
+    is_new,
+    rules,
+)
 from evidence import (
     DROPPED,
     LEAST_GAIN_POINTS,
@@ -22,6 +36,7 @@ from evidence import (
     Values,
     against_base,
     balance,
+    beside,
     beyond,
     differences,
     effects_by_count,
@@ -48,14 +63,19 @@ FOR_ALL_SETS = ("balanced", "ties", "tsv", "iso", "model_stock", "consensus", "t
 """Methods that were tuned on every set, beside the average."""
 BESIDE_NEWEST = ("linear", "tsv", "iso", "wudi")
 """Older methods that the newest ones are shown with."""
-INSTEAD = ("linear", "tsv", "iso", "ties", "balanced", *NEWEST)
-"""Methods that might be advised where changes are small; they are scored at every scale."""
+USUAL = ("linear", "sum", "ties")
+"""The methods that DARE is mostly used with."""
+CLAIMS = (
+    *(("linear", "base"), ("linear", "best single"), ("linear", "sum"), ("tsv at 1.2", "linear")),
+    *((f"dare+{name} 0.9", name) for name in USUAL),
+)
+"""What is shown for each training seed."""
 SAFE_SHARE = 0.95
 """Of the gain: what a safe way of storing keeps of every group of models, on average."""
-LATE = ("prototypes", "typefaces")
-"""Bases that were made after the outcomes of advice were fixed."""
-RIVALS = ("base", "best single", "average", "sum", "search")
+RIVALS = ("linear", "base", "best single", "sum", "linear tuned", "tsv tuned")
 """What advice is held against."""
+SIZES = (0.01, 0.02, 0.05, 0.1, 0.25)
+"""Classes of sets by their largest change."""
 LOST_POINTS = 5.0
 """A merge this far below the base has lost what the base could do; less may be chance."""
 NOTHING_STORED = "No results are stored yet."
@@ -116,9 +136,8 @@ def measured(evidence: Evidence) -> str:
 
 @block
 def amounts(evidence: Evidence) -> str:
-    every = evidence.sets + evidence.images
-    bases = {entry["world"] for entry in every}
-    return f"{len(every)} sets of models from {len(bases)} bases"
+    bases = {entry["world"] for entry in evidence.sets}
+    return f"{len(evidence.sets)} sets of models from {len(bases)} bases"
 
 
 Write = Callable[[list[Record], str], str]
@@ -294,6 +313,109 @@ def short(evidence: Evidence) -> str:
         f"**Files.** {safe_storage(evidence)}",
     )
     return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def dropping(evidence: Evidence) -> list[tuple[str, str, float, float]]:
+    """Every comparison of a method after DARE with the same without: names, points, half-width."""
+    found = []
+    for entry in evidence.sets:
+        for name in entry["scores"]:
+            method, _, rate = name.removeprefix("dare+").rpartition(" ")
+            plain = f"{method} tuned" if rate == "tuned" else method
+            if name.startswith("dare+") and method in USUAL:
+                found.append((entry["name"], name, *beside(entry, name, plain)))
+    return found
+
+
+def helped_beyond_chance(evidence: Evidence) -> list[tuple[str, str, float, float]]:
+    """Those in which DARE helped, corrected for the number of comparisons (Bonferroni)."""
+    found = dropping(evidence)
+    wider = NormalDist().inv_cdf(1 - 0.025 / max(len(found), 1)) / NormalDist().inv_cdf(0.975)
+    return [each for each in found if each[2] > wider * each[3]]
+
+
+@block
+def helped(evidence: Evidence) -> str:
+    rows = []
+    for name, some in group(dropping(evidence), lambda each: each[1]).items():
+        rows.append((f"`{name}`", len(some), balance(each[2:] for each in some)))
+    better = helped_beyond_chance(evidence)
+    listed = "; ".join(
+        with_minus(f"{where}, `{name}` ({points:+.1f} ± {half_width:.1f})")
+        for where, name, points, half_width in better
+    )
+    scores = {entry["name"]: entry["scores"] for entry in evidence.sets}
+    beaten = [
+        name
+        for where, name, *_ in better
+        if scores[where][name]["score"]
+        < max(
+            found["score"]
+            for other, found in scores[where].items()
+            if not other.startswith(("dare+", "single", "best", "joint", "base"))
+        )
+    ]
+    return (
+        f"{table(('merge', 'sets', 'better / level / worse than without DARE'), sorted(rows))}\n\n"
+        f"Better beyond chance in {helped_share(evidence)}: {listed or 'none'}.\n\n"
+        f"In {len(beaten)} of these {len(better)}, some merge of the same models without DARE "
+        "scored higher still."
+    )
+
+
+@block
+def helped_share(evidence: Evidence) -> str:
+    return f"{len(helped_beyond_chance(evidence))} of {len(dropping(evidence)):,} comparisons"
+
+
+@block
+def by_size(evidence: Evidence) -> str:
+    """The effect of dropping nine tenths, by the largest change of a set's models."""
+    pairs = [(dropped, plain) for dropped, plain in DROPPED.items() if dropped.endswith("0.9")]
+    rows = []
+    for low, high in pairwise((0.0, *SIZES, np.inf)):
+        sets = [
+            entry
+            for entry in evidence.advised
+            if low <= entry["seen"]["change"] < high and not entry["seen"]["left_out"]
+        ]
+        label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
+        label = f"over {100 * low:g} %" if high == np.inf else label
+        bases = len({entry["world"] for entry in sets})
+        rows.append((label, len(sets), bases, *(_difference(sets, *pair) for pair in pairs)))
+    return table(("largest change", "sets", "bases", *(f"`{name}`" for name, _ in pairs)), rows)
+
+
+@block
+def training_seeds(evidence: Evidence) -> str:
+    """Differences of sets that were trained several times, and how far these are apart."""
+    again = [some for some in group(evidence.sets, _recipe).values() if len(some) > 1]
+    rows = []
+    for name, other in CLAIMS:
+        found = [[beside(entry, name, other) for entry in some] for some in again]
+        points = [[each for each, _ in some] for some in found]
+        spread = 1.96 * np.sqrt(np.mean([np.var(some, ddof=1) for some in points]))
+        width = np.median([half_width for some in found for _, half_width in some])
+        told = (" / ".join(f"{each:+.1f}" for each in some) for some in points)
+        row = f"`{name}` against `{other}`", *told, f"± {width:.1f}", f"± {spread:.1f}"
+        rows.append(tuple(map(with_minus, row)))
+    names = [_recipe(some[0]) for some in again]
+    return table(("difference", *names, "over items", "over training seeds"), rows)
+
+
+def _recipe(entry: Record) -> str:
+    """How the models of a set were made, but for the seed."""
+    return f"{entry['world']}, {entry['kind']}"
+
+
+@block
+def tuned_average(evidence: Evidence) -> str:
+    return _difference(evidence.sets, "linear tuned")
+
+
+@block
+def tuned_tsv(evidence: Evidence) -> str:
+    return _difference(evidence.sets, "tsv tuned", "linear tuned")
 
 
 # ---------------------------------------------------------------- single models
@@ -527,214 +649,84 @@ def safe_storage(evidence: Evidence) -> str:
 # ---------------------------------------------------------------- advice
 
 
-def is_late(entry: Record) -> bool:
-    """Whether a set's base was made after the outcomes were fixed."""
-    return entry["world"] in LATE
-
-
-def has_gap(entry: Record) -> bool:
-    """Whether a set's best model gained enough for relative scores."""
-    return bool(entry["advice"]["best single"] - entry["advice"]["base"] >= LEAST_GAIN_POINTS)
-
-
-def _over_average(entry: Record) -> tuple[float, float]:
-    """How much better the advice is than the average of all models, with the half-width."""
-    said = entry["advice"]
-    return said["advice"] - said["average"], said["half_width"]
-
-
-def _values(sets: Iterable[Record], read: Callable[[Record], float]) -> Values:
-    return [(entry["world"], read(entry)) for entry in sets]
-
-
-def advice_by_kind(sets: Sequence[Record]) -> str:
-    """A row for each kind of set, and the sets that the advice loses."""
-    if not sets:
-        return NOTHING_STORED
+@block
+def advice_choice(evidence: Evidence) -> str:
+    """What is chosen among, and how that does on the base that was left out."""
     rows = []
-    for kind, some in {**group(sets, lambda s: str(s["kind"])), "**all**": sets}.items():
-        wide = [entry for entry in some if has_gap(entry)]
-        narrow = [entry for entry in some if not has_gap(entry)]
-        gains = [
-            estimate(_values(wide, lambda entry, name=name: entry["advice"][name])).points
-            for name in ("gain", "search gain")
-        ]
-        points = estimate(_values(narrow, lambda entry: _over_average(entry)[0])).points
-        bases = len({entry["world"] for entry in some})
-        rows.append(
-            (kind, bases, len(wide), *gains, len(narrow), points, balance(map(_over_average, some)))
-        )
-    columns = (
-        "kind of set|bases|sets|gain, %|search gain, %|narrow sets|points|wins / level / loses"
-    )
-    lost = [
-        f"{entry['name']} ({gap:+.1f})"
-        for entry in sets
-        for gap, half_width in [_over_average(entry)]
-        if beyond(gap, half_width) < 0
-    ]
-    named = with_minus("; ".join(lost)) or "none"
-    return table(columns.split("|"), rows) + f"\n\nSets lost to the average, in points: {named}."
-
-
-@block
-def advice(evidence: Evidence) -> str:
-    return advice_by_kind([entry for entry in evidence.advised if not is_late(entry)])
-
-
-@block
-def advice_late(evidence: Evidence) -> str:
-    return advice_by_kind([entry for entry in evidence.advised if is_late(entry)])
-
-
-@block
-def advice_way(evidence: Evidence) -> str:
-    """How far the advice goes from the average to what a search finds."""
-    wide = [e["advice"] for e in evidence.advised if has_gap(e) and not is_late(e)]
-    if not wide:
-        return "–"
-    return _percent(sum(e["gain"] for e in wide) / sum(e["search gain"] for e in wide))
+    for kind, choices in KINDS.items():
+        chosen = choose(rules(kind), choosable(evidence.advised))
+        found = gains_of_folds(kind, evidence.advised)
+        points = estimate([(base, points) for base, points, _ in found]).points
+        again = [rule for _, rule, _ in folds(kind, evidence.advised)]
+        same = f"{again.count(chosen)} of {len(again)}"
+        rows.append((choices, chosen, same, len(found), balance(f[1:] for f in found), points))
+    columns = "chosen among|chosen on all bases|again without one|sets|wins / ties / loses|points"
+    return table(columns.split("|"), rows)
 
 
 @block
 def advice_folds(evidence: Evidence) -> str:
-    rows = [
-        (
-            world,
-            f"{fold['cosine']:g}",
-            f"{100 * fold['change']:g} %",
-            *("`{}` at {:g}".format(*fold[size]) for size in ("small", "large")),
-            with_minus(f"{fold['gain']:+.1f}"),
-        )
-        for world, fold in evidence.folds.items()
-    ]
+    rows = []
+    for base, rule, own in folds("narrow", evidence.advised):
+        found = [gain(entry, rule.method, rule.scale) for entry in own]
+        points = estimate([(base, points) for points, _ in found]).points
+        rows.append((base, rule, len(own), balance(found), points))
     columns = (
-        "without|average from cosine|small change up to|small changes|large changes|gain on it, %"
+        "base left out|chosen on the others|sets that it applies to|wins / ties / loses|points"
     )
-    return table(columns.split("|"), rows) if rows else NOTHING_STORED
+    return table(columns.split("|"), rows)
+
+
+SMALL_CHANGES = "`tsv`"
+LEFT_OUT = "the average without some models"
+ALL_AVERAGED = "the average of all"
+
+
+def _by_advice(sets: Sequence[Record]) -> str:
+    """A row for each thing that is advised, and the sets that it loses to the average of all."""
+    if not sets:
+        return NOTHING_STORED
+    parts: dict[str, list[Record]] = {SMALL_CHANGES: [], LEFT_OUT: [], ALL_AVERAGED: []}
+    for entry in sets:
+        averaged = LEFT_OUT if entry["seen"]["left_out"] else ALL_AVERAGED
+        parts[SMALL_CHANGES if ADVISED.applies(entry) else averaged].append(entry)
+    rows, lost = [], []
+    for what, some in {**parts, "**all**": sets}.items():
+        found = [beside(s, advised(s), "linear") for s in some]
+        points = estimate([(s["world"], f[0]) for s, f in zip(some, found, strict=True)]).points
+        bases = len({entry["world"] for entry in some})
+        rows.append((what, bases, len(some), balance(found), points))
+    for entry in sets:
+        points, half_width = beside(entry, advised(entry), "linear")
+        if beyond(points, half_width) < 0:
+            lost.append(with_minus(f"{entry['name']} ({points:+.1f})"))
+    columns = "what is advised|bases|sets|wins / ties / loses|points"
+    told = table(columns.split("|"), rows)
+    return f"{told}\n\nSets lost to the average, in points: {'; '.join(lost) or 'none'}."
 
 
 @block
-def advice_instead(evidence: Evidence) -> str:
-    """Other methods where changes are small: as they are, and at a scale chosen on other bases."""
-    sets = [s for s in evidence.advised if s["advice"]["seen"]["outcome"] == "small_changes"]
-    rows = []
-    for method in INSTEAD:
-        some = [entry for entry in sets if _instead(entry, method) in entry["scores"]]
-        chosen = _scales_by_base(some, method)
-        if not chosen:
-            continue
-        plain, fixed = (
-            [_over_advice(entry, method, scales.get(entry["world"], "1")) for entry in some]
-            for scales in ({}, chosen)
-        )
-        worlds = [entry["world"] for entry in some]
-        told = [
-            estimate([(world, gap[part]) for world, gap in zip(worlds, gaps, strict=True)]).points
-            for gaps, part in ((plain, 0), (fixed, 0), (fixed, 1))
-        ]
-        scales = ", ".join(sorted(set(chosen.values()), key=float))
-        rows.append((f"`{method}`", len(some), told[0], scales, *told[1:]))
-    columns = "instead of the advice|sets|as it is, points|scales chosen|points|gain, %"
-    return table(columns.split("|"), rows) if rows else NOTHING_STORED
+def advice(evidence: Evidence) -> str:
+    return _by_advice([entry for entry in evidence.advised if not is_new(entry)])
 
 
-def _scales_by_base(sets: Sequence[Record], method: str) -> dict[str, str]:
-    """The scale that does best on the other bases, for each base."""
-    worlds = sorted({entry["world"] for entry in sets})
-    if len(worlds) < 2:
-        return {}
-    start = f"{_instead(sets[0], method)} at "
-    tried = [n.removeprefix(start) for n in sets[0]["scores"] if n.startswith(start)]
-    shares = {
-        scale: [(entry["world"], _over_advice(entry, method, scale)[1]) for entry in sets]
-        for scale in ("1", *tried)
-    }
-    return {
-        world: max(
-            shares, key=lambda scale: np.mean([gap for base, gap in shares[scale] if base != world])
-        )
-        for world in worlds
-    }
-
-
-def _instead(entry: Record, method: str, scale: str = "1") -> str:
-    """The candidate of another method, from the same models as the advised one."""
-    said = entry["advice"]
-    stem = said["candidate"].partition(" at ")[0].replace(said["seen"]["method"], method, 1)
-    return stem if scale == "1" else f"{stem} at {scale}"
-
-
-def _over_advice(entry: Record, method: str, scale: str) -> tuple[float, float]:
-    """How much better than the advice it is: in points, and in % of what the best model gains."""
-    said = entry["advice"]
-    gap = entry["scores"][_instead(entry, method, scale)]["score"] - said["advice"]
-    return gap, 100 * gap / max(said["best single"] - said["base"], LEAST_GAIN_POINTS)
+@block
+def advice_new(evidence: Evidence) -> str:
+    return _by_advice([entry for entry in evidence.advised if is_new(entry)])
 
 
 @block
 def advice_rivals(evidence: Evidence) -> str:
-    if not evidence.advised:
-        return NOTHING_STORED
     rows = []
-    for late, sets in group(
-        evidence.advised, lambda s: ", late bases" if is_late(s) else ""
-    ).items():
-        for rival in RIVALS:
-            gaps = [(s["advice"]["advice"] - s["advice"][rival], _width(s, rival)) for s in sets]
-            points = estimate([(s["world"], gap) for s, (gap, _) in zip(sets, gaps, strict=True)])
-            rows.append((rival + late, balance(gaps), points.points))
-    return table(("advice against", "wins / level / loses", "points"), rows)
-
-
-def _width(entry: Record, rival: str) -> float:
-    """The half-width of advice minus a rival, as if each differed from the average by itself.
-
-    Rivals are stored by score, so it is the largest half-width of any candidate with that score.
-    """
-    said = entry["advice"]
-    if rival == "average":
-        return float(said["half_width"])
-    alike = [s["half_width"] for s in entry["scores"].values() if s["score"] == said[rival]]
-    return float(np.hypot(said["half_width"], max(alike)))
+    for rival in RIVALS:
+        sets = [entry for entry in evidence.advised if rival in entry["scores"]]
+        found = [beside(entry, advised(entry), rival) for entry in sets]
+        points = estimate([(s["world"], f[0]) for s, f in zip(sets, found, strict=True)]).points
+        rows.append((rival, len(sets), balance(found), points))
+    return table(("advice against", "sets", "wins / ties / loses", "points"), rows)
 
 
 @block
-def advice_rules(evidence: Evidence) -> str:
-    """What the advice did in the sets in which a rule of readiness found something."""
-    rules = sorted(
-        {rule for s in evidence.advised for rule in s["advice"]["seen"].get("rules", ())}
-    )
-    if not rules:
-        return NOTHING_STORED
-    rows = []
-    for rule in rules:
-        some = [s for s in evidence.advised if rule in s["advice"]["seen"].get("rules", ())]
-        points = estimate(_values(some, lambda entry: _over_average(entry)[0])).points
-        rows.append((f"`{rule}`", len(some), balance(map(_over_average, some)), points))
-    return table(("rule", "sets", "wins / level / loses", "points"), rows)
-
-
-@block
-def advice_compared(evidence: Evidence) -> str:
-    compared = {
-        s["name"]: s["advice"]["compared"] for s in evidence.advised if "compared" in s["advice"]
-    }
-    if not compared:
-        return NOTHING_STORED
-    beaten = {name: found for name, found in compared.items() if found["beaten_by"]}
-    safe = len(compared) - len(beaten)
-    answers = Counter(
-        "a single model" if found["answer"].startswith("single ") else f"`{found['answer']}`"
-        for found in compared.values()
-    )
-    said = ", ".join(f"{answer} {count}" for answer, count in answers.most_common())
-    lost = "; ".join(
-        f"{name} (`{found['answer']}`, beaten by {', '.join(f'`{n}`' for n in found['beaten_by'])})"
-        for name, found in beaten.items()
-    )
-    share = _percent(safe / len(compared))
-    return (
-        f"The answer loses beyond chance to no candidate in {safe} of {len(compared)} sets "
-        f"({share}). Answers: {said}.\n\nSets in which it loses: {lost or 'none'}."
-    )
+def advice_elsewhere(evidence: Evidence) -> str:
+    found = gains_elsewhere(evidence.advised)
+    return f"{balance(found)} of {len(found)} sets"

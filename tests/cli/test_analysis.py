@@ -69,7 +69,7 @@ def test_the_next_commands_can_be_typed(folder, monkeypatch):
     after = text[text.index("Next\n") :].replace("\\\n", " ")
     steps = {words[0]: words[1:] for words in map(shlex.split, after.splitlines()[1:4])}
     assert steps["advise"] == ["dare", "advise", *given, ">", "recipe.toml"]
-    assert steps["compare"] == ["dare", "search", "recipe.toml", "--eval", "score.py:score"]
+    assert steps["measure"][:4] == ["dare", "search", "recipe.toml", "--data"]
     assert steps["merge"] == ["dare", "recipe.toml"]
     Path("recipe.toml").write_text(dare_succeeds(*steps["advise"][1:-2], "--quiet").out)
     dare_succeeds("recipe.toml", "--quiet")
@@ -113,10 +113,12 @@ def test_the_advised_recipe_ends_with_a_search_that_runs(folder):
     Path("recipe.toml").write_text(advised)
     Path("score.py").write_text("def score(tensors):\n    return {'items': {'a': 1.0, 'b': 0.0}}\n")
     command = advised.splitlines()[-1].removeprefix("#").replace("THIS_FILE", "recipe.toml")
-    found = dare(*shlex.split(command)[1:], "--json")
-    assert "use the base as it is" in found.err
-    names = {trial["name"] for trial in found.json["baselines"]}
-    assert {"base", "math alone", "code alone", "average", "sum", "advice"} <= names
+    dare_search, recipe, flag, *_files = shlex.split(command)[1:]
+    assert (dare_search, recipe, flag) == ("search", "recipe.toml", "--data")
+    found = dare_succeeds("search", "recipe.toml", "--eval", "score.py:score", "--json").json
+    names = {trial["name"] for trial in found["baselines"]}
+    assert names == {"base", "math alone", "code alone", "average", "sum", "average again"}
+    assert found["conclusion"]["best"]["baseline"] == "base"
 
 
 def test_steps_are_taken_by_every_command_that_advises(folder, analysis):

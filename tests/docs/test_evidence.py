@@ -15,7 +15,7 @@ import pytest
 from doc_blocks import ROOT
 
 EXPERIMENTS = ROOT / "experiments"
-MODULES = ("evidence", "figures", "tables", "report")
+MODULES = ("evidence", "figures", "choose", "tables", "report")
 
 
 @pytest.fixture(scope="module")
@@ -118,24 +118,42 @@ def test_reading_chooses_the_single_model_on_validation_items(
     for name, world in (("w", "w"), ("cugan", "cugan, other base")):
         document = {"pair": {**entry, "world": world}}
         (tmp_path / "sets" / f"{name}.json").write_text(json.dumps(document))
-    said = {"folds": {"w": {"gain": 1.0}}, "sets": {"w, pair": {"advice": 60.0}}}
-    (tmp_path / "advice.json").write_text(json.dumps(said))
+    (tmp_path / "advice.json").write_text(json.dumps({"w, pair": {"change": 0.01}}))
     found = evidence.read(tmp_path)
     assert [s["world"] for s in found.sets] == ["w"]
-    assert [s["advice"] for s in found.advised] == [{"advice": 60.0}]
-    assert found.folds == said["folds"]
+    assert [s["seen"] for s in found.advised] == [{"change": 0.01}]
     assert [s["world"] for s in found.images] == ["cugan, other base"]  # in dB, not in points
     assert found.sets[0]["scores"]["best single"]["score"] == 60.0
 
 
-def advised(world: str, kind: str = "pair", **known: Any) -> dict[str, Any]:
-    """A set in which the average has 60 points, and whose best model is 10 above the base."""
-    said = {
-        **{"base": 50.0, "best single": 60.0, "average": 60.0, "sum": 40.0, "search": 64.0},
-        **{"advice": 62.0, "half_width": 1.0, "gain": 20.0, "search gain": 40.0},
+SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+
+
+def advised(
+    world: str, name: str = "pair", *, way: str = "full", gains: Any = None, **seen: Any
+) -> dict[str, Any]:
+    """A set in which the average has 60 points, and `tsv` its gains by scale, else 5 less."""
+    gains = {"validation": {}, "test": {}} | (gains or {})
+    at = {scale: 60 + gains["test"].get(scale, -5) for scale in (0.5, 0.7, 0.8, 1.2, 1.4, 1.6, 2)}
+    scores = {f"tsv at {scale:g}": (score, 1) for scale, score in at.items()}
+    scores |= {"tsv": (60 + gains["test"].get(1.0, -5), 1), "linear": (60, 0), "base": (50, 2)}
+    scores |= {"single 0": (58, 1), "sum": (40, 3), "linear without strangers": (64, 1)}
+    scores |= {"linear tuned": (61, 1), "tsv tuned": (62, 1)}
+    entry = a_set(world, **scores)
+    tried = {"linear": {}, "tsv": gains["validation"]}
+    for method, found in tried.items():
+        usual = 0 if method == "linear" else -5
+        entry["scores"][f"{method} tuned"]["tried"] = [60 + found.get(s, usual) for s in SCALES]
+    known = {"change": 0.01, "cosine": 0.0, "left_out": []} | seen
+    return {
+        **entry,
+        **{
+            "name": f"{world}, {name}",
+            "kind": name.split(",", maxsplit=1)[0],
+            "models": [f"{way}-usual-a-0"],
+        },
+        **{"strangers": [2], "seen": known},
     }
-    entry = a_set(world, base=(50, 2), single_0=(60, 1), sum=(40, 3), tsv_tuned=(64, 1))
-    return {**entry, "name": f"{world}, {kind}", "kind": kind, "advice": said | known}
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -148,36 +166,107 @@ def block_of(evidence: ModuleType, name: str, *sets: dict[str, Any], **more: Any
     return str(sys.modules["tables"].BLOCKS[name](evidence.Evidence([*sets], [], [], **more)))
 
 
-def test_advice_by_kind_has_narrow_sets_apart_and_names_what_it_lost(evidence: ModuleType) -> None:
-    narrow = advised("w", "lora", **{"base": 55.1, "advice": 57.0})
-    text = block_of(evidence, "advice", advised("w"), advised("v"), narrow)
+GOOD = {"validation": {0.7: 1, 1.2: 4}, "test": {0.7: 1, 1.2: 3}}
+
+
+@pytest.fixture
+def choose(evidence: ModuleType) -> ModuleType:
+    del evidence  # it makes the modules importable
+    return sys.modules["choose"]
+
+
+def test_the_choice_is_the_largest_gain_on_validation_items(choose: ModuleType) -> None:
+    sets = [
+        *(advised("v", gains=GOOD), advised("w", gains=GOOD, change=0.008)),
+        *(advised("w", change=0.04), advised("w", cosine=0.15)),  # here tsv loses
+    ]
+    rule = choose.choose(choose.rules("narrow"), choose.choosable(sets))
+    assert rule == choose.Rule(0.01, 0.05, "tsv", 1.2)
+
+
+def test_new_sets_loras_and_those_with_strangers_have_no_part_in_it(choose: ModuleType) -> None:
+    ours = advised("v")
+    others = advised("v", is_new=True), advised("v", way="lora"), advised("v", left_out=[2])
+    assert choose.choosable([ours, *others]) == [ours]
+
+
+def test_a_fold_is_chosen_without_its_base(choose: ModuleType) -> None:
+    low = {"validation": {0.7: 9}, "test": {0.7: 6, 1.2: 2}}
+    sets = [advised("v", gains=low), advised("w", gains=GOOD)]
+    assert [(base, rule.scale) for base, rule, _ in choose.folds("narrow", sets)] == [
+        ("v", 1.2),
+        ("w", 0.7),
+    ]
+    assert choose.gains_of_folds("narrow", sets) == [("v", 2, 1), ("w", 1, 1)]
+
+
+def test_what_is_advised(choose: ModuleType) -> None:
+    assert choose.advised(advised("w")) == "tsv at 1.2"
+    for seen in ({"change": 0.021}, {"cosine": 0.1}, {"way": "lora"}):
+        assert choose.advised(advised("w", **seen)) == "linear"
+    left_out = {"change": 0.3, "left_out": [2]}
+    assert choose.advised(advised("w", **left_out)) == "linear without strangers"
+    other = {**advised("w", **left_out), "strangers": []}
+    assert choose.advised(other) == "linear without 2"
+
+
+def test_the_advice_is_counted_by_what_it_does(evidence: ModuleType) -> None:
+    sets = [
+        *(advised("v", gains=GOOD), advised("w"), advised("w", "many", change=0.3)),
+        advised("w", "stranger", change=0.3, left_out=[2]),
+    ]
+    text = block_of(evidence, "advice", *sets, advised("u", is_new=True))
     rows = rows_of(text)
-    assert rows["pair"] == ["2", "2", "+20.0", "+40.0", "0", "–", "2 / 0 / 0"]
-    assert rows["lora"] == ["1", "0", "–", "–", "1", "−3.0", "0 / 0 / 1"]
-    assert rows["**all**"] == ["2", "2", "+20.0", "+40.0", "1", "−3.0", "2 / 0 / 1"]
-    assert "w, lora (−3.0)" in text
-    assert "w, pair (" not in text
-
-
-def test_bases_made_after_the_choice_stand_apart(evidence: ModuleType) -> None:
-    sets = advised("w"), advised("typefaces", gain=-10.0)
-    assert rows_of(block_of(evidence, "advice", *sets))["**all**"][:3] == ["1", "1", "+20.0"]
-    assert rows_of(block_of(evidence, "advice-late", *sets))["**all**"][:3] == ["1", "1", "−10.0"]
-    assert block_of(evidence, "advice-way", *sets) == "50 %"
-
-
-def test_folds_of_the_advice(evidence: ModuleType) -> None:
-    fold = {"cosine": 0.5, "change": 0.3, "small": ["tsv", 0.7], "large": ["linear", 1.0]}
-    text = block_of(evidence, "advice-folds", folds={"w": {**fold, "gain": -1.25}})
-    assert rows_of(text) == {"w": ["0.5", "30 %", "`tsv` at 0.7", "`linear` at 1", "−1.2"]}
+    assert rows["`tsv`"] == ["2", "2", "1 / 0 / 1", "−1.0"]
+    assert rows["the average without some models"] == ["1", "1", "1 / 0 / 0", "+4.0"]
+    assert rows["the average of all"] == ["1", "1", "0 / 1 / 0", "+0.0"]
+    assert "w, pair (−5.0)" in text
+    new = rows_of(block_of(evidence, "advice-new", *sets, advised("u", is_new=True)))
+    assert new["**all**"] == ["1", "1", "0 / 0 / 1", "−5.0"]
 
 
 def test_advice_against_other_choices(evidence: ModuleType) -> None:
-    rows = rows_of(block_of(evidence, "advice-rivals", advised("w"), advised("typefaces")))
-    assert rows["base"] == ["1 / 0 / 0", "+12.0"]
-    assert rows["average"] == ["1 / 0 / 0", "+2.0"]
-    assert rows["search, late bases"] == ["0 / 0 / 1", "−2.0"]  # half-width √2
-    assert len(rows) == 10
+    rows = rows_of(block_of(evidence, "advice-rivals", advised("w", gains=GOOD)))
+    assert rows["base"] == ["1", "1 / 0 / 0", "+13.0"]
+    assert rows["tsv tuned"] == ["1", "0 / 1 / 0", "+1.0"]  # half-width √2
+
+
+def test_dropping_helps_beyond_chance_only_after_a_correction(evidence: ModuleType) -> None:
+    plain = {"linear": (60.0, 0.0), "ties": (50.0, 0.6)}
+    sets = [
+        a_set("w", **plain, **{"dare+ties 0.5": (score, 0.8)}) | {"name": f"w, {number}"}
+        for number, score in enumerate((50.9, 51.1, 52.0, 48.0))
+    ]
+    text = block_of(evidence, "helped", *sets)
+    assert rows_of(text) == {"`dare+ties 0.5`": ["4", "2 / 1 / 1"]}
+    assert "w, 2, `dare+ties 0.5` (+2.0 ± 1.0)" in text
+    assert "w, 1" not in text
+    assert block_of(evidence, "helped-share", *sets) == "1 of 4 comparisons"
+
+
+def test_sets_are_classed_by_their_largest_change(evidence: ModuleType) -> None:
+    sets = []
+    for change, left_out in ((0.0099, []), (0.01, []), (0.3, []), (0.3, [2])):
+        entry = advised("w", change=change, left_out=left_out)
+        dropped = {f"dare+{name} 0.9": {"score": 50.0} for name in ("linear", "sum", "ties")}
+        entry["scores"] |= dropped | {"ties": {"score": 60.0}}
+        sets.append(entry)
+    rows = rows_of(block_of(evidence, "by-size", *sets))
+    found = {name: row[0] for name, row in rows.items() if row[0] != "0"}
+    assert found == {"under 1 %": "1", "1 to 2 %": "1", "over 25 %": "1"}
+    assert rows["over 25 %"] == ["1", "1", "−10.0", "+10.0", "−10.0"]
+
+
+def test_training_seeds_stand_beside_each_other(
+    evidence: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["tables"], "CLAIMS", (("sum", "linear"),))
+    sets = [
+        a_set("w", linear=(60.0, 0.0), sum=(score, 1.0)) | {"kind": kind}
+        for score, kind in ((61.0, "pair"), (63.0, "pair"), (50.0, "many"))
+    ]
+    rows = rows_of(block_of(evidence, "training-seeds", *sets))
+    assert rows == {"`sum` against `linear`": ["+1.0 / +3.0", "± 1.0", "± 2.8"]}  # 1.96·√2
 
 
 def test_the_newest_methods_are_held_against_what_is_tuned(
@@ -199,43 +288,8 @@ def test_the_newest_methods_are_held_against_what_is_tuned(
     assert "than tuned `linear`: `dc`; than tuned `tsv`: `dc`" in text
 
 
-def test_other_methods_instead_of_the_advice_have_scales_of_other_bases(
-    evidence: ModuleType,
-) -> None:
-    seen = {"outcome": "small_changes", "method": "tsv"}
-    sets = []
-    for world, (half, whole) in {"v": (61.0, 63.0), "w": (64.0, 62.0)}.items():
-        entry = advised(world, seen=seen, candidate="tsv without strangers at 0.7")
-        entry["scores"] |= {
-            f"iso without strangers{at}": {"score": score, "half_width": 1.0}
-            for at, score in ((" at 0.5", half), ("", whole))
-        }
-        sets.append(entry)
-    rows = rows_of(block_of(evidence, "advice-instead", *sets))
-    # The advice has 62 points; v takes 0.5, which is best for w, and w takes 1, the best for v.
-    assert rows == {"`iso`": ["2", "+0.5", "0.5, 1", "−0.5", "−5.0"]}
-
-
-def test_answers_that_lose_are_named(evidence: ModuleType) -> None:
-    answers = {"w": ("single 1", []), "v": ("linear", ["tsv"])}
-    sets = [
-        advised(world, compared={"answer": answer, "beaten_by": beaten})
-        for world, (answer, beaten) in answers.items()
-    ]
-    text = block_of(evidence, "advice-compared", *sets)
-    assert "1 of 2 sets" in text
-    assert "v, pair (`linear`, beaten by `tsv`)" in text
-    assert "w, pair" not in text
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("newest", "advice", "advice-late", "advice-folds"),
-        *("advice-instead", "advice-rivals", "advice-compared"),
-    ],
-)
-def test_without_scored_advice_the_page_says_so(evidence: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", ["newest", "advice", "advice-new"])
+def test_without_scored_sets_the_page_says_so(evidence: ModuleType, name: str) -> None:
     assert block_of(evidence, name, a_set("w")) == sys.modules["tables"].NOTHING_STORED
 
 
@@ -277,20 +331,18 @@ def test_figures_are_small_and_follow_the_readers_choice() -> None:
         assert "prefers-color-scheme:dark" in file.read_text("utf-8")
 
 
-def test_records_in_the_advice_are_those_of_the_results(evidence: ModuleType) -> None:
+def test_the_advice_is_what_was_chosen_and_gives_its_figures(choose: ModuleType) -> None:
     """Run `python experiments/choose.py`, and copy what it prints into advice.toml."""
-    del evidence  # it makes the modules importable
-    from dare.analysis.judge.advice import OUTCOMES
+    from dare.analysis.judge.advice import TEXTS
 
-    sets = json.loads((EXPERIMENTS / "results" / "advice.json").read_text())["sets"].values()
-    for outcome in OUTCOMES[1:]:  # the first is arithmetic
-        found = [each for each in sets if each["seen"]["outcome"] == outcome.name]
-        gaps = [(each["advice"] - each["average"], each["half_width"]) for each in found]
-        better, worse = (sum(sign * gap > width for gap, width in gaps) for sign in (1, -1))
-        numbers = list(map(int, re.findall(r"\d+", outcome.record)))
-        if outcome.method == "linear":  # it differs from the average only where it leaves some out
-            expected = [len(found), sum(bool(each["seen"]["left_out"]) for each in found)]
-            assert numbers == [*expected, better, worse]
-        else:
-            assert numbers == [len(found), better, worse, len(found) - better - worse]
-        assert worse <= len(found) / 10
+    sets = sys.modules["evidence"].read(EXPERIMENTS / "results").advised
+    assert choose.choose(choose.rules("narrow"), choose.choosable(sets)) == choose.ADVISED
+    found = choose.gains_of_folds("narrow", sets)
+    better, worse = (sum(sign * gap > width for _, gap, width in found) for sign in (1, -1))
+    mean = sum(gap for _, gap, _ in found) / len(found)
+    numbers = re.findall(r"(?<![{:.])\d+(?:\.\d+)?(?![%f}])", TEXTS["reasons"]["small"])
+    assert numbers == [f"{len(found)}", f"{better}", f"{worse}", f"{mean:.1f}"]
+    found = choose.gains_elsewhere(sets)
+    better, worse = (sum(sign * gap > width for gap, width in found) for sign in (1, -1))
+    numbers = re.findall(r"\d+(?:\.\d+)?", TEXTS["reasons"]["average"])
+    assert numbers == [f"{choose.ADVISED.scale}", f"{better}", f"{len(found)}", f"{worse}"]

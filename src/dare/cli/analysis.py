@@ -123,7 +123,7 @@ def _next_steps(same: Sequence[str], *, offers_merge: bool) -> dict[str, str]:
     recipe = next((name for name in names if not Path(name).exists()), names[0])
     steps = {
         "advise": f"dare advise {{}} > {recipe}",
-        "compare": SEARCH.format(recipe),
+        "measure": SEARCH.format(recipe),
         "merge": f"dare {recipe}",
     }
     steps = (steps if offers_merge else {}) | {"more": "dare report {} # all figures, and reasons"}

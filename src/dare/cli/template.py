@@ -23,11 +23,11 @@ from dare.tensors.files import is_there
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
-# The command that compares the candidates; the evaluator is the user's.
-SEARCH = "dare search {} --eval score.py:score"
+# The command that measures; the examples are the user's.
+SEARCH = "dare search {} --data math.jsonl code.jsonl"
 COMPARED = (
-    "# Compare before you rely on it: this scores the base, each model, their average, their sum",
-    "# and this recipe on your own data, and says which one to use. You write score.py:",
+    "# Measure before you rely on it: this scores the base, each model, this recipe and other merges",
+    "# on your own examples, a file for each task, and says which one to use:",
     f"#   {SEARCH.format('THIS_FILE')}",
 )
 

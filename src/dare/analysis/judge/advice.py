@@ -1,13 +1,12 @@
-"""A recipe that suits some models, from what was seen of other models' merges.
+"""A recipe that suits some models, as far as weights show it.
 
     advice = advise(analyze("base", ["math", "code"]))
     print(advice)
     request_from_document(advice.recipe, "advice")
 
-`advice.toml` has the outcomes that were measured, each with its conditions and its record; the
-first that applies decides. Models that no setting can mend are left out first: those that come
-from elsewhere, copies of the base, the second of two that are the same. The file also has what
-others recommend; that is named, and decides nothing.
+Models that no setting can mend are left out: those that come from elsewhere, copies of the base,
+the second of two that are the same. The others are averaged, or merged by `tsv` within the limits
+in `advice.toml`. That file also has what others recommend; it is named, and decides nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
+from dare.analysis.judge.prediction import OUTER, exposures_of, mean_bounded_error, predict
 from dare.analysis.judge.readiness import assess, body_of, readiness_for
 from dare.analysis.judge.relations import is_against
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
-from dare.documents.notices import Notice, notice
+from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import amount
 from dare.errors import RecipeError
-from dare.stages import parse_method
 from dare.stores.locations import usual_output
 
 EVIDENCE = "docs/evidence.md#what-the-advice-does"
@@ -49,10 +47,9 @@ def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
 
 
 ANY = (0.0, math.inf)
-OUTCOMES = _table(TEXTS["outcomes"], scale=1.0, models=None, cosine=-math.inf, change=math.inf)
+SMALL = SimpleNamespace(**TEXTS["small"])
 GUIDELINES = _table(TEXTS["others"]["guidelines"], parameters=ANY, steps=ANY, is_lora=False)
 METHODS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
-ALIKE = next(outcome.cosine for outcome in OUTCOMES if outcome.name == "alike")
 
 
 def judge(
@@ -111,14 +108,12 @@ def advise(
     if not models:
         return Advice(tuple(unfit), {}, (notice("nothing_left"),))
     known = _features(analysis, models)
-    outcome = find_outcome(**known)
+    chosen = [("method", "linear", "average" if len(models) > 1 else "single")]
+    if _is_small(models, known):
+        chosen = [("method", SMALL.method, "small"), ("scale", SMALL.scale, "scale")]
+    reasons = {name: text.format(**known) for name, text in TEXTS["reasons"].items()}
+    settings = [Suggestion(s, v, None, reasons[r], EVIDENCE, Evidence.FAIR) for s, v, r in chosen]
     policies = list(_policies(readiness, {model.name for model in models}))
-    reason = outcome.reason.format(**known)
-    founded = EVIDENCE, Evidence.STRONG if outcome.models else Evidence.FAIR
-    settings = [Suggestion("method", outcome.method, None, f"{reason}. {outcome.record}", *founded)]
-    if outcome.scale != 1:
-        reason = f"{outcome.scale:g} is the scale at which {outcome.method} was measured"
-        settings.append(Suggestion("scale", outcome.scale, None, reason, *founded))
     recipe = {
         "base": analysis.base,
         "models": [model.file for model in models],
@@ -127,22 +122,10 @@ def advise(
     }
     if parameters is None:
         parameters = float(sum(analysis.base_dtypes.values()))
-    doubts = _doubts(models, known | {"parameters": parameters}, outcome.method, steps)
+    doubts = _doubts(models, known | {"parameters": parameters}, chosen[0][1], steps)
     if any(finding.code in ("contained", "other_base") for finding in readiness.findings):
         doubts = [notice("base_in_doubt"), *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
-
-
-def find_outcome(models: int, cosine: float, change: float) -> Any:
-    """Return the recipe that was the best default for such models.
-
-    `cosine` is the mean of every two of them, `change` the largest of any.
-    """
-    return next(
-        row
-        for row in OUTCOMES
-        if row.models in (None, models) and cosine >= row.cosine and change <= row.change
-    )
 
 
 def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
@@ -175,8 +158,8 @@ def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
             yield Suggestion(setting, value, None, finding.text, RULES, Evidence.STRONG)
 
 
-def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, Any]:
-    """Return what outcomes are chosen by: number of models, likeness, size of changes."""
+def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, float]:
+    """Return the number of models, the mean cosine of every two and the largest change of any."""
     names = {model.name for model in models}
     cosines = [pair.total.cosine for pair in analysis.pairs if {pair.first, pair.second} <= names]
     return {
@@ -184,6 +167,17 @@ def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, 
         "cosine": sum(cosines) / len(cosines) if cosines else 0.0,
         "change": max(body_of(model).ratio for model in models),
     }
+
+
+def _is_small(models: list[ModelAnalysis], known: dict[str, float]) -> bool:
+    """Tell if models are full fine-tunes with matrices, and their changes small and independent."""
+    return (
+        len(models) > 1
+        and known["change"] <= SMALL.change
+        and known["cosine"] < SMALL.cosine
+        and all(model.origin is not Origin.LORA for model in models)
+        and any(len(t.shape) > 1 and t.kind not in OUTER for t in models[0].tensors)
+    )
 
 
 # ---------------------------------------------------------------- what advice cannot know
@@ -201,7 +195,7 @@ def _doubts(
     ]
     if outside:
         doubts.append(notice("extrapolates", outside="; ".join(outside)))
-    if any(stage.sees == "matrix" for stage in parse_method(method)):
+    if method == SMALL.method:
         doubts.append(notice("slow_method", method=method))
     return doubts
 
@@ -214,7 +208,7 @@ def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps:
     """Return what others recommend for such models, or that there is no evidence."""
     count, is_lora = len(models), all(model.origin is Origin.LORA for model in models)
     relation = "lora" if is_lora and count > 1 else "diverse"
-    relation = "alike" if count == 2 and cosine >= ALIKE else relation
+    relation = "alike" if count == 2 and cosine >= LIMIT.alike_cosine else relation
     said = [
         f"{habit.method} for {habit.applies_to}"
         for habit in METHODS
