@@ -143,44 +143,6 @@ def test_the_keyboard_goes_from_mark_to_mark_and_says_what_it_is(tab):
     assert tab.inner_text("#status") == first
 
 
-def drag_over(tab, axis, low, high):
-    """Brush an axis of the lines from a height to another, both from 0 to 1."""
-    x, top, bottom = tab.evaluate(
-        """axis => {
-            const place = document.getElementById("chart-parallel");
-            place.scrollIntoView({ behavior: "instant", block: "center" });
-            const view = darePage.view("parallel"), box = view.container().querySelector("svg");
-            const { left, top } = box.getBoundingClientRect(), [dx, dy] = view.origin();
-            const y = view.scale("y");
-            const x = view.scale("x")(view.signal("axes").indexOf(axis));
-            return [left + dx + x, top + dy + y(1), top + dy + y(0)];
-        }""",
-        axis,
-    )
-    tab.mouse.move(x - 12, bottom + (top - bottom) * low)
-    tab.mouse.down()
-    tab.mouse.move(x + 12, bottom + (top - bottom) * high, steps=4)
-    tab.mouse.up()
-
-
-def test_brushing_an_axis_filters_the_table_and_a_second_one_narrows_it(tab):
-    drag_over(tab, "scale", -0.05, 0.5)
-    tab.wait_for_function("document.getElementById('filter').value.includes('scale<=')")
-    done = [t for t in sample.make_search().trials if t.is_done]
-    some = [t.number for t in done if t.settings["scale"] <= 0.5 + 0.5 * 1.4375]
-    assert 0 < len(some) < len(done)
-    assert set(map(str, some)) <= set(names(tab))  # and perhaps some that were stopped
-    drag_over(tab, "method", 0.9, 1.1)
-    tab.wait_for_function("document.getElementById('filter').value.includes('method=sum')")
-    both = [t for t in done if t.number in some and t.settings["method"] == "sum"]
-    assert {str(t.number) for t in both} <= set(names(tab)) < set(map(str, range(24)))
-    count = """count => count === document.querySelectorAll(
-        "#chart-parallel .mark-line path[opacity='0.12']").length"""
-    tab.wait_for_function(count, arg=len(done) - len(both))
-    tab.fill("#filter", "")
-    tab.wait_for_function(count, arg=0)
-
-
 @pytest.mark.parametrize("width", [360, 400, 768, 1600])
 def test_no_width_needs_sideways_scrolling(tab, width):
     tab.set_viewport_size({"width": width, "height": 900})

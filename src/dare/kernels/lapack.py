@@ -72,21 +72,6 @@ def _call(name: str, kind: np.dtype[Any], *arguments: Any) -> None:
         raise LapackError(f"{name} returns {info.value}")
 
 
-def factorise_positive(symmetric: Numbers) -> Numbers:
-    """Return the Cholesky factor of a positive definite matrix, for `solve_positive`."""
-    factor = np.array(symmetric)
-    _call("potrf", factor.dtype, b"L", len(factor), factor, len(factor))
-    return factor
-
-
-def solve_positive(factor: Numbers, rows: Numbers) -> Numbers:
-    """Return X with X·S = rows for the matrix S that was factorised."""
-    solved = np.array(rows, order="C")
-    size = len(factor)
-    _call("potrs", factor.dtype, b"L", size, len(solved), factor, size, solved, size)
-    return solved
-
-
 def all_eigen(symmetric: Numbers) -> tuple[Numbers, Numbers]:
     """Return eigenvalues, rising, and eigenvectors as rows, in the precision of the matrix."""
     size, kind = len(symmetric), symmetric.dtype

@@ -18,24 +18,15 @@ results are then the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels.lapack import (
-    Count,
-    LapackError,
-    all_eigen,
-    blas,
-    factorise_positive,
-    leading_eigen,
-    solve_positive,
-)
+from dare.kernels.lapack import Count, LapackError, all_eigen, blas, leading_eigen
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -345,13 +336,6 @@ def squared_norm(matrix: Floats) -> float:
     return sum(
         float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in panels(matrix.shape[0])
     )
-
-
-def positive_solver(symmetric: Doubles) -> Callable[[Doubles], Numbers]:
-    """Return the function that finds X with X·S = rows, for a positive definite matrix S."""
-    with suppress(LapackError):
-        return partial(solve_positive, factorise_positive(symmetric))
-    return lambda rows: np.linalg.solve(symmetric, rows.T).T
 
 
 def eigen_bytes(short: int) -> int:

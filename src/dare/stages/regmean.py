@@ -6,7 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
-from dare.kernels.linalg import Doubles, panels, positive_solver
+from dare.kernels.linalg import Doubles, panels
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.matrices import as_matrix, chunk_of_summary, gather
 from dare.stages.registry import combine_stage, meaning
@@ -17,19 +17,19 @@ Alpha = Annotated[float, meaning("Factor on what is not on a Gram matrix's diago
 
 
 def survey_layers(view: JointView, *, alpha: Alpha) -> Floats:
-    """Find the change for which Σ |Xᵢ·(δ - δᵢ)ᵀ|² is least, in float64 by Cholesky.
+    """Find the change for which Σ |Xᵢ·(δ - δᵢ)ᵀ|² is least, in float64.
 
     Rows are independent of each other. They are worked on by panels, in place of the first model's.
     """
     assert view.grams is not None  # else the layer is not surveyed
     grams = [_shrunk(gram, alpha) for gram in view.grams.read()]
-    solve = positive_solver(sum(grams[1:], grams[0]))
+    inverse = np.linalg.inv(sum(grams[1:], grams[0]))
     matrices, _ = gather(view, combines=True)
     turned = [matrix.T if view.grams.axis == 0 else matrix for matrix in matrices]
     for rows in panels(len(turned[0])):
         pairs = zip(turned, grams, strict=True)
         right = [np.matmul(delta[rows], gram, dtype=np.float64) for delta, gram in pairs]
-        turned[0][rows] = solve(sum(right[1:], right[0]))
+        turned[0][rows] = sum(right[1:], right[0]) @ inverse
     return matrices[0]
 
 

@@ -274,7 +274,6 @@ def study_document(
         Section("against", "The best and the rest", _filled(against), ("ranking",), is_long),
         Section("settings", "Settings", _filled(matters), ("curve-",), is_long),
         Section("scores", "Scores", figures=("pareto",)),
-        Section("together", "All settings together", figures=("parallel",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=is_long, on_page=False),
         Section("trials", "Trials", tuple(_trials(data))),
         Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=is_long or outputs),

@@ -17,12 +17,10 @@ from dare.documents.charts import (
     PLOT_WIDTH,
     SHAPES,
     alt,
-    bright_if,
     by_name,
     corner_labels,
     fill_table,
     finish_chart,
-    haloed_text,
     make_figure,
     named_levels,
     read_texts,
@@ -31,18 +29,16 @@ from dare.documents.charts import (
     tooltip_of,
 )
 from dare.documents.document import Columns, Figure, Row, tabulate
-from dare.documents.words import NOTHING, listed, times, value_text
+from dare.documents.words import listed, times, value_text
 from dare.studies.conclusions import Judge
 from dare.studies.results import Conclusion, Ranked, StudyData, is_number, rounded, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
 FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
 MOST_CURVES = 8
-MOST_LINES = 300  # trials in the figure of all settings
 MOST_GROUPS = 7  # lines in one figure that colours can tell apart
 MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
 WIDE_RANGE = 100  # largest over smallest value from which an axis is logarithmic
-NO_VALUE = -0.14  # the height of trials without a setting, on its axis
 KEY_PIXELS = 16  # the height of a name in the key of baselines
 GREY = "#888"  # stands out from light and dark grounds alike
 KINDS = ("best", "may be as good", "other setting", "baseline")
@@ -58,7 +54,6 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
         ranking(conclusion),
         *curves(data, conclusion),
         pareto(data, conclusion),
-        parallel(data),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -326,65 +321,6 @@ def _objective_axis(heights: Sequence[float]) -> Any:
 def _objective_colour() -> Any:
     looks = {"gradientLength": 180, "gradientThickness": 10, "format": ".3~g", "tickCount": 4}
     return alt.Color("objective:Q", title="objective").legend(**looks)
-
-
-# ---------------------------------------------------------------- all settings at once
-
-
-def parallel(data: StudyData) -> Figure | None:
-    """Draw a line for each trial through its settings and its objective, to be brushed."""
-    names, _ = split_settings(data)
-    done = [t for t in data.trials if t.is_done and is_number(t.objective)][:MOST_LINES]
-    if len(done) < 2 or not names:
-        return None
-    rows, ticks, axes = list[Row](), list[Row](), [*names, "objective"]
-    for place, name in enumerate(axes):
-        values = [{**t.settings, "objective": t.objective}.get(name) for t in done]
-        places = _axis_places(values)
-        few = sorted(places.items(), key=lambda pair: pair[1])
-        few = few if len(few) < 7 or isinstance(few[-1][0], str) else [few[0], few[-1]]
-        ticks += [{"place": place, "at": at, "text": value_text(value)} for value, at in few]
-        for trial, value in zip(done, map(_axis_value, values), strict=True):
-            row = {"place": place, "at": places[value], "value": value, "trial": trial.number}
-            row |= {"objective": rounded(trial.objective or 0.0)}
-            rows.append(row | {"settings": settings_text(trial.settings)})
-    x = alt.X("place:Q", title=None).scale(domain=[-0.35, len(axes) - 0.45], nice=False)
-    known = {"values": list(range(len(axes))), "labelExpr": "axes[datum.value]"}
-    x = x.axis(orient="top", domain=False, ticks=False, grid=True, **known)
-    y = alt.Y("at:Q", title=None).axis(None).scale(domain=[-0.2, 1.06], nice=False)
-    bright = bright_if("kept === null || indexof(kept, datum.trial) >= 0")
-    tooltip = tooltip_of("trial:Q", ("objective:Q", "", SHORT), "settings:N")
-    looks = {"color": _objective_colour(), "opacity": bright, "tooltip": tooltip}
-    lines = alt.Chart().mark_line(strokeWidth=1.6, aria=False)
-    lines = lines.encode(x=x, y=y, detail="trial:N", **looks)
-    lines = lines.add_params(alt.selection_interval(name="brush", encodings=["x", "y"]))
-    texts = alt.Chart(rows_named("ticks")).encode(x=x, y=y, text="text:N")
-    chart = alt.layer(lines, haloed_text(texts, fontSize=11, align="left", dx=5))
-    params = (alt.param(name=name, value=v) for name, v in (("kept", None), ("axes", axes)))
-    return _figure(
-        "parallel",
-        finish_chart(chart.add_params(*params), rows, 320, ticks=ticks),
-        [row for row in rows if row["place"] == 0][:MOST_NUMBERS],
-        trials=times(len(done), "trial"),
-        settings=listed(names),
-    )
-
-
-def _axis_value(value: Any) -> Any:
-    return rounded(value) if is_number(value) else value_text(value)
-
-
-def _axis_places(values: Sequence[Any]) -> dict[Any, float]:
-    """Return the height of each value on its axis, from 0 to 1; what is missing stands below."""
-    known = sorted({_axis_value(value) for value in values if value is not None}, key=str)
-    if all(map(is_number, known)):
-        low, high = min(known), max(known)
-        turn = math.log if low > 0 and high > WIDE_RANGE * low else float
-        span = (turn(high) - turn(low)) or 1.0
-        places = {value: (turn(value) - turn(low)) / span for value in known}
-    else:
-        places = {text: n / max(1, len(known) - 1) for n, text in enumerate(known)}
-    return places | ({NOTHING: NO_VALUE} if None in values else {})
 
 
 # ---------------------------------------------------------------- scores

@@ -73,7 +73,7 @@ NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 MINUTES = 15.0  # for a search that is given no settings
 LOOK = 20  # examples of each task that the base answers before anything else
 LEAST_EXAMPLES = 60  # of a task, however little time there is
-LEAST_TRIALS = 5  # the average at all its scales
+LEAST_TRIALS = 6  # the recipe, and the average at all its scales
 INPUTS = 100  # examples of each task whose inputs make Gram matrices
 PART_SEEN = 0.5  # about what part of the examples a candidate is scored on that may be given up
 POLL_SECONDS = 0.3
@@ -446,7 +446,9 @@ class _Search:
             )
             for label in ("example", "expected", "answered"):
                 self.display.announce(f"  {label:9} {look[label]!r}")
-            self.display.announce(f"  the base  {value_text(scored.scores[task.name])} on {LOOK}")
+            some = times(min(chosen, LOOK), "example")
+            score = value_text(scored.scores[task.name])
+            self.display.announce(f"  base      {score} on {some}")
         every = self._ids(held_out=False)
         each = max(scored.seconds, 1e-3) / len(shown)
         contenders = self.request.planned + len(recipes)

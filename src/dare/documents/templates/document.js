@@ -64,39 +64,7 @@ if (document.getElementById("sortable")) (() => {
       count += !line.hidden;
     });
     matches.textContent = `${count} of ${lines.length} rows`;
-    const numbers = lines.filter((line) => !line.hidden).map((line) => rows[line.dataset.row][0]);
-    darePage.view("parallel")?.signal("kept", conditions.length ? numbers : null).runAsync();
   }
-
-  // ---- brushing: a part of an axis becomes conditions of the filter
-
-  function brush(view, { place: [left, right] = [], at: [low, high] = [] }) {
-    const place = Math.round((left + right) / 2);
-    const name = view.signal("axes")[place];
-    if (name === undefined) return;
-    const word = oneWord(name);
-    const within = view.data("rows").filter((row) => row.place === place && row.at >= low && row.at <= high);
-    const values = [...new Set(within.map((row) => row.value))];
-    const others = filter.value.split(/\s+/).filter((each) => each.match(/^(.+?)[<>=]/)?.[1].toLowerCase() !== word);
-    if (!values.every((value) => typeof value === "number")) {
-      others.push(`${word}=${values.map(oneWord).join("|")}`);
-    } else if (values.length) {
-      others.push(`${word}>=${Math.min(...values)}`, `${word}<=${Math.max(...values)}`);
-    }
-    filter.value = others.filter(Boolean).join(" ");
-    applyFilter();
-  }
-
-  document.addEventListener("drawn", ({ detail: { name, view } }) => {
-    if (name !== "parallel") return;
-    view.addSignalListener("brush", (_, area) => brush(view, area));
-    for (const mark of view.container().querySelectorAll("[class*=brush_]")) mark.ariaHidden = "true";
-    view.addEventListener("dblclick", () => {
-      filter.value = "";
-      applyFilter();
-    });
-    applyFilter();
-  });
 
   // ---- two side by side
 

@@ -48,7 +48,6 @@ const darePage = (() => {
     await view.runAsync();
     await view.resize().runAsync();  // a legend of several rows needs a second look
     place.dataset.drawn = name;
-    place.dispatchEvent(new CustomEvent("drawn", { bubbles: true, detail: { name: figure.name, view } }));
   }
 
   async function drawAll() {

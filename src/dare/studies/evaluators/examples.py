@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import inspect
 import io
 import json
 import re
@@ -377,76 +376,20 @@ class Choosing(Prompted):
     """The choice with the highest log-likelihood per character."""
 
     def answer(self, examples: list[Example]) -> list[Any]:
-        prompts, endings = self._split(examples)
-        scores = self._full_scores if getattr(self.model, "_is_stateful", False) else self._scores
-        lengths = [
-            len(prompt) + len(own) * max(map(len, own))
-            for prompt, own in zip(prompts, endings, strict=True)
-        ]
-
-        def run(some: list[int]) -> list[int]:
-            found = iter(scores([prompts[n] for n in some], [endings[n] for n in some]))
-            best = []
-            for number in some:
-                choices = examples[number].values["choices"]
-                each = [next(found) / len(choice) for choice in choices]
-                best.append(each.index(max(each)))
-            return best
-
-        return in_batches(lengths, run, self.live.most_scored)
-
-    def _split(self, examples: list[Example]) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """Return the tokens that all choices of an example share, and the others of each."""
-        texts = []
+        rows, own = [], []  # tokens of all choices, and how many are not those of the prompt
         for example in examples:
-            values = example.values
-            texts += [self.seen(values), *self.continued(values, values["choices"])]
-        tokens = iter(self.encode(texts, None))
-        prompts, endings = [], []
-        for example in examples:
-            prompt = next(tokens)
-            rows = [next(tokens) for _ in example.values["choices"]]
-            count = min(_shared(prompt, row) for row in rows)
-            endings.append([row[count:] for row in rows])
-            room = max(2, self.live.most - max(len(row) - count for row in rows))
-            known = prompt[:count]
-            prompts.append([self.live.start] * (2 - len(known)) + known[-room:])
-        return prompts, endings
-
-    def _full_scores(self, prompts: list[list[int]], endings: list[list[list[int]]]) -> list[float]:
-        """Return the log-likelihood of each ending, of a model whose state cannot be shared."""
-        pairs = [(p, end) for p, own in zip(prompts, endings, strict=True) for end in own]
-        found = self.live.log_likelihoods([prompt + end for prompt, end in pairs])
-        return [sum(f[-len(end) :]) for f, (_, end) in zip(found, pairs, strict=True)]
-
-    def _scores(self, prompts: list[list[int]], endings: list[list[list[int]]]) -> list[float]:
-        """Return the log-likelihood of each ending; the prompt is read once for all of them."""
-        import torch
-
-        owners = [number for number, own in enumerate(endings) for _ in own]
-        first = self.live.padded([prompt[:-1] for prompt in prompts], left=True)
-        # The last token of the prompt predicts the first of each ending.
-        last = self.live.padded(
-            [[prompts[n][-1], *end] for n, own in enumerate(endings) for end in own]
-        )
-        takes_places = "position_ids" in inspect.signature(self.model.forward).parameters
-        before = first["attention_mask"]
-        mask = torch.cat([before[owners], last["attention_mask"]], dim=1)
-        width = before.shape[1]
-
-        def places(of: Any) -> dict[str, Any]:
-            return {"position_ids": (of.cumsum(1) - 1).clamp(min=0)} if takes_places else {}
-
-        cache = self.model.base_model(**first, **places(before), use_cache=True).past_key_values
-        cache.batch_select_indices(torch.tensor(owners, device=mask.device))
-        now = {name: found[:, width:] for name, found in places(mask).items()}
-        ids = last["input_ids"]
-        logits = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **now
-        ).logits
-        found = _gathered(logits, ids) * last["attention_mask"][:, 1:]
-        scores: list[float] = found.sum(1).tolist()
-        return scores
+            texts = self.continued(example.values, example.values["choices"])
+            prompt, *found = self.encode([self.seen(example.values), *texts], None)
+            shared = min(_shared(prompt, row) for row in found)
+            own += [len(row) - shared for row in found]
+            rows += [[self.live.start] * (not shared) + row for row in found]
+        found = self.live.log_likelihoods([row[-self.live.most :] for row in rows])
+        scores = iter(sum(each[-count:]) for each, count in zip(found, own, strict=True))
+        answers = []
+        for choices in (example.values["choices"] for example in examples):
+            each = [next(scores) / len(choice) for choice in choices]
+            answers.append(each.index(max(each)))
+        return answers
 
     def value(self, values: dict[str, Any], answer: int) -> float:
         return float(values["answer"] == answer)
