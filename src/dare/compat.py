@@ -60,7 +60,7 @@ __all__ = [
 
 AnyPath = str | PathLike[str]
 # Notices that only a model with a base can have.
-BESIDE_A_BASE = ("large_deltas", "unrelated", "not_homologous", "equals_base")
+BESIDE_A_BASE = ("large_deltas", "unrelated", "equals_base")
 MERGE_METHODS = ("linear", "ties", "sum")
 
 

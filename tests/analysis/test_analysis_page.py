@@ -13,6 +13,7 @@ import sample
 from dare.analysis.document import make_document
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Readiness, Verdict
+from dare.analysis.judge.readiness import body_of
 from dare.documents import page as pages_of
 from dare.documents.notices import catalogue
 from dare.documents.words import number, share
@@ -101,7 +102,7 @@ def test_the_table_of_models_holds_the_analysis(outline, subject):
     (rows,) = (table for table in outline.tables if "verdict" in table[0])
     assert rows[0] == ["model", "change", "origin", "verdict", "remarks"]
     for row, model in zip(rows[1:], subject.analysis.models, strict=True):
-        assert row[:2] == [model.name, share(model.total.relative_norm)]
+        assert row[:2] == [model.name, share(body_of(model).ratio)]
     assert rows[3][3:] == ["needs changes", catalogue()["large_change"].title]
     assert rows[2][2] == "LoRA, rank 4 (adapter)"
     (numbers,) = (table for table in outline.tables if "excess kurtosis" in table[0])

@@ -85,7 +85,7 @@ def test_cards_have_the_numbers_that_count(results):
         assert wanted in words["Plan"]
     assert f"{report.models[1].drop_rate_realised:.3%}" in words["Report"]
     assert f"{analysis.pairs[0].total.cosine:+.3f}" in words["Analysis"]
-    for kind in ("Analysis", "Readiness", "Advice"):
+    for kind in ("Analysis", "Advice"):
         assert results["Advice"].recipe["method"] in words[kind]
     base, models = {"w": np.ones(100, np.float32)}, [{"w": np.full(100, 1.5, np.float32)}]
     _, report = dare.merge_arrays(base, models, drop_rate=0.999, verbose=False)

@@ -334,12 +334,11 @@ def sparse(density):
 DELTAS = {
     "small": (gaussian(0.005), Verdict.NO_DEFECT, set()),
     "plain": (gaussian(0.025), Verdict.NO_DEFECT, set()),
-    "large": (gaussian(0.08), Verdict.WITH_CHANGES, {"large_change"}),
-    "very large": (gaussian(0.3), Verdict.WITH_CHANGES, {"large_change"}),
-    "foreign": (gaussian(0.8), Verdict.WITH_CHANGES, {"not_homologous"}),
+    "large": (gaussian(0.08), Verdict.NO_DEFECT, {"large_change"}),
+    "very large": (gaussian(0.8), Verdict.NO_DEFECT, {"large_change"}),
     "zero": (np.zeros(SHAPE), Verdict.WITH_CHANGES, {"equals_base"}),
     "outlier": (with_outlier(0.1), Verdict.NO_DEFECT, {"outliers"}),
-    "large outlier": (with_outlier(50.0), Verdict.WITH_CHANGES, {"large_change", "outliers"}),
+    "large outlier": (with_outlier(50.0), Verdict.NO_DEFECT, {"large_change", "outliers"}),
     "sparse": (sparse(0.01), Verdict.NO_DEFECT, set()),
     "NaN": (with_outlier(np.nan), Verdict.UNFIT, {"not_finite"}),
     "infinite": (with_outlier(np.inf), Verdict.UNFIT, {"not_finite"}),
@@ -356,6 +355,8 @@ def test_the_verdict_is_that_of_assess(name):
     assert own.verdict is analyzed.verdict is verdict
     assert own.by_model == analyzed.by_model
     assert {each.code for each in analyzed.findings} == rules
+    recommends = verdict is Verdict.NO_DEFECT and analyze(base, tuned).recommended_drop_rate > 0
+    assert ("fit" in {each.code for each in own.findings}) is recommends
     assert [str(each) for each in own.findings if each.code != "fit"] == list(
         map(str, analyzed.findings)
     )

@@ -49,26 +49,20 @@ def test_an_ordinary_fine_tune_gives_no_notice(tmp_path):
     assert notices(tmp_path, base, changed(base, low_rank(0.0003, 4)), method="linear") == []
 
 
-def test_another_model_altogether_is_not_homologous(tmp_path):
+def test_another_model_altogether_is_unrelated(tmp_path):
     (notice,) = notices(tmp_path, model(), model(seed=9))
     assert notice.code == "unrelated"
     assert notice.subjects == ("model0",)
     assert "141%" in notice.text
 
 
-def test_a_large_change_is_only_against_dropping(tmp_path):
+@pytest.mark.parametrize("method", ["sum", "dare+sum"])
+def test_a_large_change_does_not_make_a_model_unrelated(tmp_path, method):
     base = model()
     far = changed(base, full(0.03))  # one and a half times as large as the weights
-    assert [each.code for each in notices(tmp_path, base, far)] == ["not_homologous"]
-    assert notices(tmp_path, base, far, method="sum") == []
-    (unrelated,) = notices(tmp_path, base, model(seed=9), method="sum")
+    assert notices(tmp_path, base, far, method=method) == []
+    (unrelated,) = notices(tmp_path, base, model(seed=9), method=method)
     assert unrelated.code == "unrelated"
-
-
-@pytest.mark.parametrize(("size", "found"), [(0.036, False), (0.039, True)])
-def test_a_mean_change_of_003_is_too_far_from_any_base(tmp_path, size, found):
-    base = model(size=1.0)  # the mean of |x| is 0.798 of x's standard deviation
-    assert bool(notices(tmp_path, base, changed(base, full(size)))) is found
 
 
 @pytest.mark.parametrize(("rate", "found"), [(0.85, False), (0.9, True)])

@@ -107,8 +107,7 @@ def test_fresh_weights_are_unrelated(readiness):
 
 
 def test_what_was_trained_too_far_is_told(readiness):
-    assert readiness.by_model["overtrained"] is not Verdict.NO_DEFECT
-    assert rules(readiness, "overtrained") & {"large_change", "not_homologous"}
+    assert "large_change" in rules(readiness, "overtrained")
     assert "unrelated" not in rules(readiness, "overtrained")
 
 

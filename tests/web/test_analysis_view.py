@@ -13,6 +13,7 @@ from dare.analysis.document import Analysis, origin
 from dare.analysis.figures import cosine_text
 from dare.analysis.judge.advice import judge, to_json
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.judge.readiness import body_of
 from dare.analysis.measure.analyzing import analyze
 from dare.demo.merges import BASE, TUNED
 from dare.documents.words import amount, number, share
@@ -80,7 +81,7 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
     models = [
         [
             model.name,
-            share(model.total.relative_norm),
+            share(body_of(model).ratio),
             number(model.total.mean_magnitude),
             number(model.total.quantiles.p99),
             number(model.total.largest),

@@ -15,6 +15,7 @@ import pytest
 from own_helpers import large, make_models, own_alone, recipe_of, wait_until
 
 import dare
+from dare.analysis.judge.judgement import HEADLINES, Verdict
 from dare.output.verification import verify
 
 
@@ -91,10 +92,7 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-analyze")
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
-    assert (
-        page.inner_text("#own-analysis .verdict h3")
-        == "No defects found in the weights (method: tsv)"
-    )
+    assert page.inner_text("#own-analysis .verdict h3") == HEADLINES[Verdict.NO_DEFECT]
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
     wait_for_recipe(page, "tsv")

@@ -11,7 +11,7 @@ from pathlib import Path
 from dare.analysis.figures import TEXTS, cosine_text, draw_figures
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import VERDICT_TONES, Advice, Readiness
-from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.readiness import body_of, chance_cancelled
 from dare.analysis.judge.relations import cosines_text
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin, Outcome
 from dare.documents.charts import fill_table
@@ -44,8 +44,6 @@ from dare.recipe.entries import write_toml
 
 MOST_NAMES = 3  # names and groups of models that a sentence lists; more are counted
 MOST_PAIRS = 6  # pairs of models that are listed: those that have most to do with each other
-TOO_FAR = ("not_homologous", "large_change")  # findings about models that DARE does not suit
-BASE_IN_DOUBT = ("contained", "other_base")  # findings that ask whether the base is the right one
 DROP_COLUMNS = ("seed >", "drop rate >", "dropped >")  # they say nothing where nothing is dropped
 ORIGINS = dict(zip(Origin, ("unchanged", "LoRA", "full fine-tune", "not known"), strict=True))
 FIGURE_SECTIONS = (
@@ -96,7 +94,7 @@ def make_document(
         code=_recipe(advice),
         sections=(
             *([_merge_section(outcome)] if outcome else []),
-            Section("notices", "Problems found", (nothing,) if is_clear else ()),
+            Section("notices", "Findings", (nothing,) if is_clear else ()),
             _models_section(analysis, readiness, advice),
             *FIGURE_SECTIONS,
             Section("advice", "Why these settings", tuple(why)),
@@ -116,15 +114,11 @@ def _facts(
     analysis: AnalysisData, readiness: Readiness, advice: Advice
 ) -> Iterator[tuple[str, str]]:
     yield "Advice", _advised(advice)
-    far = [name for f in readiness.findings if f.code in TOO_FAR for name in f.subjects]
-    if undroppable := tuple(name for name in far if name not in advice.left_out):
-        change = "its change is" if len(undroppable) == 1 else "their changes are"
-        yield "DARE", f"do not drop from {_some(undroppable)}: {change} too large for that"
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
         lost = share(round(analysis.together.cancelled, 5))
-        usual = f"{share(chance_cancelled(analysis))} is usual for independent changes"
-        yield "In a sum", f"{lost} of all change cancels; {usual}"
+        usual = f"{share(chance_cancelled(analysis))} is normal for independent ones"
+        yield "In a sum", f"{lost} of the changes cancel; {usual}"
 
 
 def _advised(advice: Advice) -> str:
@@ -140,27 +134,22 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     """Return what is notable between models, or that nothing is."""
     notable = [
         f"{_some(finding.subjects)} {_relation(finding)}"
-        for finding in sorted(readiness.findings, key=lambda each: each.code not in BASE_IN_DOUBT)
+        for finding in readiness.findings
         if catalogue()[finding.code].together
     ]
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
-        return f"no two models are nearly alike, and no two work against each other; {cosines}"
+        return f"no two models are alike or opposed; {cosines}"
     return "; ".join(_first(notable))
 
 
 def _relation(finding: Notice) -> str:
-    """Return what models are to each other, in a few words with their cosines or conflicts."""
+    """Return what models are to each other, in a few words with their cosines."""
     words, figures = catalogue()[finding.code].together, finding.figures
     if finding.code == "multiple" and min(figures.values()) < 0:
         words = "are opposite" if len(finding.subjects) == 2 else "are multiples, some opposite"
     ends = [figures[name] for name in ("cosine", "largest_cosine") if name in figures]
-    shown = f" ({cosines_text(ends)})" if ends else ""
-    if finding.code == "opposed" and max(ends) > -figures["limit.apart_cosine"]:
-        most = "up to " if len(finding.subjects) > 2 else ""
-        shown = f" (opposite signs in {most}{share(figures['conflict'])} of their common elements)"
-    asks = ": is the base the right one?" if finding.code in BASE_IN_DOUBT else ""
-    return f"{words}{shown}{asks}"
+    return f"{words} ({cosines_text(ends)})" if ends else words
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -179,9 +168,8 @@ def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, s
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     if not models:
         return
-    largest = max(models, key=lambda model: model.total.relative_norm)
-    change = share(largest.total.relative_norm)
-    yield "Largest change", change, f"{largest.name}, relative to the base"
+    largest = max(models, key=_change)
+    yield "Largest change", share(_change(largest)), f"{largest.name}, relative to the base"
     names = {model.name for model in models}
     if pairs := [pair for pair in analysis.pairs if {pair.first, pair.second} <= names]:
         pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
@@ -189,11 +177,16 @@ def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, s
         yield "Closest pair", cosine_text(pair.total.cosine), remark
 
 
+def _change(model: ModelAnalysis) -> float:
+    """Return the change that advice goes by: of the layers, or of all weights if there is none."""
+    return body_of(model).ratio or model.total.relative_norm
+
+
 def _recipe(advice: Advice) -> Code | None:
     if not advice.recipe:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
-    hint = f"{without}Save it as recipe.toml, and run: dare recipe.toml"
+    hint = f"{without}Save it as recipe.toml. Measure it first: dare search recipe.toml --data math.jsonl code.jsonl"
     return Code("The recipe", "recipe", write_toml(advice.recipe), hint, advice.command)
 
 
@@ -213,19 +206,19 @@ def _merge_section(outcome: Outcome) -> Section:
 
 
 def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> Section:
-    changes = [model.total.relative_norm for model in analysis.models]
+    changes = list(map(_change, analysis.models))
     scale = "; its bars follow the logarithm" if spans_decades(changes) else ""
     table = tabulate(
         analysis.models,
         {
             "model": lambda model: model.name,
-            "change >": lambda model: share(model.total.relative_norm),
+            "change >": lambda model: share(_change(model)),
             "origin": origin,
             "verdict": lambda model: str(readiness.by_model.get(model.name, NOTHING)),
             "remarks": lambda model: _remark(model.name, readiness, advice),
         },
-        hint="Change is ‖δ‖ / ‖base‖: how large the difference δ between the model's weights and "
-        f"the base's is, relative to the base{scale}.",
+        hint="Change is ‖δ‖ / ‖base‖ of the layers: how large the difference δ between the model's "
+        f"weights and the base's is, relative to the base{scale}.",
         tones={str(verdict): tone for verdict, tone in VERDICT_TONES.items()},
         optional=("origin", "remarks", "bars"),
         bars=bar_lengths(changes),

@@ -295,11 +295,11 @@ class DARESparsityAnalyzer:
 def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
     """Say whether a delta is fit for DARE, why, and what to do next; print it, or use `to_json`.
 
-    The verdict and the findings are those of `dare.assess`, which judges several models. A delta
-    without defects has a note with the drop rate that it tolerates.
+    The verdict and the findings are those of `dare.assess`, which judges several models. A note
+    has the recommended drop rate, if there is no defect and the rate is not 0.
     """
     readiness = analysis.readiness
-    if readiness.verdict is not Verdict.NO_DEFECT:
+    if readiness.verdict is not Verdict.NO_DEFECT or not analysis.recommended_drop_rate:
         return readiness
     figures = {name: getattr(analysis, name) for name in catalogue()["fit"].figures}
     size, promise = _size(analysis), _promise(analysis, "its layers")

@@ -500,9 +500,8 @@ def _reason_and_remedy(dropped: Sequence[MergedTensor], *, is_too_large: bool) -
         elements = sum(each.tensor.elements for each in dropped)
         asked = sum(each.drop_rates[1] * each.tensor.elements for each in dropped) / elements
         reason = (
-            f"Relative to the base these changes are too large to drop {round(100 * asked, 2):g}% "
-            "of them at random: the predicted error of the layers' outputs is above the bound of "
-            f"{LIMIT.output_error:.0%}"
+            f"Dropping {round(100 * asked, 2):g}% of the changes at random is predicted to move "
+            f"the layers' outputs by more than {LIMIT.output_error:.0%}"
         )
     names = dict.fromkeys(
         stage.name
@@ -511,7 +510,7 @@ def _reason_and_remedy(dropped: Sequence[MergedTensor], *, is_too_large: bool) -
         if draw is not None
     )
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
-    return f". {reason}", f"Lower drop_rate{leave}"
+    return f". {reason}", f"Compare merges with a lower drop_rate{leave}"
 
 
 # ---------------------------------------------------------------- the sample
@@ -577,7 +576,7 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
             rate = max((table.get("drop_rate", 0.0) for table in settings), default=0.0)
             may_hurt = rate > LIMIT.low_rank_rate
             rank = _low_rank(plan.models[model], sample) if finds_rank or may_hurt else None
-            notices += _far_from_base(name, sample, rate)
+            notices += _unrelated(name, sample)
             if rank is not None and may_hurt:
                 notices.append(notice("low_rank", name, rank=rank, rate=rate))
             ranks.append(rank)
@@ -590,11 +589,6 @@ def sample_models(plan: Plan, *, finds_rank: bool = False) -> SampledModels:
         notices += find_copies(plan, contents)
         notices += _swapped_base(plan, deltas)
     return SampledModels(tuple(notices), tuple(exposures), tuple(not_finite.values()), tuple(ranks))
-
-
-def is_far_from_base(mean: float, ratio: float) -> bool:
-    """Tell a model that is too far from the base for DARE by its mean |δ| and ‖δ‖/‖base‖."""
-    return bool(mean >= LIMIT.foreign_delta or ratio >= LIMIT.foreign_ratio)
 
 
 def is_unrelated(ratio: float, base_share: float) -> bool:
@@ -648,19 +642,14 @@ def _sum_of_squares(values: NDArray[np.floating]) -> float:
     return float(np.square(values, dtype=np.float64).sum())
 
 
-def _far_from_base(name: str, sample: Sequence[SampledMatrix], rate: float) -> Iterator[Notice]:
-    size = sum(each.delta.size for each in sample)
+def _unrelated(name: str, sample: Sequence[SampledMatrix]) -> Iterator[Notice]:
     base_norm = math.sqrt(sum(_sum_of_squares(each.base) for each in sample))
     if not base_norm:  # there is nothing that the model could belong to
         return
-    deltas = [each.inliers for each in sample]
-    mean = sum(float(np.abs(delta).sum(dtype=np.float64)) for delta in deltas) / size
-    ratio = math.sqrt(sum(map(_sum_of_squares, deltas))) / base_norm
+    ratio = math.sqrt(sum(_sum_of_squares(each.inliers) for each in sample)) / base_norm
     products = (float((each.base * each.delta).sum(dtype=np.float64)) for each in sample)
     if is_unrelated(ratio, held := 1 + sum(products) / base_norm**2):
         yield notice("unrelated", name, ratio=ratio, base_share=held, left_out="")
-    elif rate and is_far_from_base(mean, ratio):
-        yield notice("not_homologous", name, mean_magnitude=mean, ratio=ratio, left_out="")
 
 
 def _swapped_base(plan: Plan, deltas: Mapping[str, Mapping[str, Floats]]) -> Iterator[Notice]:

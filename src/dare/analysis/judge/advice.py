@@ -123,7 +123,7 @@ def advise(
     if parameters is None:
         parameters = float(sum(analysis.base_dtypes.values()))
     doubts = _doubts(models, known | {"parameters": parameters}, chosen[0][1], steps)
-    if any(finding.code in ("contained", "other_base") for finding in readiness.findings):
+    if any(finding.code == "contained" for finding in readiness.findings):
         doubts = [notice("base_in_doubt"), *doubts]
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
 

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 HEADLINES = {
-    Verdict.NO_DEFECT: "No defects found in the weights",
+    Verdict.NO_DEFECT: "No defects found",
     Verdict.WITH_CHANGES: "Problems to fix before merging",
     Verdict.UNFIT: "Cannot be merged as given",
 }
@@ -52,17 +52,12 @@ class Readiness(Shown):
 
     @property
     def headline(self) -> str:
-        """The verdict in words, with the method that it is for.
+        """The verdict in words.
 
-        >>> Readiness(Verdict.NO_DEFECT, {}, (), method="linear").headline
-        'No defects found in the weights (method: linear)'
-        >>> Readiness(Verdict.UNFIT, {}, (), method="sum").headline
-        'Cannot be merged as given'
+        >>> Readiness(Verdict.NO_DEFECT, {}, ()).headline
+        'No defects found'
         """
-        words = HEADLINES[self.verdict]
-        # What stops a merge stops it by any method.
-        is_for_all = not self.method or self.verdict is Verdict.UNFIT
-        return words if is_for_all else f"{words} (method: {self.method})"
+        return HEADLINES[self.verdict]
 
     def document(self) -> Document:
         """Return the verdict, each model's, and the findings."""
@@ -157,7 +152,7 @@ class Advice(Shown):
         if not self.recipe:
             return Document("Do not merge these models", tone=Tone.POOR, **known)
         recipe = in_our_form(self.recipe)
-        hint = "Save it as recipe.toml, and run: dare recipe.toml. In Python: dare.merge(advice)"
+        hint = "Save it as recipe.toml. Measure it: dare search recipe.toml --data math.jsonl code.jsonl. In Python: dare.merge(advice)"
         return Document(
             title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),

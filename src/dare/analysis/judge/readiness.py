@@ -25,7 +25,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.relations import Link, Span, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
-from dare.checks.sample import find_real_base, is_far_from_base, is_unrelated
+from dare.checks.sample import find_real_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.words import times
 from dare.planning.make import LeftOut, Misfit
@@ -40,11 +40,10 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
     "unrelated": lambda m: m.is_unrelated,
-    "not_homologous": lambda m: m.is_foreign and not m.is_unrelated,
     "oversized": bool,
     "large_change": lambda m: (
         m.is_changed
-        and not m.is_foreign
+        and not m.is_unrelated
         and not m.was_dropped
         and m.tolerated_drop_rate < LIMIT.easy_rate
     ),
@@ -53,9 +52,8 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "coarser_type": lambda s: s.relative_norm > LIMIT.rounding * s.rounding,
     "missing_tensors": lambda m: m.missing and not m.is_adapter,
     "lora": lambda m: m.is_lora,
-    **dict.fromkeys(("outliers", "same_model", "multiple", "other_base", "contained"), bool),
+    **dict.fromkeys(("outliers", "same_model", "multiple", "contained"), bool),
     **dict.fromkeys(("alike", "opposed", "outweighed"), bool),
-    "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
     **dict.fromkeys(("vocabulary", "mismatched", "integers_differ", "extra_tensors"), bool),
     "tied": bool,
 }
@@ -134,17 +132,17 @@ def _subjects(analysis: AnalysisData, output_error: float) -> Iterator[Values]:
         yield _model_values(model, bodies[model.name], output_error)
         yield from _storage(analysis, model)
         yield from _outliers(model)
-    near = [model for model in analysis.models if not bodies[model.name].is_foreign]
-    files = {model.name: model.file for model in near if model.total.norm}
-    far = {name: body.ratio for name, body in bodies.items()}
-    links = [Link(pair, (far[pair.first], far[pair.second])) for pair in analysis.pairs]
+    related = [model for model in analysis.models if not bodies[model.name].is_unrelated]
+    files = {model.name: model.file for model in related if model.total.norm}
+    sizes = {name: body.ratio for name, body in bodies.items()}
+    links = [Link(pair, min(sizes[pair.first], sizes[pair.second])) for pair in analysis.pairs]
     yield from find_groups(analysis.names, links)
     apart = (link for link in links if not link.is_one_direction)
     relations = {link.ends: (link.cosine, link.pair.ratio) for link in apart}
     if values := find_real_base(analysis.base, files, relations):
         yield {"about": "contained", **values}
-    yield from _outweighed(near)
-    yield from _together(analysis)
+    yield from _outweighed(related)
+    yield from _tied(analysis)
     yield from _unfit(analysis)
 
 
@@ -228,12 +226,8 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
             }
 
 
-def _together(analysis: AnalysisData) -> Iterator[Values]:
-    """Yield what all models do to each other, and what of the base they change twice."""
-    changed = [model for model in analysis.models if model.total.norm]
-    if len(changed) >= 3:  # of two models `opposed` tells more
-        chance, cancelled = chance_cancelled(analysis), analysis.together.cancelled
-        yield {"about": "cancelling", "concerns": (), "cancelled": cancelled, "chance": chance}
+def _tied(analysis: AnalysisData) -> Iterator[Values]:
+    """Yield the tensors that are both embedding and head, if a model changes them."""
     outer = [m.by_kind[kind].norm for m in analysis.models for kind in OUTER if kind in m.by_kind]
     if analysis.tied and any(outer):
         names = some_of(analysis.tied, 3)
@@ -274,11 +268,9 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
 class Body:
     """A model's change without its embeddings, head and norms, if there is anything else."""
 
-    mean_magnitude: float
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
     base_share: float  # how much of the base is in the model: 1 in a fine-tune, 0 in a stranger
-    is_foreign: bool  # True if it is too far from the base for DARE
     is_unrelated: bool  # True if next to nothing of the base is in it
 
 
@@ -290,18 +282,14 @@ def body_of(model: ModelAnalysis) -> Body:
     kinds = (Kind.ATTENTION, Kind.MLP, Kind.OTHER)
     parts = [model.by_kind[kind] for kind in kinds if kind in model.by_kind]
     parts = [part for part in parts if part.base_norm] or [model.total]
-    finite = [part.elements - part.not_finite for part in parts]
     norm = math.hypot(*(part.inliers.norm for part in parts))
     base_norm = math.hypot(*(part.base_norm for part in parts))
-    sums = (part.inliers.mean_magnitude * n for part, n in zip(parts, finite, strict=True))
-    mean = sum(sums) / sum(finite) if any(finite) else 0.0
     ratio = norm / base_norm if base_norm else 0.0
     outliers = sum(part.inliers.outliers for part in parts)
     # Files of earlier versions do not have the product: there the ratio alone decides.
     products = (-(p.base_norm**2) if p.base_product is None else p.base_product for p in parts)
     held = 1 + sum(products) / base_norm**2 if base_norm else 1.0
-    far = is_far_from_base(mean, ratio), is_unrelated(ratio, held)
-    return Body(mean, ratio, outliers, held, *far)
+    return Body(ratio, outliers, held, is_unrelated(ratio, held))
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:

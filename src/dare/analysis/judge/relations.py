@@ -1,4 +1,4 @@
-"""Models that belong together: copies, multiples, models that are alike or oppose each other.
+"""Models whose changes are related: copies, multiples, models that are alike or opposed.
 
 A relation holds for two models. A finding is about all models that it links, directly or by way of
 others: three copies are one group, not three pairs.
@@ -6,6 +6,7 @@ others: three copies are one group, not three pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,28 +20,22 @@ Values = dict[str, Any]
 
 
 class Link:
-    """Two models and their relation; `distances` are those of their layers from the base's."""
+    """Two models and their relation; `size` is the smaller ‖δ‖/‖base‖ of their layers."""
 
-    def __init__(self, pair: PairAnalysis, distances: tuple[float, float]) -> None:
-        self.pair, self.distances = pair, distances
-        self.ends, self.cosine = (pair.first, pair.second), pair.total.cosine
-        self.is_far = min(distances) >= LIMIT.large_ratio  # both of them
-        # Far from the base two models may have come a long way together.
-        least = LIMIT.far_cosine if self.is_far else LIMIT.same_cosine
-        self.is_one_direction = abs(self.cosine) >= least
+    def __init__(self, pair: PairAnalysis, size: float) -> None:
+        self.pair, self.ends, self.cosine = pair, (pair.first, pair.second), pair.total.cosine
+        # Much may be common to models that are not the same, such as a base rounded to 4 bits.
+        own = size * math.sqrt(max(0.0, 1 - self.cosine**2))
+        is_near = abs(self.cosine) >= LIMIT.same_cosine
+        self.is_one_direction = is_near and own <= LIMIT.same_distance
         self.is_same = self.is_one_direction and abs(pair.ratio - 1) <= LIMIT.same_size
-        self.is_alike = self.cosine >= LIMIT.alike_cosine and not self.is_one_direction
-        # They undo more of each other's changes than chance would have it.
-        against = self.cosine <= -LIMIT.apart_cosine or pair.total.conflict >= LIMIT.conflict
-        self.is_opposed = against and not self.is_one_direction
 
 
 RELATIONS: dict[str, Callable[[Link], bool]] = {
     "same_model": lambda link: link.is_same,
     "multiple": lambda link: link.is_one_direction,
-    "other_base": lambda link: link.is_alike and link.is_far,
-    "alike": lambda link: link.is_alike and not link.is_far,
-    "opposed": lambda link: link.is_opposed,
+    "alike": lambda link: link.cosine >= LIMIT.alike_cosine and not link.is_one_direction,
+    "opposed": lambda link: link.cosine <= -LIMIT.alike_cosine and not link.is_one_direction,
 }
 
 
@@ -68,24 +63,16 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
     """Return the values of a group, by the links that the rule is about."""
     held = [link for link in inside if RELATIONS[rule](link)]
     whole = all(RELATIONS[rule](link) or link.is_one_direction for link in inside)
-    far = [distance for link in held for distance in link.distances]
-    conflicts = [link.pair.total.conflict for link in held]
     cosines = [link.cosine for link in held]
-    every = "both" if len(names) == 2 else f"all {len(names)}"
     return {
         "about": rule,
         "concerns": names,
         "who": "They" if whole else some_of([" and ".join(link.ends) for link in held], 3),
-        "all": every,
-        "how": f": {every} make the same change ({cosines_text(cosines)})",
+        "how": f" or differ only by rounding ({cosines_text(cosines)})",
         "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
         "cosine": min(cosines),
         "largest_cosine": max(cosines),
         "cosines": cosines_text(cosines),
-        "conflict": max(conflicts),
-        "conflicts": Span(conflicts),
-        "nearest": min(far),
-        "far": Span(far),
         **_multiples(names[0], inside),
     }
 

@@ -14,7 +14,7 @@ import { writeToml } from "./toml.js";
 export { readAnalysis, readFile } from "./analysis/reading.js";
 
 const HEADLINES = {
-  "no defect found": "No defects found in the weights",
+  "no defect found": "No defects found",
   "needs changes": "Problems to fix before merging",
   "cannot be merged": "Cannot be merged as given",
 };
@@ -41,11 +41,6 @@ function counted(found) {
   return parts.length ? listed(parts) : "no problems found";
 }
 
-/** What stops a merge stops it by any method. */
-function headline({ verdict: word, method }) {
-  return HEADLINES[word] + (method && word !== "cannot be merged" ? ` (method: ${method})` : "");
-}
-
 function verdict({ base, models, readiness }) {
   const many = models.length > MOST_NAMED;
   const names = many ? times(models.length, "model") : listed(models.map(({ name }) => name));
@@ -54,14 +49,14 @@ function verdict({ base, models, readiness }) {
   const list = make("ul", { className: "each" }, ...each);
   list.setAttribute("aria-label", "Verdict on each model");
   return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
-    make("h3", { tabIndex: -1 }, headline(readiness)),
+    make("h3", { tabIndex: -1 }, HEADLINES[readiness.verdict]),
     paragraph("lead", "Merging ", make("b", {}, names), " into ", make("b", {}, shortName(base)),
       `: ${counted(readiness.findings)}.`),
     list);
 }
 
 function tiles({ base_dtypes: types, models, pairs, together, advice }) {
-  const change = (model) => figures.relativeNorm(model.total);
+  const change = figures.changeOf;
   const largest = models.reduce((most, model) => (change(model) > change(most) ? model : most));
   const shown = [
     ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
@@ -98,7 +93,7 @@ function models(analysis) {
   ];
   const row = ({ total, ...model }) => [
     model.name,
-    share(figures.relativeNorm(total)),
+    share(figures.changeOf({ total, ...model })),
     number(total.mean_magnitude),
     number(total.quantiles.p99),
     number(total.largest),
@@ -106,7 +101,7 @@ function models(analysis) {
     origin(model),
   ];
   return card("The models", wideTable("Models", columns, analysis.models.map(row)),
-    paragraph("hint", "Change is ‖δ‖ / ‖base‖, where δ is the model's weights minus the base's."));
+    paragraph("hint", "Change is ‖δ‖ / ‖base‖ of the layers; δ is the model's weights minus the base's."));
 }
 
 function pairs(analysis) {
@@ -120,7 +115,7 @@ function pairs(analysis) {
   const lost = share(analysis.together.cancelled);
   return card("How the models compare", wideTable("Pairs", columns, rows), paragraph("hint",
     "Near a cosine of 0 the changes are independent. Above 0 the models share part of their ",
-    "change; below 0 they work against each other. By chance, half of the elements that both ",
+    "change; below 0 their changes are partly opposite. By chance, half of the elements that both ",
     `change go in opposite directions. In a sum, ${lost} of all change cancels out; by chance about `,
     `${share(figures.chanceCancelled(analysis.models))}.`));
 }

@@ -94,6 +94,13 @@ export function relativeNorm({ inliers, base_norm }) {
   return inliers.norm ? Infinity : 0;
 }
 
+/** The change that advice goes by: of the layers without norms, or of all weights. */
+export function changeOf({ cells, total }) {
+  const parts = cells.filter(({ kind }) => ["attention", "mlp", "other"].includes(kind));
+  const size = (of) => Math.hypot(...parts.map(({ statistics }) => of(statistics)));
+  return size(({ inliers }) => inliers.norm) / size((part) => part.base_norm) || relativeNorm(total);
+}
+
 /** What independent changes of the models' sizes would lose when they are added up. */
 export function chanceCancelled(models) {
   const sizes = models.map(({ total }) => total.inliers.mean_magnitude);
