@@ -117,7 +117,7 @@ USAGE: dict[str, tuple[str, ...]] = {
     "--quiet": ("UsageError", "--base and --models missing", "--config"),
     "verify": ("UsageError", "verify"),
     f"{MERGE_TWO} --drop-rat 0.5": ("UnknownOptionError", "--drop-rat", "`dare merge --help`"),
-    "search a b 'c d' --eval e:f": ("UnusedCliTokensError", ": b 'c d'", "`dare search --help`"),
+    "methods ties a 'c d'": ("UnusedCliTokensError", ": a 'c d'", "`dare methods --help`"),
     "base.safetensors '' code.safetensors -o x": ("UsageError", "empty", "variable"),
     "-b '' -m math.safetensors -o x": ("UsageError", "empty", "variable"),
     "base.safetensors math.safetensors --output=": ("UsageError", "empty", "variable"),

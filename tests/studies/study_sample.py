@@ -162,7 +162,7 @@ def make_ranked(trials: list[Trial], *, baseline: str = "") -> Ranked:
 
 
 def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
-    """What could be concluded: the first is the best, those within 0.03 are tied with it."""
+    """What could be concluded: those within 0.03 of the best are tied with it."""
     by_setting: dict[str, list[Trial]] = {}
     for trial in data.trials:
         if trial.is_done:
@@ -171,9 +171,10 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
         map(make_ranked, by_setting.values()), key=lambda r: (bool(r.broken), -r.objective.value)
     )
     baselines = [make_ranked([trial], baseline=trial.name) for trial in data.baselines]
-    best = ranking[0] if ranking and not ranking[0].broken else None
-    gap = {r.label: best.objective.value - r.objective.value if best else 0.0 for r in baselines}
-    tied = [r for r in ranking[1:] if best and best.objective.value - r.objective.value < 0.03]
+    kept = [ranked for ranked in (*ranking, *baselines) if not ranked.broken]
+    best = max(kept, key=lambda ranked: ranked.objective.value, default=None)
+    gaps = {r.key: best.objective.value - r.objective.value for r in kept if r is not best}
+    tied = [r for r in kept if gaps.get(r.key, 1.0) < 0.03]
     return Conclusion(
         **{
             "ranking": tuple(ranking),
@@ -181,14 +182,13 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             "best": best,
             "against": tuple(
                 Difference(
-                    name,
-                    Estimate(value, value - 0.05, value + 0.05),
-                    "better" if value > 0.05 else "no clear difference",
+                    r.short,
+                    Estimate(gaps[r.key], gaps[r.key] - 0.05, gaps[r.key] + 0.05),
+                    "better" if gaps[r.key] > 0.05 else "no clear difference",
                 )
-                for name, value in gap.items()
-            )
-            if best
-            else (),
+                for r in baselines
+                if r.key in gaps
+            ),
             "tied": tuple(tied),
             "simplest": tied[-1] if tied else best,
             "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},

@@ -10,7 +10,7 @@ from dare.errors import RecipeError
 from dare.recipe.document import request_from_document, with_settings
 from dare.recipe.recipe import Recipe
 from dare.recipe.search import Range
-from dare.studies.space import Space, is_random
+from dare.studies.space import Space, UsualMerges, is_random
 from dare.studies.study import _sampler
 
 
@@ -282,3 +282,82 @@ def test_the_table_of_a_recipe_survives_being_written(tmp_path: Path):
 def test_a_table_that_makes_no_sense_is_refused(table, message):
     with pytest.raises(RecipeError, match=message):
         recipe(search=table)
+
+
+# ---------------------------------------------------------------- without settings
+
+
+def tried(usual: UsualMerges) -> list[tuple]:
+    return [(each["method"], each["scale"], each.get("drop_rate")) for each in usual.first]
+
+
+AVERAGES = [("linear", scale, None) for scale in (1.0, 1.5, 0.7, 2.2, 0.5)]
+USUAL = [
+    *AVERAGES,
+    *((method, scale, None) for method in ("tsv", "ties") for scale in (1.0, 1.5, 0.7)),
+    *(
+        (method, scale, rate)
+        for rate in (0.5, 0.9)
+        for method in ("dare+linear", "dare+ties")
+        for scale in (1.0, 1.5)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        ({"method": "sum"}, [("sum", 1.0, None)]),
+        ({"method": "linear"}, []),
+        ({"method": "dare+linear", "stages": {"dare": {"drop_rate": 0.9}}}, []),
+        ({"method": "ties", "scale": 0.8}, [("ties", 0.8, None)]),
+        (
+            {"method": "dare+ties", "stages": {"dare": {"drop_rate": 0.3}}},
+            [("dare+ties", 1.0, None)],
+        ),
+    ],
+)
+def test_each_usual_merge_is_tried_once_and_the_recipes_own_first(settings, own):
+    found = tried(UsualMerges(recipe(**settings), None))
+    if own:
+        assert found == [*own, *USUAL]
+    else:
+        assert sorted(found, key=str) == sorted(USUAL, key=str)
+        assert found[0][0] == settings["method"]
+
+
+def test_regmean_is_tried_where_there_are_inputs():
+    usual = UsualMerges(recipe(method="linear"), "grams.safetensors")
+    last = [{k: v for k, v in each.items() if k != "scale"} for each in usual.first[-2:]]
+    assert last == [{"method": "regmean", "gathered": "grams.safetensors"}] * 2
+    Space(usual.recipe, usual.space).check()
+
+
+def places(usual: UsualMerges, best: dict) -> list[dict]:
+    return [usual.at(place, lambda _: best) for place in range(usual.count)]
+
+
+def test_the_best_is_tried_without_each_model_and_then_at_scales_beside_its_own():
+    given = Recipe(base="base", models=["math", "code", "law"], method="linear")
+    usual = UsualMerges(given, None)
+    best = {"method": "ties", "scale": 1.5}
+    rest = places(usual, best)[len(USUAL) :]
+    names = ("math", "code", "law")
+    assert rest[:3] == [{**best, f"include.{name}": False} for name in names]
+    assert [each["scale"] for each in rest[3:]] == [2.25, 1.05, 3.3]
+    with pytest.raises(IndexError):
+        usual.at(usual.count, lambda _: best)
+    # Without a best, it is the first.
+    assert usual.at(len(USUAL) + 1, lambda _: None) == {**usual.first[0], "include.code": False}
+
+
+def test_strangers_are_left_out_of_all_and_two_models_stay_together():
+    given = Recipe(base="base", models=["math", "code", "law"], method="linear")
+    usual = UsualMerges(given, None, left_out=("code",))
+    every = places(usual, usual.first[0])
+    assert all(each["include.code"] is False for each in every)
+    assert {frozenset(each) & {"include.math", "include.law"} for each in every} == {frozenset()}
+    assert len(every) == len(USUAL) + 3
+    assert [each["scale"] for each in every[-3:]] == [1.25, 0.85, 3.0]  # that were not tried
+    pair = UsualMerges(recipe(method="linear"), None)
+    assert len(places(pair, pair.first[0])) == len(USUAL) + 3

@@ -11,7 +11,14 @@ from scipy import stats
 from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
 from dare.studies.results import Entry, Estimate, Scored, State, Trial, group_means
-from dare.studies.statistics import pareto_front, resample, verdict
+from dare.studies.statistics import (
+    is_behind,
+    items_needed,
+    pareto_front,
+    resample,
+    verdict,
+    visible_difference,
+)
 
 MEAN = Objective()
 
@@ -63,7 +70,9 @@ def test_differences_are_paired():
     better = {i: v + 0.25 for i, v in easy.items()}
     table = resample(alone(of_items(better), of_items(easy)), MEAN)
     found = table.difference(0, 1)
-    assert (found.value, found.low, found.high) == (pytest.approx(0.25),) * 3
+    half = 1.96 * 0.25 / math.sqrt(200)  # if the sign of each difference were chance
+    ends = (found.low, found.value, found.high)
+    assert ends == pytest.approx((0.25 - half, 0.25, 0.25 + half), abs=0.1 * half)
     assert table.estimate(0).high - table.estimate(0).low > 2
     assert verdict(found) == "better"
     assert verdict(table.difference(1, 0)) == "worse"
@@ -268,21 +277,128 @@ def test_intervals_hold_as_often_as_they_say():
     assert all(0.90 <= count / 150 <= 0.99 for count in held.values()), held
 
 
-def test_the_best_of_many_equal_settings_is_rarely_called_better():
-    better = {"runner-up": 0, "baseline": 0, "baseline, as if not chosen": 0}
-    runs = 100
+def of_nothing(seed: int, contenders: int, items: int, agreement: float = 0.8, size: int = 1):
+    """Contenders of which none is better: items that are equal for all by chance, or fair coins.
+
+    Each has `size` copies, which belong together.
+    """
+    random = np.random.default_rng([20, seed])
+    same, own = random.random(items) < 0.5, random.random((contenders, items)) < 0.5
+    is_same = random.random((contenders, items)) < agreement
+    right = np.where(is_same, same, own)
+    return [
+        {f"a/{n}/{copy}": float(v) for n, v in enumerate(row) for copy in range(size)}
+        for row in right
+    ]
+
+
+def reach_of_a_fixed_control(table, control: int) -> float:
+    """Return how far the others reach from one, if it had been named before."""
+    others = np.arange(len(table.values)) != control
+    moves = np.abs(table.flips[others] - table.flips[control])
+    return float(np.quantile((moves / table.errors[others, control, None]).max(axis=0), 0.95))
+
+
+def test_a_search_of_nothing_rarely_finds_a_difference_between_any_two():
+    found, by_fixed_control, runs = 0, 0, 300
     for run in range(runs):
-        random = np.random.default_rng([1, run])
-        chance = random.random(100)
-        trials = [of_items(right_or_wrong(random, 100, chance)) for _ in range(21)]
-        table = resample(alone(*trials), MEAN, resamples=400)
-        best, runner_up = np.argsort(-table.values[:20])[:2]
-        better["runner-up"] += verdict(table.difference(best, runner_up)) == "better"
-        better["baseline"] += verdict(table.difference(best, 20)) == "better"
-        better["baseline, as if not chosen"] += verdict(table.difference(best, 20)) == "better"
-    assert better["runner-up"] < 0.1 * runs
-    assert better["baseline"] < 0.1 * runs
-    assert better["baseline, as if not chosen"] > 0.1 * runs  # hence `among`
+        scored = map(of_items, of_nothing(run, 12, 80))
+        table = resample(alone(*scored), MEAN, resamples=400)
+        best, worst = int(table.values.argmax()), int(table.values.argmin())
+        found += verdict(table.difference(best, worst)) == "better"
+        gap = (table.values[best] - table.values[worst]) / table.errors[best, worst]
+        by_fixed_control += gap > reach_of_a_fixed_control(table, best)
+    assert 0.02 * runs < found < 0.09 * runs  # 5 %, within three standard errors
+    assert by_fixed_control > 0.12 * runs  # the best is no control that was named before
+
+
+def test_items_that_belong_together_are_one_draw():
+    called = {"together": 0, "apart": 0}
+    runs = 150
+    for run in range(runs):
+        contenders = of_nothing(run, 4, 40, size=5)
+        for way in called:
+            named = [
+                {i if way == "together" else f"a/{i.replace('/', '-')}": v for i, v in c.items()}
+                for c in contenders
+            ]
+            table = resample(alone(*map(of_items, named)), MEAN, resamples=300)
+            best, worst = int(table.values.argmax()), int(table.values.argmin())
+            called[way] += verdict(table.difference(best, worst)) == "better"
+    assert called["together"] < 0.1 * runs
+    assert called["apart"] > 0.3 * runs
+
+
+def test_copies_in_a_cluster_leave_the_interval_as_it_is():
+    items = right_or_wrong(np.random.default_rng(3), 60, groups="a")
+    worse = {i: v * (n % 4 > 0) for n, (i, v) in enumerate(items.items())}
+    found = []
+    for copies in (1, 5):
+        given = [
+            {f"{i}/{n}": v for i, v in own.items() for n in range(copies)} for own in (items, worse)
+        ]
+        table = resample(alone(*map(of_items, given)), MEAN)
+        assert table.items == 60 * copies
+        found.append((table.difference(0, 1), table.estimate(0)))
+    for one, five in zip(*found, strict=True):
+        ends = (five.low, five.value, five.high)
+        assert ends == pytest.approx((one.low, one.value, one.high), abs=1e-9)
+
+
+@pytest.mark.parametrize(("items", "contenders", "agreement"), [(200, 6, 0.8), (80, 12, 0.5)])
+def test_the_visible_difference_is_seen_in_four_of_five_searches(items, contenders, agreement):
+    size = visible_difference(items, contenders, agreement=agreement)
+    seen, runs = 0, 120
+    for run in range(runs):
+        random = np.random.default_rng([21, run])
+        same = random.random(items) < 0.5
+        flips = random.random((contenders, items)) < (1 - agreement) / 2  # two differ at twice that
+        right = same ^ flips
+        # As many items differ between the first two; those where only the first is right are more.
+        differ = random.random(items) < 1 - agreement
+        first = random.random(items) < 0.5 * (1 + size / (1 - agreement))
+        right[0], right[1] = np.where(differ, first, same), np.where(differ, ~first, same)
+        scored = [of_items({f"a/{n}": float(v) for n, v in enumerate(row)}) for row in right]
+        table = resample(alone(*scored), MEAN, resamples=300)
+        seen += verdict(table.difference(0, 1)) == "better"
+    assert 0.65 * runs < seen < 0.93 * runs
+
+
+def test_more_items_agreement_and_tasks_show_smaller_differences():
+    size = visible_difference(200, 8)
+    assert items_needed(size, 8) == pytest.approx(200, abs=1)
+    assert visible_difference(100, 8, tasks=2) == pytest.approx(size)
+    assert visible_difference(800, 8) == pytest.approx(size / 2)
+    assert (
+        visible_difference(200, 8, agreement=0.3) > size > visible_difference(200, 8, agreement=0.9)
+    )
+    assert visible_difference(200, 30) > size
+    assert visible_difference(2, 8) == 1
+    # All that differ differ one way, as a sign test of so many items needs.
+    assert visible_difference(40, 2, agreement=1.0) == pytest.approx(
+        (1.96 + 0.8416) ** 2 / 40, 1e-3
+    )
+
+
+# ------------------------------------------------------------------------------------- racing
+
+
+@pytest.mark.parametrize(
+    ("losses", "cluster", "is_clear"),
+    [
+        (4, "{}", False),  # 4/20 lost: as much as two errors of √4/20
+        (5, "{}", True),  # 5/20 is more than 2 √5/20
+        (5, "0/{}", False),  # one cluster is one loss
+        (0, "{}", False),
+    ],
+)
+def test_behind_is_what_lost_two_standard_errors(losses, cluster, is_clear):
+    best = {f"a/{cluster.format(n)}": 1.0 for n in range(20)}
+    items = {i: float(n >= losses) for n, i in enumerate(best)}
+    assert is_behind(items, best, MEAN) is is_clear
+    assert is_behind(best, items, Objective({"a": -1.0})) is is_clear
+    assert not is_behind(best, items, MEAN)
+    assert not is_behind(items, best, Objective({"english": 1.0}))  # which is no mean of items
 
 
 def test_a_setting_that_is_better_is_found_among_many():

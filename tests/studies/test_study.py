@@ -157,22 +157,6 @@ def test_a_baseline_that_failed_is_tried_again_by_the_next_process(tmp_path: Pat
         assert found.objective == 0.5
 
 
-def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
-    with closing(Study(tmp_path / "study.db", replace(CHARTER, race=True))) as study:
-        stopped = []
-        for place in range(9):
-            claim = study.take_next(SPACE, 9, leave_to_sampler)
-            value = (0.9, 0.1, 0.2, 0.95, 0.3, 0.4, 0.96, 0.5, 0.97)[place]
-            if claim.report(value, 0):
-                stopped.append(value)
-                claim.end(State.STOPPED, scored=Scored({"score": value}), objective=value)
-            else:
-                finish(claim, value)
-        assert stopped == [0.1, 0.2, 0.3, 0.4, 0.5]
-        states = [placed.trial.state for placed in study.trials()]
-        assert states.count(State.STOPPED) == 5
-
-
 @pytest.mark.parametrize(
     ("changed", "subject"),
     [

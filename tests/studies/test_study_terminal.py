@@ -8,10 +8,11 @@ import pytest
 import study_sample as sample
 from rich.cells import cell_len
 
+from dare.documents.document import Tone
 from dare.documents.notices import notice
 from dare.documents.terminal import SafeConsole, print_document
-from dare.studies.document import study_document
-from dare.studies.results import Difference, Estimate, State, Trial
+from dare.studies.document import headline, study_document
+from dare.studies.results import Difference, Estimate, State, Task, Trial
 from dare.studies.searching import live_line
 
 HOSTILE = "[red]x[/red]\x1b[2J\nline"
@@ -36,26 +37,65 @@ def test_no_line_is_longer_than_the_terminal(make, width):
     assert max(map(cell_len, lines)) <= width
 
 
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
 def test_what_decides_comes_first():
     lines = shown(sample.make_search()).splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("  "))
     title = " ".join(lines[:first])
-    assert "Trial 8 " in title
+    assert title.startswith("Merge: sum, scale 1, of add and sort  ")
+    assert "80.0 %, 95 % interval 70–90" in title
+    assert "the sum" in title.partition("as good:")[2]
     assert title.endswith("18 of 24 trials done, 3 stopped early, 3 failed.")
-    assert lines[first].startswith("  Best ")
-    assert "trial 8, method=sum scale=1: 0.7 (0.66 … 0.73)" in lines[first]
     labels = [line[2:].split("  ")[0] for line in lines if re.match(r"  \S", line)]
-    assert labels[:5] == ["Best", "May be as good", "Simplest of these", "Holdout", "Noise"]
+    assert labels == ["Measured", "Simplest"]
+
+
+def test_the_answer_is_one_screen_and_what_more_there_is_comes_with_rows():
+    data = sample.make_search()
+    short, long = shown(data), shown(data, rows=30)
+    assert len(short.splitlines()) <= 24
+    heads = ("The best compared with", "Which settings matter", "Baselines", "3 trials failed")
+    assert [head in short for head in heads] == [False] * 4
+    assert [head in long for head in heads] == [True] * 4
+
+
+def test_tasks_have_a_row_and_say_what_they_won_or_lost():
+    data = sample.make_search()
+    estimates = [Estimate(q, q - 0.1, q + 0.1) for q in (0.1, 0.5, 0.4, 0.3)]
+    changes = [Estimate(v, v - 0.05, v + 0.05) for v in (0.3, -0.2, 0.01, 0.1)]
+    said = ("better", "worse", "no clear difference", "not known")
+    tasks = [
+        Task("", 20, True, *estimates, "add", Difference("add alone", change, verdict))
+        for change, verdict in zip(changes, said, strict=True)
+    ]
+    bits = Estimate(0.9)
+    tasks.append(
+        Task(
+            "text", 0, False, None, bits, None, bits, "sort", Difference("x", -changes[0], "worse")
+        )
+    )
+    found = replace(sample.make_conclusion(data), tasks=tuple(tasks))
+    rows = rows_of(shown(data, found, width=120))
+    every = ["all", "tasks", "10.0", "%", "(0–20)", "add", "50.0", "%", "(40–60)"]
+    every += ["40.0", "%", "(30–50)", "30.0", "%", "(20–40)"]
+    ends = [["won", "30.0", "points"], ["lost", "20.0", "points"], ["+1.0,", "not", "clear"]]
+    assert [row for row in rows if row[:1] == ["all"]] == [
+        [*every, *end] for end in (*ends, ["+10.0"])
+    ]
+    assert ["text", "sort", "0.90", "0.90", "lost", "0.30"] in rows
 
 
 def test_each_baseline_has_a_difference_an_interval_and_a_verdict():
-    lines = [line.split() for line in shown(sample.make_search()).splitlines()]
-    assert ["base", "+0.65", "+0.6", "…", "+0.7", "better"] in lines
-    assert ["sum", "+0", "-0.05", "…", "+0.05", "no", "clear", "difference"] in lines
+    rows = rows_of(shown(sample.make_search(), rows=5))
+    assert ["base", "+0.65", "+0.6", "…", "+0.7", "better"] in rows
+    assert ["sum", "+0", "-0.05", "…", "+0.05", "no", "clear", "difference"] in rows
 
 
 def test_importance_has_bars_beside_the_largest():
-    lines = shown(sample.make_search()).splitlines()
+    lines = shown(sample.make_search(), rows=5).splitlines()
     bars = {line.split()[0]: line.count("█") for line in lines if "█" in line}
     assert bars == {"drop_rate": 24, "method": 7, "scale": 1}
 
@@ -77,8 +117,10 @@ def test_settings_are_columns_at_eighty_columns_and_guards_are_told():
     assert ["8", "sum", "1", "–", "0.7", "0.66", "…", "0.73"] in [row[:8] for row in rows]
     assert sum("broken" in row for row in rows) == 3
     many = {f"weight.model-{n}": n / 10 for n in range(9)}
-    trials = [sample.make_trial(n, {**many, "scale": n, "drop_rate": n / 9}, 0.5) for n in (1, 2)]
-    text = shown(sample.make_search(0, trials=tuple(trials)), width=80)
+    trials = [sample.make_trial(n, {**many, "scale": n, "drop_rate": n / 9}, 0.9) for n in (1, 2)]
+    files = {"base_file": "base", "merge_files": [f"model-{n}" for n in range(9)]}
+    recipe = {**sample.RECIPE, "models": files}
+    text = shown(sample.make_search(0, trials=tuple(trials), recipe=recipe), width=80, rows=5)
     assert " ".join(f"{name}={value:g}" for name, value in many.items()) in " ".join(text.split())
     assert max(map(cell_len, text.splitlines())) <= 80
     assert "…  " not in text.split("Settings, best first")[1].replace(" … ", "")
@@ -86,7 +128,7 @@ def test_settings_are_columns_at_eighty_columns_and_guards_are_told():
 
 def test_failures_are_counted_and_shown_with_their_output_if_asked():
     data = sample.make_search()
-    text = shown(data)
+    text = shown(data, rows=5)
     assert "3 trials failed\n  3 trials: the command ended with status 1\n" in text
     assert "MemoryError" not in text
     full = shown(data, outputs=True)
@@ -106,43 +148,60 @@ def test_nothing_from_outside_is_acted_on():
         against=(Difference(HOSTILE, Estimate(0.0), "not known"),),
         importance={HOSTILE: 0.5},
     )
-    text = shown(data, conclusion, width=160, outputs=True) + live_line(data, conclusion, 5.0)
+    text = shown(data, conclusion, width=160, rows=9, outputs=True)
+    text += live_line(data, conclusion, 5.0)
     assert "\x1b" not in text
     assert text.count("[red]x[/red]\\x1b[2J\\n") >= 5
 
 
 def test_letters_that_cannot_be_written_are_replaced():
-    text = shown(sample.make_sweep(), encoding="latin-1")
+    text = shown(sample.make_sweep(), encoding="latin-1", rows=5)
     assert "#" * 24 in text
 
 
 def test_without_trials_there_are_the_baselines():
-    text = shown(sample.make_search(0))
-    assert text.startswith("Not finished yet  0 of 0 trials done.\n")
-    assert "average" in text
+    text = shown(sample.make_search(0), rows=5)
+    assert text.startswith("Not finished yet  So far: Merge: the sum of add and sort.")
+    assert ["average", "0.6"] in [row[:2] for row in rows_of(text)]
 
 
-def test_when_all_settings_break_guards_that_is_the_headline():
+def test_when_all_candidates_break_guards_that_is_the_headline():
     data = sample.make_search(8)
-    data = replace(data, trials=(data.trials[7],), planned=1)
-    assert shown(data).startswith("Every setting breaks a guard  1 of 1 trial done")
+    data = replace(data, trials=(data.trials[7],), planned=1, baselines=())
+    assert shown(data).startswith("No answer: every candidate breaks a guard  1 of 1 trial done")
 
 
-def test_a_better_baseline_is_the_headline():
+@pytest.mark.parametrize(
+    ("place", "title", "recipes"),
+    [
+        (0, "Do not merge: the base is best", set()),
+        (1, "Use add alone", set()),
+        (4, "Merge: the sum of add and sort", {"best-recipe"}),
+    ],
+)
+def test_a_baseline_may_be_the_answer(place, title, recipes):
     data = sample.make_sweep()
     found = sample.make_conclusion(data)
-    better = found.baselines[-1:]
-    text = shown(data, replace(found, better=better, chosen=better[0], simplest=better[0]))
-    assert text.startswith("A baseline is better than the best setting")
-    assert "Take instead" in text
-    assert "Simplest within noise" not in text
-    part = replace(better[0], baseline="sum × 0.4")
-    text = shown(data, replace(found, better=(part,), chosen=part, simplest=part))
-    assert ("40% of the sum" in text, "the 40%" in text) == (True, False)
-    single = found.baselines[1]
-    text = shown(data, replace(found, better=(single,), chosen=single, simplest=single))
-    assert text.startswith("Do not merge: a baseline is better than the best setting")
-    assert "do not merge: add is better" in " ".join(text.split())
+    best = found.baselines[place]
+    document = study_document(data, replace(found, best=best, simplest=best, tied=()))
+    assert document.title == title
+    (section,) = (section for section in document.sections if section.name == "recipe")
+    assert {code.name for code in section.parts} == recipes
+
+
+def test_luck_is_said_as_it_is():
+    data = sample.make_sweep()
+    found = sample.make_conclusion(data)
+    assert (headline(data, found)[1], found.tied) == (Tone.GOOD, ())
+    tied = replace(found, tied=tuple(found.baselines))
+    _, tone, sure = headline(data, tied)
+    assert (tone, "1 more" in sure) == (Tone.FAIR, True)  # four are named
+    unknown = tuple(replace(d, verdict="not known") for d in found.against)
+    no_items = notice("no_items", reason="none", consequence="none")
+    _, tone, sure = headline(data, replace(found, against=unknown, notices=(no_items,)))
+    assert (tone, "luck" in sure, "per-item" in sure) == (Tone.PLAIN, True, True)
+    alone = replace(found, best=found.baselines[1])
+    assert headline(data, alone)[1] is Tone.PLAIN  # no merge is no good news
 
 
 def test_the_live_line_says_what_is_known():
@@ -152,5 +211,5 @@ def test_the_live_line_says_what_is_known():
         "18 of 24 trials done, 3 stopped early, 3 failed"
         " · best: trial 8, 0.7 (0.66 … 0.73) · 3 min left"
     )
-    empty = sample.make_search(0, planned=5)
+    empty = sample.make_search(0, planned=5, baselines=())
     assert live_line(empty, sample.make_conclusion(empty), 5.0) == "0 of 5 trials done · 5 s left"

@@ -114,7 +114,7 @@ def test_without_the_token_a_page_says_what_to_do(client, path):
     assert answer.status == 401
     assert answer.headers["content-type"].startswith("text/html")
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert b"dare playground" in answer.body
+    assert b"from the terminal to the address bar" in answer.body
     assert b"token" in answer.body
     assert client.token.encode() not in answer.body
 

@@ -133,7 +133,6 @@ def _next_steps(same: Sequence[str], *, offers_merge: bool) -> dict[str, str]:
 def advise(
     *inputs: Inputs,
     output: Annotated[Path | None, output_flag("The merge's output.")] = None,
-    study: Annotated[Path | None, Parameter(help="A study to follow, instead of rules.")] = None,
     steps: Steps = None,
     options: Options | None = None,
     quiet: Quiet = False,
@@ -141,17 +140,6 @@ def advise(
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
-    if study is not None:
-        if inputs:
-            raise UsageError("give models or --study, not both: a study knows its models")
-        from dare.studies.document import read_result
-
-        result = read_result(study)
-        if json:
-            print_json(result.to_dict())
-        else:
-            print(result.to_toml(simplest=True, output=output), end="")
-        return DONE
     if output is not None and output.suffix in (".toml", ".json", ".yaml", ".yml"):
         where = f"to write the recipe to a file, end the command with > {output}"
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")

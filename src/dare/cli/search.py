@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
+from warnings import catch_warnings
 
 from cyclopts import App, Group, Parameter
 from rich.console import Console
@@ -34,7 +34,7 @@ from dare.cli.flags import (
 )
 from dare.documents.terminal import make_console, print_document
 from dare.documents.words import times
-from dare.errors import OutputError, RecipeError
+from dare.errors import DareWarning, OutputError, RecipeError
 from dare.output.targets import check_free, refuse_existing, write_file
 from dare.recipe.document import read_value
 from dare.recipe.recipe import Request
@@ -48,7 +48,6 @@ search = App(name="search", help=COMMANDS["search"], help_format="rich", help_ep
 
 WHAT = Group("What is searched", sort_key=0)
 SCORES = Group("What decides", sort_key=0.5)
-WATCH_SECONDS = 2.0
 
 
 def _flag(field: str, group: Group, *names: str, **looks: Any) -> Parameter:
@@ -151,7 +150,8 @@ def run(
         console.print(_written(result, write))
     if output is not None and result.best is not None:
         best = Request(result.best, merge.options)
-        run_merge(best, measured=result.to_markdown(), overwrite=overwrite)
+        with catch_warnings(action="ignore", category=DareWarning):  # its card has them
+            run_merge(best, measured=result.to_markdown(), overwrite=overwrite)
         console.print(f"Merged into {output}")
     _write_beside(console, result, html, overwrite=overwrite, json=json)
     return FAILED if result.conclusion.failure else DONE
@@ -201,7 +201,6 @@ def show(
     html: Path | None = None,
     rows: int = 12,
     failed: Switch = False,
-    watch: Switch = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -213,17 +212,10 @@ def show(
     :param html: Write a page with figures and a table.
     :param rows: How many settings to show.
     :param failed: Also show what failed evaluators printed.
-    :param watch: Keep showing it until the study is complete.
     """
     console = make_console(json=json, quiet=quiet)
-    while True:
-        result = read_result(study)
-        if watch and console.is_terminal:
-            console.clear()
-        print_document(console, result.document(rows=rows, outputs=failed))
-        if not watch or result.data.is_finished:
-            break
-        time.sleep(WATCH_SECONDS)
+    result = read_result(study)
+    print_document(console, result.document(rows=rows, outputs=failed))
     _write_beside(console, result, html, overwrite=overwrite, json=json)
     return DONE
 

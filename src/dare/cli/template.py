@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # The command that measures; the examples are the user's.
 SEARCH = "dare search {} --data math.jsonl code.jsonl"
 COMPARED = (
-    "# Measure before you rely on it: this scores the base, each model, this recipe and other merges",
-    "# on your own examples, a file for each task, and says which one to use:",
+    "# Measure before you rely on it: this scores the base, each model, this recipe and others on",
+    "# examples of yours, a file for each task, and says which one to use:",
     f"#   {SEARCH.format('THIS_FILE')}",
 )
 

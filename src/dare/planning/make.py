@@ -322,9 +322,12 @@ def _taken_notices(base: Source, names: Sequence[str]) -> Iterator[Notice]:
 
 
 def _norm_notices(plan: Plan) -> Iterator[Notice]:
+    return norm_notices(t.name for t in plan.merged() if plan.sole_model(t) is None)
+
+
+def norm_notices(merged: Iterable[str]) -> Iterator[Notice]:
     """Say that statistics of BatchNorm layers are merged, which are wrong then."""
-    made = [tensor.name for tensor in plan.merged() if plan.sole_model(tensor) is None]
-    if layers := norm_layers(made):
+    if layers := norm_layers(merged):
         count = times(len(layers), "layer")
         yield notice("merged_statistics", count=count, layers=some_of(layers))
 

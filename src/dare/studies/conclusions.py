@@ -35,7 +35,7 @@ from dare.studies.results import (
     is_number,
     key_of,
 )
-from dare.studies.space import is_random
+from dare.studies.space import PLAN, is_random
 from dare.studies.statistics import (
     BETTER,
     NO_DIFFERENCE,
@@ -92,8 +92,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         tasks=tuple(_tasks(contest, held or contest, 0 if held else best)),
         notices=(
             *on_holdout,
-            *_of_seeds(data, entries[best]),
-            *_of_ends(data.space, standing[best].settings, recipe),
+            *([] if data.sampler == PLAN else _of_settings(data, entries[best], recipe)),
             *_of_others(contest, found.noise, data),
             *found.notices,
         ),
@@ -373,7 +372,9 @@ def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Itera
         )
 
 
-def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
+def _of_settings(data: StudyData, best: Entry, recipe: Recipe) -> Iterator[Notice]:
+    """Say what more seeds and wider ranges might show."""
+    yield from _of_ends(data.space, best.trials[0].settings, recipe)
     count = len(best.trials)
     if best.name or not best.is_random:
         return

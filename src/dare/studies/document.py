@@ -139,16 +139,17 @@ class SearchResult(Shown):
             write_file(Path(path), text.encode(), "page", overwrite=overwrite)
         return text
 
-    def to_toml(self, *, simplest: bool = False, output: Path | None = None) -> str:
+    def to_toml(self, *, simplest: bool = False) -> str:
         """Return the best recipe, or the simplest, with the evidence for it as comments."""
         recipe = self.simplest if simplest else self.best
         if recipe is None:
-            what = self.conclusion.failure or "the answer needs no merge"
+            one = self.conclusion.simplest
+            what = f"the simplest is {_noun(one)}" if simplest and one is not None else str(self)
             raise InputError(f"{self.study}: {what}; so there is no recipe to write")
         which = "simplest that may be as good as the best" if simplest else "best"
         tables = {
             **recipe.to_tables(),
-            "output": str(output or recipe.output or usual_output(recipe.base)),
+            "output": str(recipe.output or usual_output(recipe.base)),
         }
         lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
         if self.simplest not in (None, recipe):

@@ -23,7 +23,7 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -58,7 +58,9 @@ ALIKE_CHARACTERS = 2_000  # of a text are compared
 MOST_COMPARED = 20  # texts with the same rare word
 NOTICED_SHARE = 0.05  # of examples that are like others
 REASONED = re.compile(r"(?s)(.*)\n\s*####\s*(\S[^\n]*?)\s*")  # GSM8K's: reasoning, then the answer
-NUMBER = re.compile(r"(?<!\w)-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
+NUMBER = re.compile(
+    r"(?<![\w/])-?(?:\d[\d,]*/[1-9]\d*|(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?)"
+)
 ENDS = f"{string.punctuation}{string.whitespace}“”‘’«»…"
 
 Row = tuple[str, dict[str, Any]]  # its place in the file, as `line 3`, and its values
@@ -313,8 +315,12 @@ def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
     def lacking(form: Form) -> list[str]:
         return [name for name in form.columns if not found[name]]
 
-    # The most columns of its own, then the fewest that lack.
-    near = min(FORMS.values(), key=lambda f: (len(lacking(f)) - len(f.columns), len(lacking(f))))
+    def distance(form: Form) -> tuple[int, int, bool]:
+        """The most columns of its own, then the fewest that lack, then one that is misspelt."""
+        lack = lacking(form)
+        return len(lack) - len(form.columns), len(lack), not did_you_mean(lack[0], columns)
+
+    near = min(FORMS.values(), key=distance)
     lack = lacking(near)
     hint = did_you_mean(lack[0], columns)
     kinds = "; ".join(" + ".join(form.columns) for form in FORMS.values())
@@ -458,17 +464,21 @@ def is_right(values: Mapping[str, Any], output: str) -> bool:
     numbers = NUMBER.findall(output)
     for answer in values["answers"]:
         wanted = _number(answer)
-        if wanted and numbers and Decimal(numbers[-1].replace(",", "")) == wanted[0]:
+        if wanted and numbers and _value(numbers[-1]) == wanted[0]:
             return True
         if _normalised(answer) == _normalised(output):
             return True
     return False
 
 
-def _number(text: str) -> tuple[Decimal] | None:
+def _number(text: str) -> tuple[Fraction] | None:
     """Return the number that a text is, if it is one and nothing else; a currency may be there."""
     plain = text.strip().strip("$€£%").strip()
-    return (Decimal(plain.replace(",", "")),) if NUMBER.fullmatch(plain) else None
+    return (_value(plain),) if NUMBER.fullmatch(plain) else None
+
+
+def _value(number: str) -> Fraction:
+    return Fraction(number.replace(",", ""))
 
 
 def _normalised(text: str) -> str:

@@ -403,8 +403,7 @@ class _Search:
             if self.request.tasks and self.request.usual:
                 self._gather(scorers[0])
             self._score_trials(scorers, retry_before)
-            if self.request.tasks:
-                self._keep_norms(scorers[0])
+            self._keep_norms(scorers[0])
         if self.request.holdout is not None:
             with self._scorers(self.request.holdout) as scorers:
                 self._score_holdout(scorers, _evaluator_name(self.request.holdout))
@@ -457,11 +456,13 @@ class _Search:
         count = min(len(every), max(affordable, LEAST_EXAMPLES * len(tasks)))
         per_task, rivals = count // len(tasks), round(PART_SEEN * contenders)
         visible = 100 * visible_difference(per_task, rivals, tasks=len(tasks))
-        needed = items_needed(0.05, rivals, tasks=len(tasks)) * len(every) / count
+        needed = items_needed(0.05, rivals, tasks=len(tasks))
+        took = count * each * tries
+        more = f" (for all merges: {time_text(took)})" if took > self._seconds else ""
         self.display.announce(
             f"Choosing by {per_task:,} examples a task takes about "
-            f"{time_text(count * each * tries)}. Differences below {visible:.0f} points will not "
-            f"be seen; 5 points need about {needed:,.0f}"
+            f"{time_text(min(took, self._seconds))}{more}. Differences below {visible:.0f} points "
+            f"will not be seen; 5 points need about {needed:,} of each"
         )
         with self.study.turn():
             self.study.keep("share", count / len(every))
@@ -532,10 +533,12 @@ class _Search:
         if differences:
             lack = notice("items_differ", difference=differences[0])
             first = replace(first, items={})
-        elif self.request.table.race and not (first.items and scorer.takes_items):
+        elif not self.request.table.race:
+            pass
+        elif not (first.items and scorer.takes_items):
             how = "takes no `items`" if first.items else "gives no items"
-            lack = notice("no_race", lack=how)
-        elif self.request.table.race:
+            lack = None if self.usual else notice("no_race", lack=how)
+        else:
             parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
         self.rules = _Rules(self.request.judge, self.stop, singles, first, parts)

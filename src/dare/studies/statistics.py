@@ -79,6 +79,7 @@ class Resampled:
     without_items: tuple[str, ...]  # scores that are not made of items, and held as they are
     bounds: tuple[float, float]  # of the objective; infinite where there are none
     freedom: int  # degrees of freedom that the items leave
+    is_extreme: np.ndarray  # by contender: if all items of a group are right, or all are wrong
 
     def estimate(self, place: int) -> Estimate:
         """A contender's objective, with the interval that holds for it alone."""
@@ -87,17 +88,17 @@ class Resampled:
             return Estimate(value)
         deviations = self.draws[place] - self.paired[place]
         if all(map(math.isfinite, self.bounds)):
-            return self._within_bounds(value, deviations)
+            return self._within_bounds(value, deviations, is_exact=bool(self.is_extreme[place]))
         low, high = np.quantile(deviations, _TAILS)
         return Estimate(value, *np.clip((value - high, value - low), *self.bounds).tolist())
 
-    def _within_bounds(self, value: float, deviations: np.ndarray) -> Estimate:
-        """Wilson's interval, for whatever spread the draws have."""
+    def _within_bounds(self, value: float, deviations: np.ndarray, *, is_exact: bool) -> Estimate:
+        """Wilson's interval, for whatever spread the draws have; as drawn if `is_exact`."""
         least, span = self.bounds[0], self.bounds[1] - self.bounds[0]
         part = min(1.0, max(0.0, (value - least) / span))
         shift = float(deviations.mean()) / span
         half = float(np.quantile(np.abs(deviations / span - shift), _TAILS[1] - _TAILS[0]))
-        if min(part, 1 - part) <= _ROUNDING:
+        if is_exact or min(part, 1 - part) <= _ROUNDING:
             low, high = max(0.0, part - half), min(1.0, part + half)
         else:
             if self.freedom:
@@ -179,6 +180,7 @@ def resample(
         name: columns[name].is_share if name in columns else _is_share(name, column)
         for name, column in own.items()
     }
+    extremes = [np.zeros(len(trials), bool), *(group.is_extreme for group in columns.values())]
     return Resampled(
         values=np.add.reduceat(objective.values(own), starts) / sizes,
         paired=np.add.reduceat(paired, starts) / sizes,
@@ -194,6 +196,7 @@ def resample(
             {n: (0.0, 1.0) if known else (-math.inf, math.inf) for n, known in shares.items()}
         ),
         freedom=sum(len(group.sizes) - 1 for group in columns.values()),
+        is_extreme=np.logical_or.reduceat(np.any(extremes, axis=0), starts),
     )
 
 
@@ -254,14 +257,19 @@ class _Group:
         own = self.means[:, None]
         # Drawing from n clusters varies by n - 1 parts in n of what n new ones would.
         drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
-        missing = self.sizes[:, None] - self.sums  # of items that are right or wrong: the wrong
-        extremes = [((x == 0).all(axis=0), s) for x, s in ((self.sums, 1), (missing, -1))]
-        if self.is_share and any(trials.any() for trials, _ in extremes):
+        if self.is_share and self.is_extreme.any():
             chance = other.uniform(-1, 1, resamples)
             missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * count)))
-            for trials, sign in extremes:
-                drawn[trials] = own[trials] + sign * missed
+            sign = np.where(self.means < 0.5, 1, -1)[self.is_extreme, None]
+            drawn[self.is_extreme] = own[self.is_extreme] + sign * missed
         return drawn
+
+    @functools.cached_property
+    def is_extreme(self) -> np.ndarray:
+        """By trial: if all items are 0, or all are 1."""
+        wrong = self.sizes[:, None] - self.sums
+        ends = (self.sums == 0).all(axis=0) | (wrong == 0).all(axis=0)
+        return np.asarray(ends & self.is_share)
 
 
 def _drawn(
@@ -363,7 +371,7 @@ def visible_difference(
     share `agreement` of them. By the normal approximation, with as many tests as there are pairs.
 
     >>> round(visible_difference(200, 8, tasks=2), 3), items_needed(0.05, 8, tasks=2)
-    (0.089, 628)
+    (0.089, 629)
     """
     reach, count = _reach_needed(contenders), items * tasks
     # As many items differ as the difference needs, at least.

@@ -152,7 +152,7 @@ class Advice(Shown):
         if not self.recipe:
             return Document("Do not merge these models", tone=Tone.POOR, **known)
         recipe = in_our_form(self.recipe)
-        hint = "Save it as recipe.toml. Measure it: dare search recipe.toml --data math.jsonl code.jsonl. In Python: dare.merge(advice)"
+        hint = "Save it as recipe.toml, and measure it: dare search recipe.toml --data …"
         return Document(
             title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),

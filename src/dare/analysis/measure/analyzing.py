@@ -50,7 +50,7 @@ from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.kernels.linalg import one_blas_thread
 from dare.kernels.native import announcing, working_seconds
-from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor
+from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor, norm_notices
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
@@ -99,11 +99,13 @@ def analyze(
     request, inputs = open_to_compare(base, models, **settings, **means)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
-    return _study(inputs.base, sources, request, spectra).conclude(
+    study = _study(inputs.base, sources, request, spectra)
+    merged = [subject.name for subject in study.subjects] if len(sources) > 1 else []
+    return study.conclude(
         started,
         str(request.recipe.base),
         [str(entry.file) for entry in request.recipe.models],
-        notes=tuple(inputs.notes),
+        notes=(*inputs.notes, *norm_notices(merged)),
         vocabularies=dict(inputs.aligned.differences),
         tied=_tied(inputs.base, {} if folder is None else read_config(folder)),
     )

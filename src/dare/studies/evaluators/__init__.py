@@ -148,7 +148,8 @@ class Scorer:
         from dare.deltas.gathering import find_norms, recomputing
         from dare.inputs.gathered import has_statistics
 
-        if self._run is None or not find_norms(self._form.candidate):
+        is_merge = len(recipe.models) > 1 and recipe.scale != 0  # others have their own
+        if self._run is None or not is_merge or not find_norms(self._form.candidate):
             return
         if recipe.gathered is None or not has_statistics(recipe.gathered):
             with recomputing(self._form.candidate):
@@ -186,9 +187,9 @@ class Scorer:
         """
         from dare.deltas.gathering import find_norms, write_norms
 
-        self.make(recipe)
         if self._run is None or not find_norms(self._form.candidate):
             return False
+        self.make(recipe)
         write_norms(path, self._form.candidate, self._form.names, recipe.gathered)
         return True
 

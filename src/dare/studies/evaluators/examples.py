@@ -155,6 +155,11 @@ class Live:
     def __init__(self, base: Path, kind: str) -> None:
         import transformers
 
+        if not base.is_dir():
+            how = (
+                "examples need folders that transformers loads; score files by a function (--eval)"
+            )
+            raise InputError(f"{base}: is a file; {how}")
         self.base, self.model = base, load_live(base, CLASSES[kind])
         self.config = self.model.config.get_text_config()
         is_image = kind == "image classifier"
@@ -170,7 +175,7 @@ class Live:
     def _read_limits(self, *, is_writer: bool) -> None:
         from transformers import GenerationConfig
 
-        own, reader = self.model.generation_config, self.reader
+        own, reader = getattr(self.model, "generation_config", None), self.reader
         ends = {reader.eos_token_id}
         for end in (getattr(self.config, "eos_token_id", None), getattr(own, "eos_token_id", None)):
             ends |= set(end if isinstance(end, list) else [end])
@@ -193,6 +198,8 @@ class Live:
 
     def encode(self, texts: Sequence[str], most: int | None, *, special: bool = True) -> Any:
         """Return the tokens of texts, at most so many of each."""
+        if not texts:  # which no tokenizer takes
+            return []
         cut = {} if most is None else {"truncation": True, "max_length": most}
         texts = list(texts)
         return self.reader(texts, add_special_tokens=special, verbose=False, **cut)["input_ids"]
@@ -383,8 +390,8 @@ class Choosing(Prompted):
             shared = min(_shared(prompt, row) for row in found)
             own += [len(row) - shared for row in found]
             rows += [[self.live.start] * (not shared) + row for row in found]
-        found = self.live.log_likelihoods([row[-self.live.most :] for row in rows])
-        scores = iter(sum(each[-count:]) for each, count in zip(found, own, strict=True))
+        known = self.live.log_likelihoods([row[-self.live.most :] for row in rows])
+        scores = iter(sum(each[-count:]) for each, count in zip(known, own, strict=True))
         answers = []
         for choices in (example.values["choices"] for example in examples):
             each = [next(scores) / len(choice) for choice in choices]
