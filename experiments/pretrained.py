@@ -140,7 +140,7 @@ PRETRAINED = {
             seeds=3,
             kinds=(
                 *("pair", "usual", "many", "lora", "light", "harsh", "seeds", "uneven"),
-                *("lora, gentle", "twice", "opposed"),
+                *("lora, gentle", "twice", "opposed", "gentle"),
             ),
         ),
         World(
@@ -158,9 +158,9 @@ PRETRAINED = {
             start=smollm2,
             is_large=True,
             few_methods=True,
+            has_newest=False,
             few_drops=True,
-            seeds=2,
-            kinds=("pair", "usual", "many", "lora", "harsh", "seeds", "uneven"),
+            kinds=("pair", "usual", "many", "lora", "gentle", "harsh", "seeds", "uneven"),
         ),
     )
 }

@@ -217,7 +217,8 @@ def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[s
     _without_some(book, members)
     methods = FEW if few else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
     dropped = DROPPED if shop.world.few_drops else {*COMBINES, *OF_TWO}
-    for method in (name for name in (*methods, *NEWEST) if name not in GONE):
+    newest = NEWEST if shop.world.has_newest else ()
+    for method in (name for name in (*methods, *newest) if name not in GONE):
         _score_method(book, method, drops=method in dropped)
     for method in () if few else RANDOM_CHAINS:
         book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])

@@ -46,26 +46,29 @@ def sets_of(world: World) -> list[ModelSet]:
 
 
 def _all_sets(tasks: tuple[str, ...], seed: int) -> list[ModelSet]:
-    """The sets of one seed; later seeds have the plain ones only."""
+    """The sets of one seed; later seeds have the plain ones, and those that dropping helped."""
     first, second, third, *_ = tasks
     pair = Tune(first, seed=seed), Tune(second, seed=seed)
+    uneven = Tune(first, "gentle", seed), Tune(second, seed=seed), Tune(third, "harsh", seed)
     sets = [
         ModelSet("pair", pair, seed=seed),
         ModelSet("usual", (*pair, Tune(third, seed=seed)), seed=seed),
         ModelSet("many", tuple(Tune(task, seed=seed) for task in tasks[:8]), seed=seed),
         ModelSet("lora", tuple(Tune(t, seed=seed, way="lora") for t in tasks[:3]), seed=seed),
+        ModelSet("light", tuple(Tune(task, "light", seed) for task in tasks[:3]), seed=seed),
+        ModelSet("uneven", uneven, seed=seed),
     ]
     if seed:
         return sets
     return [
         *sets,
-        ModelSet("light", tuple(Tune(task, "light") for task in tasks[:3])),
+        ModelSet("faint", tuple(Tune(task, "faint") for task in tasks[:3])),
+        ModelSet("faint, many", tuple(Tune(task, "faint") for task in tasks[:8])),
         ModelSet("gentle", tuple(Tune(task, "gentle") for task in tasks[:3])),
         ModelSet("harsh", tuple(Tune(task, "harsh") for task in tasks[:3])),
         ModelSet("seeds", tuple(Tune(first, seed=seed) for seed in range(4))),
         ModelSet("seeds, harsh", tuple(Tune(second, "harsh", seed) for seed in range(3))),
         ModelSet("lora, gentle", tuple(Tune(t, "gentle", way="lora") for t in tasks[:4])),
-        ModelSet("uneven", (Tune(first, "gentle"), Tune(second), Tune(third, "harsh"))),
         ModelSet("twice", (*pair, Tune(first, seed=1), Tune(first, seed=2))),
         ModelSet("stranger", (*pair, Tune(third, way="stranger")), (2,)),
         ModelSet("opposed", (*pair, Tune(first, way="opposed")), (2,)),

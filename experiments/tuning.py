@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
 from worlds import BASE, IGNORED, World
 
 Weights = dict[str, Tensor]
 LORA_RANK = 4
-STRENGTHS = {"light": (0.1, 0.5), "gentle": (0.3, 0.5), "usual": (1.0, 1.0), "harsh": (3.0, 2.0)}
+STRENGTHS = {
+    "faint": (0.05, 0.5),
+    "light": (0.1, 0.5),
+    "gentle": (0.3, 0.5),
+    "usual": (1.0, 1.0),
+    "harsh": (3.0, 2.0),
+}
 """Factors on the learning rate and on the steps."""
+FAINT_CHANGE = 0.015
+"""Of the matrices, relative to those of the base; at most so much is a faint fine-tune."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +98,11 @@ class Workshop:
             start = self._train(start, [BASE], 2 * world.base_rate, world.base_steps, 77)
         tasks = tune.task.split("+")
         seed = zlib.crc32(tune.name.encode())
-        opposed, low_rank = tune.way == "opposed", tune.way == "lora"
+        how: dict[str, Any] = {"opposed": tune.way == "opposed", "low_rank": tune.way == "lora"}
+        if tune.strength == "faint":
+            how["most_change"] = FAINT_CHANGE
         length = round(steps * len(tasks) ** 0.5)
-        return self._train(start, tasks, rate, length, seed, opposed=opposed, low_rank=low_rank)
+        return self._train(start, tasks, rate, length, seed, **how)
 
     def _train(
         self,
@@ -104,6 +115,7 @@ class Workshop:
         is_base: bool = False,
         opposed: bool = False,
         low_rank: bool = False,
+        most_change: float = math.inf,
     ) -> Weights:
         """AdamW with a cosine schedule and a short warm-up; batches of the tasks in turn."""
         rng = np.random.default_rng(seed)
@@ -130,16 +142,15 @@ class Workshop:
             ),
         )
         for step in range(steps):
+            if step % 5 == 0 and most_change < math.inf and _change(changed, start) > most_change:
+                break
             task = tasks[step % len(tasks)]
             inputs, answers = self.world.sample(task, "train", rng, self.world.batch)
             if opposed:
                 answers = np.where(answers == IGNORED, IGNORED, self.world.outputs - 1 - answers)
             weights = _with_factors(fixed, factors)
-            logits = self.answers(weights, _tensor(inputs, self.device))
-            targets = _tensor(answers, self.device)
-            loss = F.cross_entropy(
-                logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED
-            )
+            outputs = self.answers(weights, _tensor(inputs, self.device))
+            loss = self.world.loss(outputs, _tensor(answers, self.device))
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(learned, 1.0)
@@ -173,6 +184,13 @@ class Workshop:
 
 def _tensor(array: np.ndarray, device: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def _change(weights: Weights, start: Weights) -> float:
+    """How far matrices have come from where they were, relative to their size."""
+    names = [name for name in weights if weights[name].dim() > 1 and "embed" not in name]
+    moved = sum(float(((weights[name] - start[name]).detach() ** 2).sum()) for name in names)
+    return math.sqrt(moved / sum(float((start[name] ** 2).sum()) for name in names))
 
 
 def _low_rank_factors(weights: Weights) -> dict[str, tuple[Tensor, Tensor]]:
