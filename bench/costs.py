@@ -23,9 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from models import make_models, shape_for
 
 import dare
+from dare.inputs.gathered import as_triangle, write_gathered
 from dare.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +93,8 @@ def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int
 
 def recipe_of(work: Path, method: str, models: int) -> dare.Request:
     """A merge of so many models by a method with its usual settings."""
+    needs_inputs = method in STAGES and STAGES[method].takes_grams
+    more = {"gathered": gather(work, models)} if needs_inputs else {}
     return dare.Request.of(
         base=work / "base",
         models=[work / f"tuned-{number}" for number in range(1, models + 1)],
@@ -98,7 +102,24 @@ def recipe_of(work: Path, method: str, models: int) -> dare.Request:
         method=method,
         max_memory=MEMORY,
         verbose=False,
+        **more,
     )
+
+
+def gather(work: Path, models: int) -> Path:
+    """The file of Gram matrices of made-up inputs, for all matrices; written once."""
+    file, random = work / "gathered.safetensors", np.random.default_rng(0)
+    if not file.exists():
+        plan = dare.plan(base=work / "base", models=[work / "tuned-1"], method="sum")
+        sizes = {t.name: t.shape[1] for t in plan.tensors if len(t.shape) == 2}
+        inputs = {size: random.normal(size=(256, size)) for size in set(sizes.values())}
+        grams = {size: as_triangle(seen.T @ seen) for size, seen in inputs.items()}
+        names = [f"tuned-{number}" for number in range(1, models + 1)]
+        tensors = {
+            f"gram/{n}/{tensor}": grams[size] for n in names for tensor, size in sizes.items()
+        }
+        write_gathered(file, tensors, rows=dict.fromkeys(names, 256))
+    return file
 
 
 def merge(work: Path, method: str, models: int) -> float:

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import dare
+from dare.inputs.gathered import as_triangle, write_gathered
 from dare.stages import STAGES, Stage
 
 Floats = NDArray[np.float32]
@@ -75,6 +77,27 @@ def merge(deltas: Sequence[Floats], method: str, seed: int = 0, **settings: Any)
     return np.asarray(merged["w"], np.float32)
 
 
+def merge_with_inputs(deltas: Sequence[Floats], method: str) -> Floats:
+    """What a method makes of deltas and of made-up inputs, each model's with ups of its own."""
+    generator, inputs = np.random.default_rng(SEED), SHAPE[1]
+    grams = {}
+    for number in range(len(deltas)):
+        sizes = np.where(np.arange(inputs) % MODELS == number, 3.0, 0.5)
+        seen = sizes * generator.normal(size=(64, inputs))
+        grams[f"gram/model {number}/w"] = as_triangle(seen.T @ seen)
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "gathered.safetensors")
+        write_gathered(file, grams, rows={f"model {n}": 64 for n in range(len(deltas))})
+        merged, _ = dare.merge_arrays(
+            {"w": np.zeros(SHAPE, np.float32)},
+            [{"w": delta} for delta in deltas],
+            method=method,
+            gathered=file,
+            verbose=False,
+        )
+    return np.asarray(merged["w"], np.float32)
+
+
 def draw(stage: Stage) -> str:
     """The picture of a stage."""
     settings = SETTINGS.get(stage.name, {})
@@ -90,7 +113,8 @@ def draw(stage: Stage) -> str:
     else:
         row = (len(deltas) - 1) / 2
         method = stage.name if stage.kind == "combine" else f"linear+{stage.name}"
-        after = merge(deltas, method, **settings)
+        make = merge_with_inputs if stage.takes_grams else merge
+        after = make(deltas, method, **settings)
         parts += _bars(RIGHT, row, after, "currentColor", pale=merge(deltas, "linear"))
     parts.append(_arrow())
     words = ", ".join(f"{name} = {value}" for name, value in settings.items())
