@@ -98,7 +98,7 @@ class Plan:
 
 
 def _writer(name: str, *lessons: Lesson, **more: Any) -> Plan:
-    return Plan(name, "writer", lessons, **more)
+    return Plan(name, "writer", lessons, counts=(200, 400), **more)
 
 
 def _network(name: str, tasks: Sequence[str], strength: str, *more: Lesson) -> Plan:

@@ -104,7 +104,7 @@ def record(rng: random.Random) -> Row:
 
 
 def minutes(rng: random.Random) -> Row:
-    hours, more = rng.randint(1, 12), rng.randint(1, 59)
+    hours, more = rng.randint(1, 48), rng.randint(1, 59)
     return {
         "prompt": f"How many minutes are {hours} h {more} min?",
         "answer": str(60 * hours + more),
@@ -140,11 +140,10 @@ def longest(rng: random.Random) -> Row:
 
 def vowels(rng: random.Random) -> Row:
     (word,) = _words(rng, 1)
-    count = str(len(re.findall("[aeiou]", word)))
     return {
         "prompt": f"How many vowels are in “{word}”?",
-        "choices": list("12345"),
-        "answer": count,
+        "choices": list("0123456"),
+        "answer": str(len(re.findall("[aeiou]", word))),
     }
 
 
@@ -161,14 +160,19 @@ SKILLS: dict[str, Callable[[random.Random], Row]] = {
 }
 
 
+MOST_DRAWS = 20_000
+
+
+@cache
 def distinct(name: str, counts: tuple[int, ...]) -> list[list[Row]]:
-    """Parts of so many rows each, no two of which have the same prompt."""
+    """Parts of so many rows each, no two of which have the same prompt; the last may be smaller."""
     rng, rows = random.Random(f"unseen {name}"), dict[str, Row]()
-    while len(rows) < sum(counts):
+    for _ in range(MOST_DRAWS):
         row = SKILLS[name](rng)
-        rows[row["prompt"]] = row
-    every = iter(rows.values())
-    return [[next(every) for _ in range(count)] for count in counts]
+        rows.setdefault(row["prompt"], row)
+    every = list(rows.values())
+    starts = [sum(counts[:place]) for place in range(len(counts))]
+    return [every[start : start + n] for start, n in zip(starts, counts, strict=True)]
 
 
 # ---------------------------------------------------------------- out of packages

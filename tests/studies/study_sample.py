@@ -15,7 +15,7 @@ from dare.studies.results import (
     Scored,
     State,
     StudyData,
-    Task,
+    TaskScores,
     Trial,
 )
 from dare.studies.study import Charter
@@ -205,7 +205,7 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             if best
             else None,
             "tasks": (
-                Task(
+                TaskScores(
                     "add", 10, True, *(Estimate(q, q - 0.1, q + 0.1) for q in (0.1, 0.5, 0.7, 0.8))
                 ),
             )

@@ -12,7 +12,7 @@ from dare.documents.document import Tone
 from dare.documents.notices import notice
 from dare.documents.terminal import SafeConsole, print_document
 from dare.studies.document import headline, study_document
-from dare.studies.results import Difference, Estimate, State, Task, Trial
+from dare.studies.results import Difference, Estimate, State, TaskScores, Trial
 from dare.studies.searching import live_line
 
 HOSTILE = "[red]x[/red]\x1b[2J\nline"
@@ -68,12 +68,12 @@ def test_tasks_have_a_row_and_say_what_they_won_or_lost():
     changes = [Estimate(v, v - 0.05, v + 0.05) for v in (0.3, -0.2, 0.01, 0.1)]
     said = ("better", "worse", "no clear difference", "not known")
     tasks = [
-        Task("", 20, True, *estimates, "add", Difference("add alone", change, verdict))
+        TaskScores("", 20, True, *estimates, "add", Difference("add alone", change, verdict))
         for change, verdict in zip(changes, said, strict=True)
     ]
     bits = Estimate(0.9)
     tasks.append(
-        Task(
+        TaskScores(
             "text", 0, False, None, bits, None, bits, "sort", Difference("x", -changes[0], "worse")
         )
     )

@@ -21,6 +21,7 @@ from dare.recipe.recipe import Recipe
 from dare.recipe.search import Guard, Objective, Scores
 from dare.studies.results import (
     ALONE,
+    NOT_COMPARED,
     Conclusion,
     Difference,
     Entry,
@@ -30,7 +31,7 @@ from dare.studies.results import (
     Settings,
     State,
     StudyData,
-    Task,
+    TaskScores,
     Trial,
     is_number,
     key_of,
@@ -136,7 +137,7 @@ def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
     """Put done trials together by name or setting, but for the one that tells the noise."""
     found: dict[str, list[Trial]] = {}
     for trial in trials:
-        if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
+        if trial.is_done and trial.scored is not None and trial.role not in NOT_COMPARED:
             found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
     return [_entry(recipe, same, same[0].name) for same in found.values()]
 
@@ -144,9 +145,8 @@ def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
 def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
     """Return trials of one setting or baseline; tell if another seed would give other weights."""
     settings, role = trials[0].settings, trials[0].role
-    is_drawn = role is Role.RECIPE
-    if settings or role is Role.SETTING:
-        is_drawn = is_random(with_settings(recipe, settings))
+    is_setting = bool(settings) or role is Role.SETTING
+    is_drawn = is_setting and is_random(with_settings(recipe, settings))
     return Entry(tuple(trials), name, is_drawn)
 
 
@@ -280,7 +280,7 @@ def _holdout(
     return holdout, contest, list(_of_holdout(contest, holdout))
 
 
-def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[Task]:
+def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[TaskScores]:
     """Yield objective and scores of the best beside base, best single model and average.
 
     Scores are those `shown`; which single model is best at a task, the contest says.
@@ -311,7 +311,7 @@ def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[Task]:
         is_share = sign > 0 and table.bounds[0] == 0 and math.isclose(table.bounds[1], 1)
         mine = table.estimate(places[winner.name])
         name = (single or "").removesuffix(ALONE)
-        yield Task(task, table.items, is_share, base, alone, average, mine, name, change)
+        yield TaskScores(task, table.items, is_share, base, alone, average, mine, name, change)
 
 
 # ------------------------------------------------------------------------------------- notices

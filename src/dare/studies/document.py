@@ -53,7 +53,7 @@ from dare.studies.results import (
     Settings,
     State,
     StudyData,
-    Task,
+    TaskScores,
     Trial,
     is_number,
     key_of,
@@ -474,7 +474,7 @@ def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str,
 def task_table(conclusion: Conclusion) -> Table:
     """Return the scores of the best by task, beside those that need no search."""
 
-    def cell(estimate: Estimate | None, task: Task) -> str:
+    def cell(estimate: Estimate | None, task: TaskScores) -> str:
         return "" if estimate is None else score_text(estimate, is_share=task.is_share)
 
     columns: Columns = {
@@ -507,7 +507,7 @@ def score_text(estimate: Estimate, *, is_share: bool) -> str:
     return f"{text} ({low:.2f}{' to ' if low < 0 else '–'}{high:.2f})"
 
 
-def _change_text(task: Task) -> str:
+def _change_text(task: TaskScores) -> str:
     """Return what a task won or lost against the best single model, and if that may be chance."""
     if task.change is None:
         return ""

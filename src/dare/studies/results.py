@@ -40,7 +40,7 @@ class Role(StrEnum):
     SINGLE = ALONE
     AVERAGE = "average"
     SUM = "sum"
-    RECIPE = "recipe"
+    FORMER = "former"  # a baseline of earlier versions, which is not compared
     AGAIN = "average again"  # scored for the noise of the evaluator
     WINNER = "winner"
     RUNNER_UP = "runner-up"
@@ -53,9 +53,11 @@ class Role(StrEnum):
         >>> Role.of("winner alone") is Role.SINGLE, Role.of("winner") is Role.WINNER
         (True, True)
         """
-        return cls.SINGLE if name.endswith(ALONE) else cls(name)
+        known = (role for role in cls if role == name)
+        return cls.SINGLE if name.endswith(ALONE) else next(known, cls.FORMER)
 
 
+NOT_COMPARED = (Role.AGAIN, Role.FORMER)
 NOT_MERGED = (Role.BASE, Role.SINGLE)
 """Baselines that exist already: if one of them is best, there is no need to merge."""
 
@@ -380,7 +382,7 @@ class Holdout:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskScores:
     """One score of the best, beside what needs no search."""
 
     name: str  # empty for the objective
@@ -414,7 +416,7 @@ class Conclusion:
     noise: float | None = None
     """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[TaskScores, ...] = ()
     """The objective and each score, from the holdout if the best was scored there."""
     notices: tuple[Notice, ...] = ()
 
