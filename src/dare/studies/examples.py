@@ -315,10 +315,11 @@ def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
     def lacking(form: Form) -> list[str]:
         return [name for name in form.columns if not found[name]]
 
-    def distance(form: Form) -> tuple[int, int, bool]:
-        """The most columns of its own, then the fewest that lack, then one that is misspelt."""
+    def distance(form: Form) -> tuple[int, int, bool, bool]:
+        """Most columns of its own, fewest that lack, a misspelt one, the usual form, in this order."""
         lack = lacking(form)
-        return len(lack) - len(form.columns), len(lack), not did_you_mean(lack[0], columns)
+        is_other = not did_you_mean(lack[0], columns)
+        return len(lack) - len(form.columns), len(lack), is_other, form is not FORMS["answers"]
 
     near = min(FORMS.values(), key=distance)
     lack = lacking(near)
@@ -326,7 +327,8 @@ def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
     kinds = "; ".join(" + ".join(form.columns) for form in FORMS.values())
     return (
         f"has the columns {', '.join(columns)}, which fit no kind of task. The nearest is "
-        f"{' + '.join(near.columns)}, and {' and '.join(lack)} is not there{hint}. "
+        f"{' + '.join(near.columns)}, and {' and '.join(lack)} "
+        f"{'is' if len(lack) == 1 else 'are'} not there{hint}. "
         f"Kinds: {kinds}"
     )
 
