@@ -83,7 +83,6 @@ def search_by_two(folder: Path) -> dict[str, float | None]:
         evaluate=f"{folder / 'score.py'}:score",
         study=folder / "study.db",
         jobs=2,
-        advice=False,
         verbose=False,
     )
     return {str(trial.settings["scale"]): trial.objective for trial in result.data.trials}

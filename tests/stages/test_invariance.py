@@ -143,7 +143,7 @@ def test_the_same_bytes_however_it_is_run(chunks, matrices, tmp_path, method, st
 
 def test_matrix_stages_are_told_from_the_others():
     assert "della+linear" in METHODS
-    combine = {"tsv", "iso", "knots", "swudi", "dc_merge"}
+    combine = {"tsv", "iso", "knots", "swudi", "dc_merge", "regmean"}
     assert {"star+linear", "fourier+linear", *combine, "linear+svc"} == set(MATRIX_METHODS)
 
 
