@@ -1,0 +1,91 @@
+// One lane: the names of `lanes.h` for one number at a time, in the common subset of C11 and C++17;
+// for compilers without vector types, among them those of GPUs, and for sanitizers.
+#ifndef LANE_H
+#define LANE_H
+
+#include "types.h"
+
+enum { LANES = 1, CALLS = 1 };
+
+typedef f32 Floats;
+typedef u32 Words;
+typedef f64 Doubles;
+
+// ---------------------------------------------------------------- values
+
+INLINE Words bits_of(Floats value) {
+  Words bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+INLINE Floats floats_of(Words bits) {
+  Floats value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+INLINE Floats all_floats(f32 value) { return value; }
+INLINE Words all_words(u32 value) { return value; }
+INLINE Floats to_floats(Words integer) { return (f32)(i32)integer; }
+INLINE Doubles to_doubles(Floats value) { return (f64)value; }
+INLINE Floats from_doubles(Doubles value) { return (f32)value; }
+
+INLINE Words is_less(Floats a, Floats b) { return a < b ? ~0u : 0u; }
+INLINE Words is_at_most(Floats a, Floats b) { return a <= b ? ~0u : 0u; }
+INLINE Words is_equal(Floats a, Floats b) { return a == b ? ~0u : 0u; }
+INLINE Words is_below(Words a, Words b) { return a < b ? ~0u : 0u; }
+INLINE Words are_same(Words a, Words b) { return a == b ? ~0u : 0u; }
+INLINE Words choose(Words mask, Words when_set, Words when_clear) {
+  return (when_set & mask) | (when_clear & ~mask);
+}
+
+INLINE Words max_words(Words a, Words b) { return a < b ? b : a; }
+INLINE Words min_words(Words a, Words b) { return a < b ? a : b; }
+
+INLINE u32 largest_of(Words value) { return value; }
+INLINE u32 least_of(Words value) { return value; }
+INLINE u32 sum_of(Words value) { return value; }
+
+// ---------------------------------------------------------------- in memory
+
+INLINE Floats load(const f32 *from, i64) { return *from; }
+INLINE Words load_words(const u32 *from, i64) { return *from; }
+INLINE Words load_16(const u16 *from, i64) { return *from; }
+INLINE Words load_8(const u8 *from, i64) { return *from; }
+INLINE Words load_mask(const u8 *from, i64) { return (u32)(i32)(i8)*from; }
+INLINE Doubles load_doubles(const f64 *from, i64) { return *from; }
+INLINE void store(f32 *to, Floats value, i64) { *to = value; }
+INLINE void store_words(u32 *to, Words value, i64) { *to = value; }
+INLINE void store_16(u16 *to, Words value, i64) { *to = (u16)value; }
+INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
+INLINE void store_doubles(f64 *to, Doubles value, i64) { *to = value; }
+INLINE Words first_lanes(i64) { return ~0u; }
+
+INLINE u64 bits_of_bytes(const u8 *from) {
+  u64 found = 0;
+  for (int i = 0; i < 64; i++) found |= (u64)(from[i] != 0) << i;
+  return found;
+}
+
+// ---------------------------------------------------------------- calls of Philox
+
+typedef u32 Calls;
+typedef u64 Products;
+INLINE Products multiply_calls(Calls word, u32 factor) { return (u64)word * factor; }
+INLINE Calls lower_half(Products product) { return (u32)product; }
+INLINE Calls upper_half(Products product) { return (u32)(product >> 32); }
+INLINE Calls all_calls(u32 word) { return word; }
+INLINE Products numbers_from(u64 first) { return first; }
+INLINE Products load_numbers(const u64 *from) { return *from; }
+INLINE void store_calls(u8 *to, Calls word) { __builtin_memcpy(to, &word, 4); }
+INLINE u64 compare_calls(u8 *below, u8 *equal, Calls word, u8 limit) {
+  u64 some = 0;
+  for (int i = 0; i < 4; i++) {
+    u8 byte = (u8)(word >> 8 * i);
+    below[i] = byte < limit ? 255 : 0;
+    equal[i] = byte == limit ? 255 : 0;
+    some |= equal[i];
+  }
+  return some;
+}
+
+#endif

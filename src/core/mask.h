@@ -1,0 +1,41 @@
+// Masks of elements: 255 where one is kept, 0 where it is dropped.
+#ifndef MASK_H
+#define MASK_H
+
+enum { TILE = 8192 };  // elements whose lanes, values and sums stay in a close cache
+
+// Room for what is drawn of a tile.
+typedef struct {
+  u8 ties[TILE + GROUP];
+  u64 elements[TILE + CALLS_PER_GROUP];
+  u32 words[TILE + CALLS_PER_GROUP];
+} DrawRoom;
+
+// Set the first `used` lanes of a tile to 255 where kept, all others to 0; return how many are.
+static i64 draw_tile(u8 *lanes, i64 used, u64 start, u32 key0, u32 key1, u32 high, u32 low,
+                     DrawRoom *room) {
+  i64 groups = 0, found = 0, kept = 0;
+  for (i64 first = 0; first < used; first += GROUP) {
+    u8 *ties = room->ties + GROUP * groups;
+    u64 some = compare_group(lanes + first, ties, start + (u64)first, key0, key1, (u8)high);
+    room->words[groups] = (u32)first;
+    groups += some != 0;  // two of five have one, so that a branch would often be guessed wrongly
+  }
+  for (i64 place = 0; place < GROUP * groups; place += 64) {
+    u64 left = bits_of_bytes(room->ties + place);
+    u64 first = start + room->words[place / GROUP] + (u64)(place % GROUP);
+    for (; left; left &= left - 1) room->elements[found++] = first + (u64)__builtin_ctzll(left);
+  }
+  for (i64 i = found; i < found + CALLS_PER_GROUP; i++) room->elements[i] = 0;
+  for (i64 i = 0; i < found; i += CALLS_PER_GROUP) {
+    break_ties(room->words + i, room->elements + i, key0, key1);
+  }
+  for (i64 i = 0; i < found; i++) {
+    lanes[room->elements[i] - start] = room->words[i] < low ? 255 : 0;
+  }
+  for (i64 i = used; i < TILE; i++) lanes[i] = 0;
+  for (i64 first = 0; first < used; first += 64) kept += __builtin_popcountll(bits_of_bytes(lanes + first));
+  return kept;
+}
+
+#endif

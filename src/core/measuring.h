@@ -1,0 +1,1 @@
+// The tallies of an analysis.

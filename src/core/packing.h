@@ -1,0 +1,1 @@
+// What is kept, packed; values in few bits; and into a live model.

@@ -1,0 +1,1 @@
+// Sums of products in a fixed order, and products of low rank.

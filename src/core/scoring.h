@@ -1,0 +1,1 @@
+// Scores that stand for what competes over an element.

@@ -1,0 +1,1 @@
+// Other ways to combine than sums and elections.
