@@ -1,8 +1,6 @@
 """Whole merges: the same bytes always, nothing lost, nothing changed that should not be."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -13,7 +11,6 @@ from safetensors.numpy import load_file
 
 import dare
 from dare import MismatchError, ModelEntry, Request, TensorRule, keep_mask
-from dare.documents.shown import COMPILING
 from dare.tensors.dtypes import WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
@@ -453,27 +450,3 @@ def test_a_quiet_merge_says_nothing(models, tmp_path, capfd, recwarn):
     dare.merge(recipe(models, tmp_path / "out.safetensors"))
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
-
-
-def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
-    given = tmp_path / "recipe.toml"
-    loud = recipe(models, tmp_path / "out.safetensors").changed(verbose=True)
-    given.write_text(loud.to_toml())
-    code = (
-        "import dare, sys, warnings; warnings.simplefilter('ignore');"
-        "print(dare.merge(dare.load_recipe(sys.argv[1]), overwrite=True).seconds)"
-    )
-    environment = {
-        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
-        "PATH": str(Path(sys.executable).parent),
-    }
-
-    def run():
-        return subprocess.run(
-            [sys.executable, "-c", code, given], env=environment, capture_output=True, check=True
-        )
-
-    first, second = run(), run()
-    assert first.stderr.decode().count(COMPILING) == 1
-    assert second.stderr == b""
-    assert float(first.stdout) < 3  # the 5 s that compiling takes do not count

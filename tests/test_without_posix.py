@@ -18,18 +18,15 @@ import pytest
 import dare
 import everyday_work
 import like_windows
-from dare.kernels.native import kernel_folder
 from helpers import eventually
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Return the variables of a process as on Windows, with the kernels that are compiled here."""
+    """Return the variables of a process as on Windows."""
     if sys.platform != "linux":
         return {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     folder = tmp_path_factory.mktemp("windows")
-    (folder / "dare").mkdir()
-    (folder / "dare" / "kernels").symlink_to(kernel_folder())
     return {**like_windows.prepare(folder / "bin"), "XDG_CACHE_HOME": str(folder)}
 
 

@@ -6,6 +6,7 @@ or keywords by the names that a recipe and the command line have.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -19,7 +20,6 @@ from dare.inputs.arrays import Arrays, array_source, is_module, like_original, n
 from dare.inputs.names import tie
 from dare.inputs.opening import Inputs, convert_yaml, is_on_hub, take_extras
 from dare.inputs.sources import Aligned
-from dare.kernels.native import working_seconds
 from dare.output.receipt import Report, find_manifest, make_report, repeating_document
 from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
@@ -250,7 +250,7 @@ def merge_arrays(
     >>> merge_arrays(base, [tuned], drop_rate=0.5, seed=0, verbose=False)[0]["w"]
     array([0., 0., 0., 8.], dtype=float32)
     """
-    started = working_seconds()
+    started = time.perf_counter()
     if isinstance(models, Mapping) or is_module(models):
         raise RecipeError("models must be a list of dicts, even for only one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
@@ -269,7 +269,7 @@ def merge_arrays(
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
-    seconds = working_seconds() - started
+    seconds = time.perf_counter() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
     warn(planned, [notice for notice in report.warnings if notice not in shown])

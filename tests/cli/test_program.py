@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,10 @@ from calling import Outcome, dare, dare_succeeds, recipe_of
 from safetensors.numpy import load_file
 
 from dare import verify
-from dare.documents import shown
 from helpers import save, sha256
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program"
 VENV = Path(sys.executable).parents[1]
-COMPILING = f"{shown.COMPILING}\n"
 
 MERGE_CONFIG = """\
 [dare]
@@ -151,7 +148,7 @@ def run(line: str, folder: Path) -> Outcome:
     done = subprocess.run(
         command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False
     )
-    return Outcome(done.returncode, done.stdout, done.stderr.removeprefix(COMPILING))
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def call(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
@@ -159,8 +156,7 @@ def call(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     monkeypatch.chdir(folder)
     words = shlex.split(line.replace("\\\n", " "), comments=True)
     assert words[:4] == ["uv", "run", "python", "dare.py"]
-    outcome = dare(*words[4:])
-    return replace(outcome, err=outcome.err.removeprefix(COMPILING))
+    return dare(*words[4:])
 
 
 def drop_rates(output: Path) -> list[float]:
@@ -242,7 +238,7 @@ def test_the_python_example_merges(program, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert re.search(r"math_model +0\.5 +9\d\.", shown.out)
     assert "Wrote merged_model.safetensors" in shown.out
-    assert shown.err.removeprefix(COMPILING) == ""
+    assert shown.err == ""
 
 
 def test_the_advanced_configuration_is_silent_and_stricter(program, monkeypatch, capsys):

@@ -36,11 +36,9 @@ from dare.demo.merges import (
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
-from dare.documents.shown import COMPILING
 from dare.documents.terminal import print_document
 from dare.errors import OutputError, install_command
 from dare.kernels.linalg import one_blas_thread
-from dare.kernels.native import announcing
 from dare.output.targets import check_free
 
 FIRST_SEED = 42
@@ -98,7 +96,7 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
     models = {name: partial(Llama, MODELS / name, CONFIG) for name in MODEL_NAMES}
     tuned = _writings(console, models)
     print_document(console, opening(parameters, changes, tuned))
-    merged = _writings(console, {FAVOURITE.label: FAVOURITE.load})  # compiles what all merges use
+    merged = _writings(console, {FAVOURITE.label: FAVOURITE.load})
     how = f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped"
     print_document(console, answered(merged, "The three merged into one", how))
     writings = (*tuned, *merged)
@@ -200,8 +198,7 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
 def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Writing, ...]:
     """Let models go on after the same prompts."""
     prompts = [example.prompt for example in SHOWN]
-    compiling = announcing(lambda: console.print(COMPILING))
-    with console.status("merging"), one_blas_thread(), compiling:
+    with console.status("merging"), one_blas_thread():
         return tuple(Writing(name, tuple(load().write(prompts))) for name, load in models.items())
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from dare.documents.document import Document
 
-COMPILING = "Compiling kernels for this kind of work (kept for next time; a few seconds)"
-
 
 @dataclass(frozen=True)
 class Display:

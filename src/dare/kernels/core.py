@@ -12,10 +12,8 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError
-from dare.kernels import Operand, reference
+from dare.kernels import Operand
 from dare.kernels.reference import Floats, Raw
-from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
+from dare.tensors.chunks import CHUNK, chunk_count
 
 LIBRARY = Path(__file__).with_name(
     {"win32": "dare.dll", "darwin": "libdare.dylib"}.get(sys.platform, "libdare.so")
@@ -123,7 +121,6 @@ def _function(name: str) -> Callable[..., Any]:
     """Return a function of the library that takes what its namesake in `reference` takes."""
     kinds, _, results = SIGNATURES[name].partition(":")
     run: Any = _entry(name)
-    returned = (ctypes.c_int64 * 2)()
     run.argtypes = [*(_TYPES[kind] for kind in kinds), *([ctypes.c_void_p] * (results == "2"))]
     run.restype = {"1": ctypes.c_int64, "d": ctypes.c_double}.get(results)
     has_room, is_pair = kinds.endswith("r"), results == "2"

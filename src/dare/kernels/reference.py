@@ -8,8 +8,7 @@ compared as the low 31 bits of a float32, which order like the numbers, with NaN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,6 @@ SUM_LANES = 64
 
 # The type of the values in a carrier.
 _MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
-
-
-@contextmanager
-def announcing(_announce: Callable[[], None]) -> Iterator[None]:
-    """Do nothing: nothing is compiled here, so there is nothing to announce."""
-    yield
 
 
 def magnitude_bits(values: Floats) -> Bits:

@@ -36,7 +36,6 @@ from dare.errors import DareError, InputError, RecipeError, no_such_file, printa
 from dare.formats.recoding import Loss
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.sources import SINGLE_NAME
-from dare.kernels.native import numba_version
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target
@@ -471,7 +470,6 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
             "dare": __version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
-            "numba": numba_version(),
         },
         "machine": platform.machine(),
         "digests": {

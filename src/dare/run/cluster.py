@@ -82,9 +82,8 @@ class Piecework(Protocol):
 
 def versions() -> dict[str, str]:
     """Return the versions of what computes here, which must be the same on every node."""
-    packages = {name: version(name) for name in ("numpy", "numba")}
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"dare": __version__, "Python": python, **packages}
+    return {"dare": __version__, "Python": python, "numpy": version("numpy")}
 
 
 # ---------------------------------------------------------------- in the tasks

@@ -11,6 +11,7 @@ name. What differs is the `Work`: its identity, its sink, what is done to chunks
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +24,10 @@ from typing import Any, Generic, TypeVar
 from dare import kernels
 from dare.checks.inputs import check_chunks, is_suspect
 from dare.documents.notices import LEFTOVERS, Notice, notice
-from dare.documents.shown import COMPILING, Display, Meter, show_progress
+from dare.documents.shown import Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
-from dare.kernels.native import working_seconds
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Alone, Identity, Output, Publisher
 from dare.output.sink import ArraySink, FileSink, Metadata, Sink
@@ -79,14 +79,14 @@ class Run:
     @property
     def seconds(self) -> float:
         """The time since the start."""
-        return working_seconds() - self._started
+        return time.perf_counter() - self._started
 
     def advance(self, nbytes: int) -> None:
         """Show that bytes were dealt with that are not read from the inputs."""
         self._display.advance(nbytes)
 
-    def announce(self, text: str = COMPILING) -> None:
-        """Show a line, if only that kernels have to be compiled first."""
+    def announce(self, text: str) -> None:
+        """Show a line."""
         self._display.announce(text)
 
     def take_over(self, plan: Plan) -> None:
@@ -106,9 +106,8 @@ class Run:
 
     def execute(self, plan: Plan, **how: Any) -> list[Record]:
         """Carry a plan out into the output, but for what is done."""
-        output, announce = self.output, self.announce
-        how = {"progress": self.meter.advance, "announce": announce, "record": output.record} | how
-        return execute(plan, output.sink, done=output.resumed, **how)
+        how = {"progress": self.meter.advance, "record": self.output.record} | how
+        return execute(plan, self.output.sink, done=self.output.resumed, **how)
 
 
 class Work(Generic[R]):
@@ -209,7 +208,7 @@ def perform(
     work: Work[R], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
 ) -> R:
     """Make an output whose place was checked."""
-    started = working_seconds()
+    started = time.perf_counter()
     work.prepare()
     with (
         open_output(work, overwrite=overwrite, resume=resume, part=part) as output,
@@ -275,16 +274,15 @@ def execute(
     done: Sequence[Record] = (),
     record: Callable[[Sequence[Record]], None] = lambda _records: None,
     progress: Progress = lambda _nbytes: None,
-    announce: Callable[[], None] = lambda: None,
     known: Results | None = None,
     share: Share | None = None,
     make_coder: MakeCoder = Merger,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
-    `record` gets the records of each batch. `announce` is called if kernels have to be compiled
-    first. `known` are the conclusions of a plan that this one is a part of; else they are drawn
-    here. With a `share`, only its chunks are merged. `make_coder` makes what codes chunks.
+    `record` gets the records of each batch. `known` are the conclusions of a plan that this one is
+    a part of; else they are drawn here. With a `share`, only its chunks are merged. `make_coder`
+    makes what codes chunks.
     """
     if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
@@ -299,7 +297,7 @@ def execute(
 
     finished = {found.key for found in done}
     steps = list_steps(plan, finished, known or (), share)
-    _run_steps(plan, steps, sink, progress, announce, known or {}, collect, make_coder)
+    _run_steps(plan, steps, sink, progress, known or {}, collect, make_coder)
     return records
 
 
@@ -315,7 +313,6 @@ def do_census_steps(
     *,
     kind: type[Step] = Step,
     progress: Progress = lambda _nbytes: None,
-    announce: Callable[[], None] = lambda: None,
 ) -> dict[Id, Any]:
     """Observe tensors or draw conclusions; return the results of one kind of steps, or of all."""
     found: dict[Id, Any] = {}
@@ -324,7 +321,7 @@ def do_census_steps(
         pairs = zip(steps, results, strict=True)
         found.update((step.id, result) for step, result in pairs if isinstance(step, kind))
 
-    _run_steps(plan, steps, ArraySink(()), progress, announce, known, collect)
+    _run_steps(plan, steps, ArraySink(()), progress, known, collect)
     return found
 
 
@@ -333,7 +330,6 @@ def _run_steps(
     steps: Iterable[Step],
     sink: Sink,
     progress: Progress,
-    announce: Callable[[], None],
     known: Results,
     collect: Callable[[Sequence[Step], Sequence[Any]], None],
     make_coder: MakeCoder = Merger,
@@ -347,7 +343,6 @@ def _run_steps(
     with (
         one_blas_thread() if holds_matrices else nullcontext(),
         hold_open(plan.sources, checks=True),
-        kernels.load(plan.backend).announcing(announce),
     ):
         run_steps(
             list(steps),

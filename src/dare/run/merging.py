@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,6 @@ from dare.checks.inputs import check_chunks
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.errors import InputError, OutputError, RecipeError, VerificationError
-from dare.kernels.native import working_seconds
 from dare.output.journal import BusyError, JournalContent, Record
 from dare.output.output import Publisher
 from dare.output.receipt import (
@@ -242,7 +242,7 @@ def run_slice(
     before: Callable[[], None] = lambda: None,
 ) -> SliceReport:
     """Make one slice; publish the output if it was the last."""
-    started, part = working_seconds(), Slice.parse(text)
+    started, part = time.perf_counter(), Slice.parse(text)
     check_sliceable(plan)
     work = MergeSlice(Merge(plan), part, wait)
     finished = begin(work, overwrite=overwrite, resume=True)
@@ -257,7 +257,7 @@ def run_slice(
         # Another slice may have come as far at the same moment, and publishes it.
         with suppress(GoneError, BusyError):
             report = perform(last, overwrite=overwrite, part=finisher)
-    return replace(done, seconds=working_seconds() - started, report=report)
+    return replace(done, seconds=time.perf_counter() - started, report=report)
 
 
 def run_finish(plan: Plan, *, overwrite: bool) -> Report:

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.documents.shown import COMPILING
 from dare.errors import RecipeError
 from dare.output.journal import is_held
 from dare.output.sink import explaining
@@ -61,7 +60,7 @@ class SharedObservations:
     identity: str  # the merge, and its inputs here and now
     wait: float  # seconds without news after which nobody waits for a slice that runs
     progress: Progress
-    # Gets a line when the slice waits, compiles kernels, or does what others do not.
+    # Gets a line when the slice waits, or does what others do not.
     announce: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -130,13 +129,7 @@ class SharedObservations:
             self._absent.add(number)
             self.announce(f"reading the tensors of slice {number}/{self.part.of}")
         steps = self._steps[key][number]
-        observed = do_census_steps(
-            self.plan,
-            steps,
-            self._known,
-            progress=self.progress,
-            announce=lambda: self.announce(COMPILING),
-        )
+        observed = do_census_steps(self.plan, steps, self._known, progress=self.progress)
         by_tensor = {step.tensor: observed[step.id] for step in steps}
         write_observations(*self._file(key, number), by_tensor)
 

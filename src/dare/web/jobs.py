@@ -4,7 +4,7 @@ Each runs in a process of its own, `python -m dare.web.jobs`. The request is the
 stdin, as JSON; its messages go to stdout, a line of JSON each:
 
     {"progress": [done, total], "verb": "merging"}     bytes, now and then
-    {"note": "compiling kernels …"}                    its present activity
+    {"note": "waiting for slice 2 …"}                  its present activity
     {"result": {…}}                                    its result; a later one replaces it
     {"error": "…"}                                     the reason why there is no result
 
