@@ -47,17 +47,25 @@ INLINE u32 sum_of(Words value) { return value; }
 
 // ---------------------------------------------------------------- in memory
 
-INLINE Floats load(const f32 *from, i64) { return *from; }
-INLINE Words load_words(const u32 *from, i64) { return *from; }
-INLINE Words load_16(const u16 *from, i64) { return *from; }
+// Weights lie where their file put them, which need not be at a multiple of their width.
+#define LOAD(type, from) \
+  type found;            \
+  __builtin_memcpy(&found, from, sizeof(found))
+#define STORE(type, to, value)  \
+  type stored = (type)value;    \
+  __builtin_memcpy(to, &stored, sizeof(stored))
+
+INLINE Floats load(const f32 *from, i64) { LOAD(f32, from); return found; }
+INLINE Words load_words(const u32 *from, i64) { LOAD(u32, from); return found; }
+INLINE Words load_16(const u16 *from, i64) { LOAD(u16, from); return found; }
 INLINE Words load_8(const u8 *from, i64) { return *from; }
 INLINE Words load_mask(const u8 *from, i64) { return (u32)(i32)(i8)*from; }
-INLINE Doubles load_doubles(const f64 *from, i64) { return *from; }
-INLINE void store(f32 *to, Floats value, i64) { *to = value; }
-INLINE void store_words(u32 *to, Words value, i64) { *to = value; }
-INLINE void store_16(u16 *to, Words value, i64) { *to = (u16)value; }
+INLINE Doubles load_doubles(const f64 *from, i64) { LOAD(f64, from); return found; }
+INLINE void store(f32 *to, Floats value, i64) { STORE(f32, to, value); }
+INLINE void store_words(u32 *to, Words value, i64) { STORE(u32, to, value); }
+INLINE void store_16(u16 *to, Words value, i64) { STORE(u16, to, value); }
 INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
-INLINE void store_doubles(f64 *to, Doubles value, i64) { *to = value; }
+INLINE void store_doubles(f64 *to, Doubles value, i64) { STORE(f64, to, value); }
 INLINE Words first_lanes(i64) { return ~0u; }
 
 INLINE u64 bits_of_bytes(const u8 *from) {

@@ -3,12 +3,14 @@
 A function here has the name, the arguments and the bits of its namesake in `reference`, whose
 docstring says what it computes. The library is built with the package for a platform, with code for
 several levels of its processors; the highest that this machine has is taken, or the one that
-DARE_CORE_LEVEL names. It runs without the interpreter's lock.
+DARE_CORE_LEVEL names (for tests, as is DARE_CORE_LIBRARY, which names another library). It runs
+without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 import threading
@@ -28,6 +30,7 @@ from dare.tensors.chunks import CHUNK, chunk_count
 LIBRARY = Path(__file__).with_name(
     {"win32": "dare.dll", "darwin": "libdare.dylib"}.get(sys.platform, "libdare.so")
 )
+CHECKOUT = Path(__file__).parents[3]  # where this is one
 # How the library numbers the carriers of weights.
 KINDS = {"float64": 0, "float32": 1, "int16": 2, "uint16": 3, "uint8": 4, "int8": 5}
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
@@ -97,11 +100,39 @@ def _described(array: NDArray[Any]) -> Array:
     return Array(array.ctypes.data, array.size, columns, KINDS.get(array.dtype.name, -1))
 
 
+def is_built() -> bool:
+    """Return whether there is a library; in a checkout it is an error if there is none."""
+    return _is_checkout() or LIBRARY.is_file()
+
+
+def _is_checkout() -> bool:
+    return (CHECKOUT / "src" / "core" / "core.c").is_file()
+
+
+def sources_digest() -> str:
+    """Return the digest of what a checkout's library is made of; `hatch_build.py` has the same."""
+    files = (*sorted((CHECKOUT / "src" / "core").glob("*.[ch]")), CHECKOUT / "hatch_build.py")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load a library; refuse one that a checkout's sources are newer than."""
+    remedy = "run `make core`" if _is_checkout() else "install dare-merge again"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.dare_levels.restype = library.dare_sources.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        fault = f"cannot be loaded ({error})" if path.exists() else "not built yet"
+        raise DareError(f"{path}: {fault}; {remedy}") from None
+    if path == LIBRARY and _is_checkout() and library.dare_sources().decode() != sources_digest():
+        raise DareError(f"{path}: older than the sources in src/core; {remedy}")
+    return library
+
+
 @cache
 def _library() -> tuple[ctypes.CDLL, str]:
     """Load the library; return it with the level of this machine's processor."""
-    library = ctypes.CDLL(str(LIBRARY))
-    library.dare_levels.restype = ctypes.c_char_p
+    library = _open(Path(os.environ.get("DARE_CORE_LIBRARY", LIBRARY)))
     levels = library.dare_levels().decode().split()
     level = os.environ.get("DARE_CORE_LEVEL", levels[-1])
     if level not in levels:

@@ -23,6 +23,7 @@ from dare.formats.recoding import Recoding, find_recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
+from dare.kernels import backend_notices
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import OUTSIDE, find_depths
@@ -179,7 +180,10 @@ def make_plan(
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
     grave = [note for note in notes if note.severity is not Severity.NOTE]
-    warnings = [*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)]
+    warnings = [
+        *(*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)),
+        *backend_notices(options.backend),
+    ]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
