@@ -13,6 +13,8 @@ INLINE Floats masked(Floats values, Words mask) { return floats_of(bits_of(value
 INLINE Floats choose_floats(Words mask, Floats when_set, Floats when_clear) {
   return floats_of(choose(mask, bits_of(when_set), bits_of(when_clear)));
 }
+// The second where either is NaN.
+INLINE Floats min_floats(Floats a, Floats b) { return choose_floats(is_less(a, b), a, b); }
 INLINE Floats magnitudes(Floats values) { return floats_of(magnitude_of(values)); }
 
 // ---------------------------------------------------------------- storage types

@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Band, Operand, reference
+from dare.kernels import core as native
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
