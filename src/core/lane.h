@@ -11,6 +11,8 @@ typedef f32 Floats;
 typedef u32 Words;
 typedef f64 Doubles;
 
+#define ROLLED
+
 // ---------------------------------------------------------------- values
 
 INLINE Words bits_of(Floats value) {

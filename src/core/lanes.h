@@ -16,6 +16,9 @@ typedef u8 Bytes16 __attribute__((vector_size(16)));
 typedef i8 SignedBytes16 __attribute__((vector_size(16)));
 typedef u16 Halves __attribute__((vector_size(32)));
 
+// Before a loop of few steps: unrolled, the compiler would order it chain by chain, and units wait.
+#define ROLLED _Pragma("clang loop unroll(disable)")
+
 // ---------------------------------------------------------------- values
 
 INLINE Words bits_of(Floats values) { return (Words)values; }

@@ -36,7 +36,9 @@ INLINE void add_rows(const f32 *left, const f32 *right, i64 rows, i64 columns, i
       EACH(width, store_doubles(products + PITCH * row + i, product_at(left + at, right + at, i, count), count));
     }
     for (i64 i = 0; i < width; i++) {
-      for (i64 row = 0; row < rows; row++) totals[row] += products[PITCH * row + i];
+      // `volatile`, or compilers would gather the rows' elements.
+      const volatile f64 *terms = products + i;
+      for (i64 row = 0; row < rows; row++) totals[row] += terms[PITCH * row];
     }
   }
   for (i64 row = 0; row < rows; row++) sums[row] = totals[row];

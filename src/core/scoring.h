@@ -1,9 +1,11 @@
 // Scores that stand for what competes over an element.
 
+enum { SCORED = 1024 };  // elements at a time, all of whose room is in the closest cache
+
 typedef struct {
-  u64 marks[TILE / 64 + 1];
-  u16 places[TILE + PLACES_AT_ONCE];
-  f32 values[TILE], totals[TILE], scores[TILE];
+  u64 marks[SCORED / 64 + 1];
+  u16 places[SCORED + PLACES_AT_ONCE];
+  f32 values[SCORED], totals[SCORED], scores[SCORED];
 } ScoreRoom;
 FITS(ScoreRoom);
 
@@ -13,9 +15,9 @@ typedef struct {
 
 // Mark the elements that may score: all that do, and few others. An upper bound of the score over the
 // floor decides, as in `reference.py`, but in f32 and a thousandth above, which is more than all its
-// roundings. What underflows is far below a bound of 1; NaN is marked or is not.
+// roundings. What underflows is far below a bound of 1; NaN is marked or is not. All scores are zeroed.
 INLINE void mark_scoring(const f32 *values, const f32 *total, Competition by, f64 peak, u64 *marks,
-                         i64 size) {
+                         f32 *scores, i64 size) {
   f64 above = 1.001 / by.floor, scale = by.factor / peak, lowest = 1e-30, highest = 1e30;
   f64 size_of_scale = scale < 0 ? -scale : scale;
   i64 is_moderate = by.floor > lowest && by.models >= 0 && by.models <= 64 && peak * above > lowest &&
@@ -31,12 +33,14 @@ INLINE void mark_scoring(const f32 *values, const f32 *total, Competition by, f6
     for (int step = 0; step < 4; step++) grown = grown * grown;
     Words low = is_less(min_floats(bound, all_floats(limit)), grown);
     store_bits(marks, i, ~low & first_lanes(count));
+    store(scores + i, all_floats(0), count);
   });
   else EACH(size, {
     Floats value = load(values + i, count);
     Words against = bits_of(value) ^ bits_of(load(total + i, count)) ^ sign;
     Words mark = is_below(against, all_words(1u << 31)) & ~is_equal(value, all_floats(0));
     store_bits(marks, i, mark & first_lanes(count));
+    store(scores + i, all_floats(0), count);
   });
 }
 
@@ -47,12 +51,15 @@ INLINE Floats score_of(Floats value, Floats total, Competition by) {
   Doubles fall = (by.models * (square - 1)) * (1.0 / 256);
   Doubles rise = min_doubles(together, all_doubles(20)) * (1.0 / 128);
   Doubles power = ones, growth = ones;
-  for (int i = 9; i > 1; i--) {  // exp(x) - 1 by its series; both at once keeps units busy
-    power = fall * power * (1.0 / i) + 1;
-    growth = rise * growth * (1.0 / i) + 1;
+  const f64 inverses[8] = {1.0 / 9, 1.0 / 8, 1.0 / 7, 1.0 / 6, 1.0 / 5, 1.0 / 4, 1.0 / 3, 1.0 / 2};
+  ROLLED
+  for (int i = 0; i < 8; i++) {  // exp(x) - 1 by its series
+    power = fall * power * inverses[i] + 1;
+    growth = rise * growth * inverses[i] + 1;
   }
   power = fall * power + 1;
   growth = rise * growth;
+  ROLLED
   for (int i = 0; i < 8; i++) {
     power = power * power;
     growth = growth * (growth + 2);
@@ -68,11 +75,11 @@ ENTRY(void, balance_scores)(const Array *values, const Array *total, f64 factor,
                             f64 floor, Array *out, void *given) {
   ScoreRoom *room = (ScoreRoom *)given;
   Competition by = {factor, 1 / peak, models, floor};
-  for (i64 first = 0; first < values->size; first += TILE) {
-    i64 size = least_i64(TILE, values->size - first);
+  for (i64 first = 0; first < values->size; first += SCORED) {
+    i64 size = least_i64(SCORED, values->size - first);
     const f32 *some = AT(f32, values) + first, *whole = AT(f32, total) + first;
     f32 *scores = AT(f32, out) + first;
-    mark_scoring(some, whole, by, peak, room->marks, size);
+    mark_scoring(some, whole, by, peak, room->marks, scores, size);
     i64 found = list_places(room->marks, size, room->places);
     for (i64 i = 0; i < found; i++) {
       room->values[i] = some[room->places[i]];
@@ -82,7 +89,6 @@ ENTRY(void, balance_scores)(const Array *values, const Array *total, f64 factor,
       Floats score = score_of(load(room->values + i, count), load(room->totals + i, count), by);
       store(room->scores + i, score, count);
     });
-    EACH(size, store(scores + i, all_floats(0), count));
     for (i64 i = 0; i < found; i++) scores[room->places[i]] = room->scores[i];
   }
 }
