@@ -9,7 +9,9 @@ static i64 list_places(const u64 *bits, i64 size, u16 *places) {
   for (i64 first = 0; first < size; first += 64) {
     u64 left = bits[first / 64];
     u16 *next = places + found;
-    found += __builtin_popcountll(left);
+    i64 set = __builtin_popcountll(left);
+    found += set;
+    for (int i = 0; set > 32 && i < 64; i++, left >>= 1) *next = (u16)(first + i), next += left & 1;
     do {
       for (int i = 0; i < PLACES_AT_ONCE; i++, left &= left - 1) {
         *next++ = (u16)(first + __builtin_ctzll(left | 1ull << 63));
@@ -40,7 +42,7 @@ INLINE Measures measure_kinds(enum Kind kind, enum Kind base_kind, const void *r
     Floats difference = load_kind(kind, raw, i, count) - load_kind(base_kind, base, i, count);
     Words magnitude = magnitude_of(difference) & load_mask(lanes + i, count);
     Words above = is_lower(all_words(high), magnitude);
-    Words inside = ~(above | is_lower(magnitude, all_words(low))) & first_lanes(count);
+    Words inside = ~is_below(all_words(high - low), magnitude - low) & first_lanes(count);
     peak = max_words(peak, magnitude);
     over -= above;
     some |= inside;
@@ -66,6 +68,7 @@ static Measures measure(const Array *raw, const Array *base, const Array *lanes,
       found = measure_kinds(K, F32, data, room->base, lane, size, (u32)low, (u32)high, room);
     }
   });
+  if (low > high) found.inside = 0;
   return found;
 }
 
