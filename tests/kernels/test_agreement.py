@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Band, Operand, reference
+from dare.kernels import core as native
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -169,6 +170,9 @@ def test_figures_are_those_of_each_chunk():
 @example([CHUNK + 300, 2 * CHUNK], np.uint8)
 @example([60], np.float32)
 @example([61], np.float32)
+@example([241, 256, 1024], np.uint8)
+@example([1025, 1087, 1088], np.uint8)
+@example([1089, 2048, 2049], np.uint8)
 def test_digests(sizes, carrier):
     generator = np.random.default_rng(sum(sizes))
     width = np.dtype(carrier).itemsize
