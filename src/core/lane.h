@@ -83,6 +83,11 @@ INLINE void store_bits(u64 *bits, i64 i, Words mask) {
   bits[i / 64] = others | (u64)(mask & 1) << i % 64;
 }
 
+INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64) {
+  u32 field = (u32)from[i * bits / 8] >> i * bits % 8;
+  return (u32)((i32)(field << (32 - bits)) >> (32 - bits));
+}
+
 INLINE u64 bits_of_bytes(const u8 *from) {
   u64 found = 0;
   for (int i = 0; i < 64; i++) found |= (u64)(from[i] != 0) << i;
@@ -109,6 +114,21 @@ INLINE u64 compare_calls(u8 *below, u8 *equal, Calls word, u8 limit) {
     some |= equal[i];
   }
   return some;
+}
+
+// ---------------------------------------------------------------- digests
+
+#define WIDE
+
+INLINE void add_stripes(u64 *sums, const u8 *data, const u8 *secret, int stripes) {
+  for (int i = 0; i < 8 * stripes; i++) {
+    u64 value, key;
+    __builtin_memcpy(&value, data + 8 * i, 8);
+    __builtin_memcpy(&key, secret + 8 * (i / 8 + i % 8), 8);
+    key ^= value;
+    sums[(i % 8) ^ 1] += value;
+    sums[i % 8] += (key & 0xFFFFFFFFu) * (key >> 32);
+  }
 }
 
 #endif

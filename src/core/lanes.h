@@ -119,6 +119,16 @@ INLINE void store_bits(u64 *bits, i64 i, Words mask) {
   __builtin_memcpy((u8 *)bits + i / 8, &flags, 2);
 }
 
+// Signed numbers of 4, 2 or 1 bits from number `i` on, the first one in a byte's lowest bits.
+INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64 count) {
+  u64 some = 0;
+  __builtin_memcpy(&some, from + i * bits / 8, (u64)(count * bits + 7) / 8);
+  Words place = bits * (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Words lower = is_below(place, all_words(32));
+  Words fields = choose(lower, all_words((u32)some), all_words((u32)(some >> 32)));
+  return (Words)((Integers)(fields << (32 - bits - (place & 31u))) >> (32 - bits));
+}
+
 // The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero.
 INLINE u64 bits_of_bytes(const u8 *from) {
   typedef u8 Bytes64 __attribute__((vector_size(64)));
@@ -172,6 +182,27 @@ INLINE u64 compare_calls(u8 *below, u8 *equal, Calls words, u8 limit) {
   __builtin_memcpy(below, &is_below, sizeof(is_below));
   __builtin_memcpy(equal, &is_equal, sizeof(is_equal));
   return __builtin_reduce_or((Quarters)is_equal);
+}
+
+// ---------------------------------------------------------------- digests
+
+// For functions that gain by registers of 64 bytes, where there are some.
+#define WIDE __attribute__((min_vector_width(512)))
+
+// Mix stripes of 64 bytes with a secret, of which each begins 8 bytes later, and add them to sums.
+INLINE void add_stripes(u64 *sums, const u8 *data, const u8 *secret, int stripes) {
+  typedef u64 Stripe __attribute__((vector_size(64)));
+  Stripe total, values, keys;
+  __builtin_memcpy(&total, sums, 64);
+#pragma unroll
+  for (int i = 0; i < stripes; i++) {
+    __builtin_memcpy(&values, data + 64 * i, 64);
+    __builtin_memcpy(&keys, secret + 8 * i, 64);
+    keys ^= values;
+    total += __builtin_shufflevector(values, values, 1, 0, 3, 2, 5, 4, 7, 6);
+    total += (keys & 0xFFFFFFFFu) * (keys >> 32);
+  }
+  __builtin_memcpy(sums, &total, 64);
 }
 
 #endif

@@ -170,6 +170,9 @@ def test_figures_are_those_of_each_chunk():
 @example([CHUNK + 300, 2 * CHUNK], np.uint8)
 @example([60], np.float32)
 @example([61], np.float32)
+@example([241, 256, 1024], np.uint8)
+@example([1025, 1087, 1088], np.uint8)
+@example([1089, 2048, 2049], np.uint8)
 def test_digests(sizes, carrier):
     generator = np.random.default_rng(sum(sizes))
     width = np.dtype(carrier).itemsize

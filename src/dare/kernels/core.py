@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError
-from dare.kernels import Operand
-from dare.kernels.reference import Floats, Raw
-from dare.tensors.chunks import CHUNK, chunk_count
+from dare.kernels import Operand, reference
+from dare.kernels.reference import Floats, Lanes, Raw
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
 LIBRARY = Path(__file__).with_name(
     {"win32": "dare.dll", "darwin": "libdare.dylib"}.get(sys.platform, "libdare.so")
@@ -60,6 +60,12 @@ SIGNATURES = {
     "low_rank": "aaifa:",
     "balance_scores": "aaddddar:",
     "add_shares": "aafffaa:",
+    "select": "aaair:1",
+    "expand": "aaair:1",
+    "quantise": "aiaa:",
+    "dequantise": "aaia:",
+    "apply_packed": "aaiafaar:1",
+    "digest_pieces": "aa:",
 }
 
 
@@ -230,3 +236,31 @@ def combine(
         ctypes.c_void_p(_room.address()),
     )
     return figures
+
+
+SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
+
+
+def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
+    spans = [[count * raw.itemsize for _, count in chunk_spans(raw.size)] for raw in raws]
+    is_long = [min(sizes, default=0) > SHORT_BYTES for sizes in spans]
+    pieces = [
+        (raw.ctypes.data + CHUNK * raw.itemsize * chunk, size)
+        for raw, sizes in compress(zip(raws, spans, strict=True), is_long)
+        for chunk, size in enumerate(sizes)
+    ]
+    out = np.empty((len(pieces), 2), np.uint64)
+    _function("digest_pieces")(np.array(pieces, np.int64), out)
+    found = (f"{high:016x}{low:016x}" for high, low in out.tolist())
+    return [
+        list(islice(found, len(sizes))) if long else reference.digests([raw])[0]
+        for raw, sizes, long in zip(raws, spans, is_long, strict=True)
+    ]
+
+
+def select(raw: Raw, lanes: Lanes, out: Raw) -> int:
+    return int(_function("select")(raw, lanes, out, raw.itemsize))
+
+
+def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
+    return int(_function("expand")(packed, lanes, into, into.itemsize))
