@@ -1,33 +1,18 @@
 // What is kept, packed; values in few bits; and into a live model.
 
-enum { PLACES_AT_ONCE = 8 };
-
 typedef struct {
   u16 places[TILE + PLACES_AT_ONCE];
 } PlacesRoom;
-
-// Write the places of a word's set bits, the lowest of which is `first`; return how many there are.
-// Some are written without asking whether there are so many: a branch for each would be guessed wrongly.
-// They are volatile, for compilers would make vectors of them, which take longer.
-INLINE i64 find_bits(u64 left, i64 first, volatile u16 *places) {
-  i64 found = __builtin_popcountll(left);
-  do {
-    for (int i = 0; i < PLACES_AT_ONCE; i++, left &= left - 1) {
-      *places++ = (u16)(first + __builtin_ctzll(left | 1ull << 63));
-    }
-  } while (left);
-  return found;
-}
 
 // Write the places of the lanes of a tile that are set; return how many there are.
 static i64 find_lanes(const u8 *lanes, i64 size, u16 *places) {
   i64 found = 0, first = 0;
   for (; first + 64 <= size; first += 64) {
-    found += find_bits(bits_of_bytes(lanes + first), first, places + found);
+    found += list_bits(bits_of_bytes(lanes + first), first, places + found);
   }
   u64 last = 0;
   for (i64 i = first; i < size; i++) last |= (u64)(lanes[i] != 0) << (i - first);
-  return last ? found + find_bits(last, first, places + found) : found;
+  return last ? found + list_bits(last, first, places + found) : found;
 }
 
 // Do something with `Carrier` as an integer of each width.

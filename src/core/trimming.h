@@ -1,23 +1,11 @@
 // Magnitudes of a delta, counted and collected, so that the k-th is found in a pass.
 
-enum { MEASURED = 2048, INDEX_BITS = 33, PLACES_AT_ONCE = 8 };
+enum { MEASURED = 2048, INDEX_BITS = 33 };
 
-// List the places of bits that are set, and return how many; there is room for PLACES_AT_ONCE more.
-// So many are written before it is asked for more: a branch for each would often be guessed wrongly.
+// List the places of bits that are set; return how many there are.
 static i64 list_places(const u64 *bits, i64 size, u16 *places) {
   i64 found = 0;
-  for (i64 first = 0; first < size; first += 64) {
-    u64 left = bits[first / 64];
-    u16 *next = places + found;
-    i64 set = __builtin_popcountll(left);
-    found += set;
-    for (int i = 0; set > 32 && i < 64; i++, left >>= 1) *next = (u16)(first + i), next += left & 1;
-    do {
-      for (int i = 0; i < PLACES_AT_ONCE; i++, left &= left - 1) {
-        *next++ = (u16)(first + __builtin_ctzll(left | 1ull << 63));
-      }
-    } while (left);
-  }
+  for (i64 first = 0; first < size; first += 64) found += list_bits(bits[first / 64], first, places + found);
   return found;
 }
 

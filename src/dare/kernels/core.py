@@ -14,8 +14,9 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
