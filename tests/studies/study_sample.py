@@ -191,8 +191,6 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             ),
             "tied": tuple(tied),
             "simplest": tied[-1] if tied else best,
-            "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
-            "front": (0, 1) if len(ranking) > 1 else (),
             "noise": 0.002,
             "holdout": Holdout(
                 Estimate(0.78, 0.7, 0.85),

@@ -307,23 +307,6 @@ def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
     assert mentions(conclude(study(rounded)), "no_items", "objective")
 
 
-def test_the_front_has_what_is_not_beaten_in_every_score():
-    scores = [(0.1, 1.0), (0.9, 1.5), (0.5, 2.0), (0.2, 0.9)]
-    trials = [
-        trial(n, {"scale": float(n)}, Scored({"a": a, "e": e, "other": -n}))
-        for n, (a, e) in enumerate(scores)
-    ]
-    found = conclude(study(trials, objective={"a": 1.0}, guards=("e:max:9",)))
-    assert [r.settings["scale"] for r in found.ranking] == [1.0, 2.0, 3.0, 0.0]
-    assert found.front == (0, 2)  # the second and the last are beaten in both
-
-
-def test_importance_is_spoken_of_only_where_settings_differ():
-    known = {"drop_rate": 0.75, "scale": 0.25}
-    assert conclude(study(rates(70, 30), importance=known)).importance == known
-    assert conclude(study(rates(70, 69), importance=known)).importance == {}
-
-
 # ------------------------------------------------------------------------------------- holdout
 
 

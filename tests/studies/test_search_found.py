@@ -197,15 +197,6 @@ def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
         assert ("trials, about" in capsys.readouterr().err) is is_planned
 
 
-def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):
-    absent = {"torch", "cmaes"}
-    monkeypatch.setattr("dare.studies.searching.find_spec", lambda name: name not in absent or None)
-    for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
-        with pytest.raises(InputError, match=f"sampler {sampler}: needs {package}: pip install"):
-            search_scales(tmp_path, sampler=sampler)
-    assert not (tmp_path / "s.db").exists()
-
-
 def test_what_is_one_for_all_layers_takes_no_list():
     space = Space(Recipe(base="base", models=["math"]), {"scale": parse_over("x=1:2:layers=3")[1]})
     with pytest.raises(RecipeError, match=r"over scale.*layers"):

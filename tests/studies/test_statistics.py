@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from dare.errors import InputError, RecipeError
@@ -14,7 +12,6 @@ from dare.studies.results import Entry, Estimate, Scored, State, Trial, group_me
 from dare.studies.statistics import (
     is_behind,
     items_needed,
-    pareto_front,
     resample,
     verdict,
     visible_difference,
@@ -408,31 +405,3 @@ def test_a_setting_that_is_better_is_found_among_many():
     good = of_items(right_or_wrong(random, 400, chance + 0.25))
     table = resample(alone(good, *trials), MEAN)
     assert {verdict(table.difference(0, n)) for n in range(1, 11)} == {"better"}
-
-
-# ------------------------------------------------------------------------------------- fronts
-
-
-def test_a_front_has_what_nothing_beats():
-    points = [
-        {"a": 1, "b": 3},
-        {"a": 2, "b": 2},
-        {"a": 2, "b": 1},
-        {"a": 2, "b": 2},
-        {"a": 0, "b": 9},
-    ]
-    assert pareto_front(points, {"a": 1, "b": 1}) == [0, 1, 3, 4]
-    assert pareto_front(points, {"a": 1, "b": -1}) == [2]
-    assert pareto_front(points, {"a": -1}) == [4]
-    assert pareto_front(points, {}) == []
-    assert pareto_front([], {"a": 1}) == []
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20))
-def test_what_is_not_on_the_front_is_beaten_from_it(pairs):
-    points = [{"a": a, "b": b} for a, b in pairs]
-    front = pareto_front(points, {"a": 1, "b": -1})
-    assert front
-    for place, (a, b) in enumerate(pairs):
-        beaten = [f for f in front if pairs[f][0] >= a and pairs[f][1] <= b and pairs[f] != (a, b)]
-        assert bool(beaten) == (place not in front)

@@ -38,11 +38,8 @@ from dare.studies.results import (
 )
 from dare.studies.space import PLAN, is_random
 from dare.studies.statistics import (
-    BETTER,
     NO_DIFFERENCE,
-    NOT_KNOWN,
     WORSE,
-    pareto_front,
     resample,
     sounds_like_an_error,
     verdict,
@@ -64,12 +61,9 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
     )
     rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
-    scores = [standing[n].scores for n in ranking]
-    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
     found = Conclusion(
         ranking=tuple(standing[n] for n in ranking),
         baselines=tuple(standing[n] for n in rest),
-        front=tuple(pareto_front(scores, contest.judge.directions(names))),
         noise=_noise(data.baselines, contest.judge),
         notices=(*_of_chance(contest), *_of_failures(data), *_of_scores(contest)),
     )
@@ -80,7 +74,6 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     tied = [n for n in contest.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
     same = [best, *(n for n in tied if contest.digests(n) != contest.digests(best))]
     shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
-    differ = (contest.difference(settings[0], n).verdict for n in settings[1:])
     holdout, held, on_holdout = _holdout(data, contest, standing[best])
     return replace(
         found,
@@ -88,7 +81,6 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         against=tuple(differences[n] for n in shown),
         tied=tuple(standing[n] for n in same[1:]),
         simplest=standing[min(same, key=contest.simplicity)],
-        importance=dict(data.importance) if {BETTER, NOT_KNOWN}.intersection(differ) else {},
         holdout=holdout,
         tasks=tuple(_tasks(contest, held or contest, 0 if held else best)),
         notices=(

@@ -30,7 +30,7 @@ from dare.documents.document import (
 from dare.documents.notices import Severity, notice, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import NOTHING, listed, share, time_text, times, value_text
+from dare.documents.words import NOTHING, listed, time_text, times, value_text
 from dare.errors import InputError, printable
 from dare.output.receipt import without_folders
 from dare.output.sidecars import inline, markdown_rows
@@ -102,8 +102,7 @@ class SearchResult(Shown):
                 scored = trial.pop("scored") or {}
                 trial["scores"] = scored.get("scores")
                 trial["items"] = len(scored.get("items", ()))
-        for name in ("output", "importance"):
-            document.pop(name)
+        document.pop("output")
         made = {"best": self.best, "simplest": self.simplest}
         recipes = {name: recipe and recipe.to_document() for name, recipe in made.items()}
         conclusion = json_ready(asdict(self.conclusion))
@@ -202,7 +201,6 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
             *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
             *map(notice_from_dict, study.note("notices") or ()),
         ),
-        importance=study.importance(),
     )
     conclusion = conclude(data, resamples=resamples)
     scored = study.beside(HOLDOUT)
@@ -263,7 +261,7 @@ def study_document(
         _ranked(data, conclusion.baselines, "Baselines"),
         _ranked(data, conclusion.ranking[:rows], best, *names),
     )
-    matters, tasks = (_importance(conclusion.importance),), (task_table(conclusion),)
+    tasks = (task_table(conclusion),)
     notices = [*conclusion.notices, *data.notices]
     notices.sort(key=lambda found: -list(Severity).index(found.severity))
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
@@ -273,8 +271,6 @@ def study_document(
         Section("tasks", "Scores by task", _filled(tasks), is_brief=True),
         Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
         Section("against", "The best and the rest", _filled(against), ("ranking",), is_long),
-        Section("settings", "Settings", _filled(matters), ("curve-",), is_long),
-        Section("scores", "Scores", figures=("pareto",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=is_long, on_page=False),
         Section("trials", "Trials", tuple(_trials(data))),
         Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=is_long or outputs),
@@ -294,7 +290,7 @@ def study_document(
         notices=tuple(notices if is_long else notices[:MOST_NOTICES]),
         steps=steps,
         footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
-        draw=partial(draw_figures, data, conclusion),
+        draw=partial(draw_figures, conclusion),
     )
 
 
@@ -526,14 +522,6 @@ def _differences(against: Sequence[Difference], title: str, hint: str = "") -> T
         "verdict": lambda item: "" if item.verdict == NOT_KNOWN else item.verdict,
     }
     return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
-
-
-def _importance(known: dict[str, float]) -> Table:
-    pairs = sorted(known.items(), key=lambda pair: -pair[1])
-    columns: Columns = {"setting": lambda pair: pair[0], "importance >": lambda p: share(p[1])}
-    bars = tuple(100 * value / (pairs[0][1] or 1.0) for _, value in pairs)
-    hint = TEXTS["importance_hint"]
-    return tabulate(pairs, columns, title="Which settings matter", bars=bars, hint=hint)
 
 
 def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) -> Table:

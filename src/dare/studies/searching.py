@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -66,8 +65,6 @@ from dare.studies.statistics import is_behind, items_needed, rungs, visible_diff
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
 DEFAULT_TRIALS = 40
-# Packages that a sampler of Optuna imports when it first has something to suggest.
-SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 # Fields of `[search]` that have no effect where no settings are given.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 MINUTES = 15.0  # for a search that is given no settings
@@ -216,17 +213,12 @@ def make_search(
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = PLAN if usual else table.sampler or ("grid" if space.is_listed else "tpe")
-    if lacking := [name for name in SAMPLER_PACKAGES.get(sampler, ()) if find_spec(name) is None]:
-        how = f"pip install {' '.join(lacking)}, or use tpe"
-        raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
     planned = table.trials or DEFAULT_TRIALS
     if usual is not None:
         planned = usual.count
     elif sampler == "grid":
         if not space.is_listed:
-            raise RecipeError(
-                "a grid needs lists or steps; for ranges use tpe, cmaes, gp or random"
-            )
+            raise RecipeError("a grid needs lists or steps; for ranges use tpe or random")
         planned = len(_grid_plan(space, table.seeds))
     judge = Judge.by(table.objective, table.guards)
     for evaluator in (judging, held):
