@@ -50,7 +50,7 @@ def test_what_decides_comes_first():
     assert "the sum" in title.partition("as good:")[2]
     assert title.endswith("18 of 24 trials done, 3 stopped early, 3 failed.")
     labels = [line[2:].split("  ")[0] for line in lines if re.match(r"  \S", line)]
-    assert labels == ["Measured", "Simplest"]
+    assert labels == ["Measured"]
 
 
 def test_the_answer_is_one_screen_and_what_more_there_is_comes_with_rows():
@@ -176,7 +176,7 @@ def test_a_baseline_may_be_the_answer(place, title, recipes):
     data = sample.make_sweep()
     found = sample.make_conclusion(data)
     best = found.baselines[place]
-    document = study_document(data, replace(found, best=best, simplest=best, tied=()))
+    document = study_document(data, replace(found, best=best, tied=()))
     assert document.title == title
     (section,) = (section for section in document.sections if section.name == "recipe")
     assert {code.name for code in section.parts} == recipes

@@ -17,7 +17,6 @@ from dare.documents.charts import (
     finish_chart,
     make_figure,
     read_texts,
-    rows_named,
     tooltip_of,
 )
 from dare.documents.document import Figure, Row
@@ -27,7 +26,6 @@ from dare.studies.results import Conclusion, Ranked, StudyData, rounded, setting
 MOST_RANKED = 12  # settings in the figure of the ranking
 FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
 MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
-GREY = "#888"  # stands out from light and dark grounds alike
 KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
@@ -41,17 +39,11 @@ def draw_figures(conclusion: Conclusion) -> list[Figure]:
     return [] if figure is None else [figure]
 
 
-def setting_names(data: StudyData) -> tuple[str, ...]:
-    """Return all settings that trials have: those of the space in its order, then others."""
-    used = {name: None for trial in data.trials for name in trial.settings}
-    of_space = [name for name in data.space if name in used]
-    return (*of_space, *(name for name in used if name not in data.space))
-
-
 def split_settings(data: StudyData) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the settings that differ between trials, and those that all trials share."""
+    """Return the settings that differ between trials, in the space's order, and all others."""
     tried = [trial.settings for trial in data.trials]
-    names = setting_names(data)
+    used = {name: None for settings in tried for name in settings}
+    names = [name for name in {**data.space, **used} if name in used]
     shared = [n for n in names if len({value_text(settings.get(n)) for settings in tried}) == 1]
     return tuple(n for n in names if n not in shared), {n: tried[0][n] for n in shared}
 
@@ -64,7 +56,6 @@ def ranking(conclusion: Conclusion) -> Figure | None:
     rows = _ranking_rows(conclusion)
     if not rows:
         return None
-    band, meaning = noise_band(conclusion)
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     y = alt.Y("name:N", title=None, sort=None).axis(ticks=False, domain=False, labelPadding=8)
     tooltip = tooltip_of("name:N", "settings:N", ("objective:Q", "", SHORT), *INTERVAL)
@@ -73,9 +64,7 @@ def ranking(conclusion: Conclusion) -> Figure | None:
     x = alt.X("at:Q", title="objective").scale(zero=False, padding=10, nice=False)
     x = x.axis(tickCount=6, format="~g")
     ends = {"x": alt.X("low:Q", title="objective"), "x2": "high:Q"}
-    noise = alt.Chart(rows_named("band")).mark_rect(opacity=0.13, color=GREY, aria=False)
     chart = alt.layer(
-        *([noise.encode(**ends)] if band else []),
         place.mark_rule(size=3, aria=False, opacity=0.6).encode(**ends),
         place.mark_point(filled=True, size=90, opacity=1, aria=False).encode(
             x=x, shape=by_name(alt.Shape, kinds, SHAPES, field="kind")
@@ -84,10 +73,9 @@ def ranking(conclusion: Conclusion) -> Figure | None:
     is_cut = len(conclusion.ranking) > MOST_RANKED
     return _figure(
         "ranking",
-        finish_chart(chart, rows, height=26 * len(rows), band=band),
+        finish_chart(chart, rows, height=26 * len(rows)),
         rows[:MOST_NUMBERS],
         intervals=TEXTS["intervals"] if any(r["low"] < r["high"] for r in rows) else "",
-        band=meaning,
         shown=f" Only the first {MOST_RANKED} settings are shown." if is_cut else "",
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=times(len(conclusion.baselines), "baseline"),
@@ -127,18 +115,6 @@ def _within(value: float, low: float, high: float, reach: float) -> float:
     """Return where a value is drawn: at an edge if it would squeeze those from low to high."""
     room = ((high - low) or abs(high) or 1.0) * reach
     return min(max(value, low - room), high + room)
-
-
-def noise_band(conclusion: Conclusion) -> tuple[list[Row], str]:
-    """Return a band around the best score that chance alone may fill, and what it means."""
-    best, noise = conclusion.best, conclusion.noise
-    if best is None or rounded(best.objective.value) is None:
-        return [], ""
-    row = _estimate(best)
-    if row["low"] < row["high"]:
-        return [row], TEXTS["band"]["interval"]
-    row |= {"low": row["objective"] - (noise or 0.0), "high": row["objective"] + (noise or 0.0)}
-    return ([row], TEXTS["band"]["noise"]) if noise else ([], "")
 
 
 def _estimate(ranked: Ranked) -> Row:

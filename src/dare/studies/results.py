@@ -374,8 +374,6 @@ class Holdout:
     against: tuple[Difference, ...]
     validation: float  # the objective of the same weights where they were chosen
     loss: float
-    usual_loss: float | None
-    """The same of the baselines, on average, which were not chosen; None if none has both."""
     looks: int  # winners that have been scored on it; after the first, it is no longer held out
 
 
@@ -406,7 +404,6 @@ class Conclusion:
     highest objective; of equal ones the simplest."""
     against: tuple[Difference, ...] = ()  # the best minus each other
     tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
-    simplest: Ranked | None = None  # the simplest of the best and its ties
     noise: float | None = None
     """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None

@@ -24,7 +24,6 @@ from dare.studies.results import Scored, Settings, State, Trial, values_text
 from dare.studies.space import PLAN, Space
 
 FORMAT = 2  # format 1 had formulas as objectives
-SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
 WORKERS = "workers"  # the note of the marks of all who have opened the study to search
@@ -81,15 +80,6 @@ class Study:
         """Open a study, or begin one if there is a charter and no file."""
         if charter is None and not path.is_file():
             raise InputError(f"{path}: there is no study; start one with `dare search --study`")
-        try:
-            with path.open("rb") as file:
-                first = file.read(len(SQLITE))
-        except FileNotFoundError:
-            first = b""
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-        if first != SQLITE and (first or charter is None):  # one that is begun may be empty
-            raise InputError(f"{path}: is not a study: a study is an SQLite file")
         self.path = path
         self._presence = Presence(path)
         try:
