@@ -424,6 +424,15 @@ def test_the_best_baseline_is_taken_and_compared_with_all_others(counts, taken):
     }
 
 
+def test_baselines_of_the_version_before_are_read_and_not_compared():
+    former = [baseline(name, right(90)) for name in ("advice", "small sum")]
+    found = conclude(study(rates(50, 60), [baseline("base", right(40)), *former]))
+    assert {trial.role for trial in former} == {Role.FORMER}
+    assert [r.baseline for r in found.baselines] == ["base"]
+    assert found.best.settings == {"drop_rate": 0.2}
+    assert {d.other for d in found.against} == {"trial 0", "base"}
+
+
 def test_baselines_that_break_a_guard_are_not_taken_and_beat_nothing():
     counts = (50, 70, 90)
     found = only_baselines(*map(right, counts), guards=("add:max:0.8",))

@@ -36,6 +36,14 @@ def test_an_objective_is_the_weighted_mean_of_scores(given, weights, value):
         assert Objective(read).value(SCORES) == pytest.approx(value, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    "text", ["mean", "", "-loss", "mean(add, sort)", "a + b", "2*a", ["a", "b+c"]]
+)
+def test_formulas_of_earlier_versions_are_refused_with_what_to_write(text):
+    with pytest.raises(RecipeError, match=r"objective .*\{ math = 1.0, loss = -0.5 \}"):
+        Search(objective=text)
+
+
 @pytest.mark.parametrize("weights", [{"a": 0.0}, {"a": math.inf}, {"a": math.nan}, {"": 1.0}])
 def test_what_is_no_weight_is_refused(weights):
     with pytest.raises(RecipeError, match="objective"):

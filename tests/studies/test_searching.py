@@ -191,7 +191,7 @@ def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
     [
         ({"objective": ["math", "cod"]}, "'cod'.*'code'"),
         ({"guards": ("cod:min:0.5",)}, "cod"),
-        ({"objective": "mean(math, code)"}, "objective.*math, code"),
+        ({"objective": "mean(math, code)"}, "objective.*math = 1.0"),
         ({"over": {"scale": ()}}, "scale"),
         ({"over": None, "sampler": "grid"}, "sampler.*--over"),
         ({"over": None, "trials": 5}, "trials.*--over"),

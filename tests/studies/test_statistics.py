@@ -235,6 +235,19 @@ def test_a_share_is_wilsons_or_for_all_or_nothing_clopper_and_pearsons():
         assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=0.01)
 
 
+def test_with_a_task_that_is_all_right_or_all_wrong_the_interval_is_as_drawn():
+    """Wilson's would stop at 0.727 and 0.99 for the first, though 1 is well possible."""
+    for counts, low, high in (((20, 18), 0.845, 1.0), ((0, 2), 0.0, 0.155)):
+        items = {
+            f"{name}/{n}": float(n < right)
+            for name, right in zip("ab", counts, strict=True)
+            for n in range(20)
+        }
+        found = resample(alone(of_items(items)), MEAN, resamples=20_000).estimate(0)
+        assert found.value == sum(counts) / 40
+        assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+
+
 @pytest.mark.parametrize(("count", "shown"), [(2, False), (5, False), (6, True), (40, True)])
 def test_differences_of_shares_stay_within_1_and_few_items_show_none(count: int, shown: bool):
     right, wrong = (of_items({f"a/{n}": value for n in range(count)}) for value in (1.0, 0.0))

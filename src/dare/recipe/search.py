@@ -16,6 +16,7 @@ negative where less is better. A guard is a bound on a score: `english:max:1.25`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -29,6 +30,8 @@ from dare.recipe.entries import Strict, as_tuple
 
 Scores = Mapping[str, float]
 Sampler = Literal["grid", "random", "tpe"]
+# Texts that earlier versions read as a formula; no score has such a name.
+_FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
 _KINDS = ("max", "min", "keep")
 
 
@@ -101,6 +104,9 @@ def _weights(value: Any) -> Any:
     weights: dict[str, float] = {}
     for text in cast("Iterable[Any]", as_tuple(value)):
         name, equals, weight = str(text).strip().rpartition("=")
+        if not equals and _FORMULA.search(weight):
+            remedy = "write { math = 1.0, loss = -0.5 }, or leave it out for the mean of all scores"
+            raise RecipeError(f"objective {text!r}: formulas are no longer read; {remedy}")
         try:
             weights[name if equals else weight] = float(weight) if equals else 1.0
         except ValueError:
