@@ -142,7 +142,7 @@ def test_nothing_from_outside_is_acted_on():
         against=(Difference(HOSTILE, Estimate(0.0), "not known"),),
     )
     text = shown(data, conclusion, width=160, rows=9, outputs=True)
-    text += live_line(data, conclusion, 5.0)
+    text += live_line(data, conclusion)
     assert "\x1b" not in text
     assert text.count("[red]x[/red]\\x1b[2J\\n") >= 5
 
@@ -200,9 +200,8 @@ def test_luck_is_said_as_it_is():
 def test_the_live_line_says_what_is_known():
     data = sample.make_search()
     conclusion = sample.make_conclusion(data)
-    assert live_line(data, conclusion, 125.0) == (
-        "18 of 24 trials done, 3 stopped early, 3 failed"
-        " · best: trial 8, 0.7 (0.66 … 0.73) · 3 min left"
+    assert live_line(data, conclusion) == (
+        "18 of 24 trials done, 3 stopped early, 3 failed · best: trial 8, 0.7 (0.66 … 0.73)"
     )
     empty = sample.make_search(0, planned=5, baselines=())
-    assert live_line(empty, sample.make_conclusion(empty), 5.0) == "0 of 5 trials done · 5 s left"
+    assert live_line(empty, sample.make_conclusion(empty)) == "0 of 5 trials done"

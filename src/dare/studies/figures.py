@@ -25,7 +25,6 @@ from dare.studies.results import Conclusion, Ranked, StudyData, rounded, setting
 
 MOST_RANKED = 12  # settings in the figure of the ranking
 FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
-MOST_NUMBERS = 200  # rows of the table below a figure; the table of trials has all
 KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
@@ -74,7 +73,7 @@ def ranking(conclusion: Conclusion) -> Figure | None:
     return _figure(
         "ranking",
         finish_chart(chart, rows, height=26 * len(rows)),
-        rows[:MOST_NUMBERS],
+        rows,
         intervals=TEXTS["intervals"] if any(r["low"] < r["high"] for r in rows) else "",
         shown=f" Only the first {MOST_RANKED} settings are shown." if is_cut else "",
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),

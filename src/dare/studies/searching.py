@@ -20,7 +20,13 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from dare.analysis.judge.advice import advise
 from dare.analysis.measure.analyzing import analyze
@@ -74,6 +80,7 @@ LEAST_TRIALS = 6  # the recipe, and the average at all its scales
 INPUTS = 100  # examples of each task whose inputs make Gram matrices
 PART_SEEN = 0.5  # about what part of the examples a candidate is scored on that may be given up
 POLL_SECONDS = 0.3
+SPEED_SECONDS = 3600.0  # by which the time that is left is estimated
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
@@ -709,12 +716,12 @@ class SearchProgress:
         plain["soft_wrap"] = True
         console = Console(stderr=True, quiet=not visible, force_jupyter=False, **plain)
         text = TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(20), MofNCompleteColumn(), text)
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
         has_bar = visible and sys.stderr.isatty()
-        self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
+        looks: dict[str, Any] = {"transient": True, "speed_estimate_period": SPEED_SECONDS}
+        self.bar = Progress(*columns, console=console, disable=not has_bar, **looks)
         self._task = self.bar.add_task("", total=None)
-        self._first, self._began = 0, time.monotonic()
-        self._concluded = self._began
+        self._concluded = time.monotonic()
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -730,7 +737,6 @@ class SearchProgress:
 
     def begin(self, planned: int, done: int) -> None:
         """Say how many trials are planned, and how many are done."""
-        self._first, self._began = done, time.monotonic()
         self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
@@ -741,8 +747,7 @@ class SearchProgress:
             if self.bar.disable:
                 self.announce(f"{task.completed} of {task.total}: {trial_line(trial)}")
             elif now - self._concluded > CONCLUDE_SECONDS:
-                each = (now - self._began) / (task.completed - self._first)
-                self.say(live_line(*read(), each * (task.remaining or 0)))
+                self.say(live_line(*read()))
                 self._concluded = time.monotonic()
 
 
@@ -754,8 +759,8 @@ def trial_line(trial: Trial) -> str:
     return f"{trial.label}, {trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
-def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
-    """Return trials, the best so far and the time left, in a line."""
+def live_line(data: StudyData, conclusion: Conclusion) -> str:
+    """Return trials and the best so far, in a line."""
     best = conclusion.best
     found = [] if best is None else [f"best: {best.short}, {best.objective}"]
-    return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))
+    return printable(" · ".join([counted(data), *found]))
