@@ -359,6 +359,10 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         by_rate = defaultdict(list)
         for name in redropped:
             by_rate[drops[name].rate].append(glob.escape(name))
+        # Where a file drops some tensors, the others are whole: a chain that drops keeps them so.
+        for name in sorted(model.tensors.keys() - drops.keys()) if redropped else ():
+            if model.tensors[name].dtype.is_weight and recipe.chain_for(name)[0][0].may_redrop:
+                by_rate[0.0].append(glob.escape(name))
         rates = by_rate if has_one_rate else ()
         usual = max(rates, key=lambda rate: len(by_rate[rate]), default=None)
         if usual not in (None, recipe.chain[0][1].get("drop_rate")):
