@@ -33,7 +33,10 @@ LIBRARY = Path(__file__).with_name(
 )
 CHECKOUT = Path(__file__).parents[3]  # where this is one
 # How the library numbers the carriers of weights.
-KINDS = {"float64": 0, "float32": 1, "int16": 2, "uint16": 3, "uint8": 4, "int8": 5}
+KINDS = {
+    np.dtype(carrier): kind
+    for kind, carrier in enumerate(("float64", "float32", "int16", "uint16", "uint8", "int8"))
+}
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
 
 # What each function takes and returns: a for an array, i for an integer, f and d for floats, r for
@@ -116,7 +119,8 @@ _TYPES = {
 
 def _described(array: NDArray[Any]) -> Array:
     columns = array.shape[-1] if array.ndim else 1
-    return Array(array.ctypes.data, array.size, columns, KINDS.get(array.dtype.name, -1))
+    address = array.__array_interface__["data"][0]
+    return Array(address, array.size, columns, KINDS.get(array.dtype, -1))
 
 
 def is_built() -> bool:
@@ -181,8 +185,9 @@ def _function(name: str) -> Callable[..., Any]:
         copies = []
         for argument in arguments:
             if isinstance(argument, np.ndarray):
-                array = np.require(argument, requirements=["C", "A"])
-                if array is not argument:
+                array = argument
+                if not (argument.flags.c_contiguous and argument.flags.aligned):
+                    array = np.require(argument, requirements=["C", "A"])
                     copies.append((argument, array))
                 given.append(_described(array))
             else:
@@ -226,7 +231,7 @@ def combine(
             for each in operands
         )
     )
-    kind = KINDS[operands[0].tuned.dtype.name]
+    kind = KINDS[operands[0].tuned.dtype]
     numbers = (len(operands), kind, start, elects, threshold_bits, CHUNK)
     _entry("combine")(
         ctypes.byref(_described(base)),
