@@ -213,7 +213,8 @@ def magnitudes(draw):
 
     def elements(carrier, size):
         top = 0x38 if carrier.itemsize == 1 else (0x38 << 8 * (carrier.itemsize - 1))
-        few = generator.integers(0, top, draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}")
+        count, width = draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}"
+        few = generator.integers(0, top, count, width)
         return generator.choice(few, size).view(carrier)
 
     raw_type, base_type = draw(st.sampled_from(TYPE_PAIRS))
