@@ -1,6 +1,6 @@
 // What is kept, packed; values in few bits; and into a live model.
 
-enum { PLACES_AT_ONCE = 6 };
+enum { PLACES_AT_ONCE = 8 };
 
 typedef u16 Places[TILE + PLACES_AT_ONCE];  // in a tile
 
