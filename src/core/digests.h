@@ -1,8 +1,9 @@
-// XXH3-128 of many pieces of memory in one call. The library `xxhash` has the same digests and is as
-// fast, one piece at a time: threads would ask for the interpreter's lock after every piece.
+// XXH3-128 of many pieces of memory in one call. The library `xxhash` has the same digests, one
+// piece at a time: threads would ask for the interpreter's lock after every piece.
 
 enum { STRIPE = 64, STRIPES = 16, BLOCK = STRIPE * STRIPES };  // bytes at a time, until a scramble
-enum { LOW_HALF = 11, HIGH_HALF = 117, LAST_STRIPE = 121, SCRAMBLE = 128 };  // where the secret is used, in bytes
+// First bytes of the secret for each use.
+enum { LOW_HALF = 11, HIGH_HALF = 117, LAST_STRIPE = 121, SCRAMBLE = 128 };
 
 // The bytes that the input is mixed with, in words.
 static const u64 SECRET[24] = {
@@ -42,8 +43,8 @@ typedef struct {
 
 WIDE static Digest digest_of(Piece piece) {
   const u8 *data = piece.data, *last = data + piece.size - STRIPE, *secret = (const u8 *)SECRET;
-  u64 sums[8] = {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull, 0x85EBCA77C2B2AE63ull, 0x85EBCA77,
-                 0x27D4EB2F165667C5ull, 0x9E3779B1};
+  u64 sums[8] = {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull, 0x85EBCA77C2B2AE63ull,
+                 0x85EBCA77, 0x27D4EB2F165667C5ull, 0x9E3779B1};
   for (; data < last + STRIPE - BLOCK; data += BLOCK) {
     add_stripes(sums, data, secret, STRIPES);
     for (int i = 0; i < 8; i++) {

@@ -1,8 +1,6 @@
 // What is kept, packed; values in few bits; and into a live model.
 
-typedef struct {
-  u16 places[TILE + PLACES_AT_ONCE];
-} PlacesRoom;
+typedef u16 Places[TILE + PLACES_AT_ONCE];  // in a tile
 
 // Write the places of the lanes of a tile that are set; return how many there are.
 static i64 find_lanes(const u8 *lanes, i64 size, u16 *places) {
@@ -24,18 +22,29 @@ static i64 find_lanes(const u8 *lanes, i64 size, u16 *places) {
     default: { typedef u8 Carrier; __VA_ARGS__; }        \
   }
 
+static void gather(i64 width, const void *from, i64 first, const u16 *places, i64 count, void *to) {
+  FOR_WIDTH(width, {
+    const Carrier *some = (const Carrier *)from + first;
+    for (i64 i = 0; i < count; i++) ((Carrier *)to)[i] = some[places[i]];
+  });
+}
+
+static void scatter(i64 width, const void *from, const u16 *places, i64 count, void *to,
+                    i64 first) {
+  FOR_WIDTH(width, {
+    Carrier *some = (Carrier *)to + first;
+    for (i64 i = 0; i < count; i++) some[places[i]] = ((const Carrier *)from)[i];
+  });
+}
+
 INLINE i64 clamp(i64 value, i64 most) { return value < 0 ? 0 : least_i64(value, most); }
 
 ENTRY(i64, select)(const Array *raw, const Array *lanes, Array *out, i64 width, void *room) {
   i64 total = 0;
-  u16 *places = ((PlacesRoom *)room)->places;
   for (i64 first = 0; first < raw->size; first += TILE) {
-    i64 found = find_lanes(AT(u8, lanes) + first, least_i64(TILE, raw->size - first), places);
-    FOR_WIDTH(width, {
-      const Carrier *from = AT(Carrier, raw) + first;
-      Carrier *to = AT(Carrier, out) + total;
-      for (i64 i = 0; i < found; i++) to[i] = from[places[i]];
-    });
+    i64 size = least_i64(TILE, raw->size - first);
+    i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
+    gather(width, raw->data, first, (u16 *)room, found, AT(u8, out) + total * width);
     total += found;
   }
   return total;
@@ -43,15 +52,11 @@ ENTRY(i64, select)(const Array *raw, const Array *lanes, Array *out, i64 width, 
 
 ENTRY(i64, expand)(const Array *packed, const Array *lanes, Array *into, i64 width, void *room) {
   i64 total = 0;
-  u16 *places = ((PlacesRoom *)room)->places;
   for (i64 first = 0; first < into->size; first += TILE) {
-    i64 found = find_lanes(AT(u8, lanes) + first, least_i64(TILE, into->size - first), places);
+    i64 size = least_i64(TILE, into->size - first);
+    i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
     i64 used = clamp(packed->size - total, found);
-    FOR_WIDTH(width, {
-      const Carrier *from = AT(Carrier, packed) + total;
-      Carrier *to = AT(Carrier, into) + first;
-      for (i64 i = 0; i < used; i++) to[places[i]] = from[i];
-    });
+    scatter(width, AT(u8, packed) + total * width, (u16 *)room, used, into->data, first);
     total += found;
   }
   return total;
@@ -59,12 +64,13 @@ ENTRY(i64, expand)(const Array *packed, const Array *lanes, Array *into, i64 wid
 
 // ---------------------------------------------------------------- values in few bits
 
-enum { SCALE_GROUP = 256, PARTS = 1 << 12, FINE_PARTS = 1 << 20, EVEN_4 = 12, EVEN_2 = 8, ODD_2 = 12 };
+enum { SCALE_GROUP = 256, PARTS = 1 << 12, FINE_PARTS = 1 << 20 };
 #define LARGEST 0x1.FEp127f     // the largest bfloat16
 #define ROUNDER (f32)(3 << 22)  // added to a number of moderate size, it rounds it to an integer
-static const u32 STEPS_OF_4[EVEN_4] = {585, 552, 521, 492, 464, 438, 414, 391, 369, 348, 328, 310};
-static const u32 STEPS_OF_2[EVEN_2] = {4096, 3444, 2896, 2435, 2048, 1722, 1448, 1218};
-static const u32 STEPS_OF_ODD[ODD_2] = {1365, 1216, 1084, 965, 860, 766, 683, 608, 542, 483, 430, 383};
+static const u32 STEPS_OF_4[12] = {585, 552, 521, 492, 464, 438, 414, 391, 369, 348, 328, 310};
+static const u32 STEPS_OF_2[8] = {4096, 3444, 2896, 2435, 2048, 1722, 1448, 1218};
+static const u32 STEPS_OF_ODD[12] = {1365, 1216, 1084, 965, 860, 766,
+                                     683,  608,  542,  483, 430, 383};
 
 typedef struct {
   u32 step, error;
@@ -80,7 +86,7 @@ INLINE Step best_step(const u32 *parts, i64 used, const u32 *steps, int number_o
     Words errors = all_words(0);
     EACH(SCALE_GROUP, {
       Words part = load_words(parts + i, count) & 0x1FFFu, level;
-      if (most == 3) level = choose(is_below(part, all_words(2 * step)), all_words(1), all_words(3));
+      if (most == 3) level = 1 + (~is_below(part, all_words(2 * step)) & 2u);
       else level = min_words((part * inverse + 32768u) >> 16, all_words(most));
       Words left = part - level * step;
       errors += left * left;
@@ -114,21 +120,18 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
   EACH(SCALE_GROUP, peak = max_words(peak, magnitude_of(load(values + i, count))));
   peak = min_words(all_words(largest_of(peak)), bits_of(all_floats(LARGEST)));
   store(&largest, floats_of(peak), 1);
-  if (largest == 0) {
-    EACH(SCALE_GROUP, store_8(fields + i, all_words(0), count));
-    return 0;
-  }
+  f32 divisor = largest == 0 ? 1 : largest;
   EACH(SCALE_GROUP, {
-    Floats share = floats_of(min_words(magnitude_of(load(values + i, count)), peak)) / largest;
+    Floats share = floats_of(min_words(magnitude_of(load(values + i, count)), peak)) / divisor;
     Words part = bits_of(share * (f32)PARTS + ROUNDER) - bits_of(all_floats(ROUNDER));
     store(shares + i, share, count);
     store_words(parts + i, part, count);
   });
-  Step best = bits == 4 ? best_step(parts, used, STEPS_OF_4, EVEN_4, 7)
-                        : best_step(parts, used, STEPS_OF_2, EVEN_2, 1);
+  Step best = bits == 4 ? best_step(parts, used, STEPS_OF_4, 12, 7)
+                        : best_step(parts, used, STEPS_OF_2, 8, 1);
   int odd = 0;
   if (bits == 2) {
-    Step other = best_step(parts, used, STEPS_OF_ODD, ODD_2, 3);
+    Step other = best_step(parts, used, STEPS_OF_ODD, 12, 3);
     if (other.error < best.error) best = other, odd = 1;
   }
   f32 scale = largest * ((f32)best.step / PARTS);
@@ -158,7 +161,8 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
   });
   if (!rounded) return 0;
   // the scale that gives the stored values the same share of the values' direction
-  f64 product = sum_of_whole(products), fair = largest * (sum_of_whole(squares) / product) / FINE_PARTS;
+  f64 product = sum_of_whole(products);
+  f64 fair = largest * (sum_of_whole(squares) / product) / FINE_PARTS;
   f32 levels;
   store(&levels, floats_of(all_words(largest_of(top))), 1);
   if (fair > (f64)LARGEST / levels) fair = (f64)LARGEST / levels;
@@ -168,16 +172,13 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
 
 INLINE void quantise_all(const Array *values, u32 bits, u8 *codes, u16 *scales) {
   u8 fields[SCALE_GROUP];
+  f32 padded[SCALE_GROUP];
   for (i64 first = 0; first < values->size; first += SCALE_GROUP) {
     const f32 *some = AT(f32, values) + first;
     i64 used = least_i64(SCALE_GROUP, values->size - first);
-    if (used == SCALE_GROUP) {
-      scales[first / SCALE_GROUP] = quantise_group(some, SCALE_GROUP, bits, fields);
-    } else {
-      f32 padded[SCALE_GROUP];
-      for (i64 i = 0; i < SCALE_GROUP; i++) padded[i] = i < used ? some[i] : 0;
-      scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, fields);
-    }
+    EACH(SCALE_GROUP, store(padded + i, all_floats(0), count));
+    EACH(used, store(padded + i, load(some + i, count), LANES));
+    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, fields);
     for (i64 i = 0; i < (used * bits + 7) / 8; i++) {
       u32 code = 0;
       for (u32 j = 0; j < 8 / bits; j++) code |= (u32)fields[8 / bits * i + j] << bits * j;
@@ -218,18 +219,20 @@ ENTRY(void, dequantise)(const Array *codes, const Array *scales, i64 bits, Array
 // ---------------------------------------------------------------- into a live model
 
 typedef struct {
-  PlacesRoom found;
+  Places places;
   f32 change[TILE];
   f64 fresh[TILE];  // wide enough for any kind
 } ApplyRoom;
 FITS(ApplyRoom);
 
 // Add the packed elements' changes to stored ones.
-INLINE void apply_kind(enum Kind kind, enum Kind packed_kind, const void *stored, const void *packed,
-                       i64 are_deltas, f32 factor, f32 *changes, void *fresh, i64 size) {
+INLINE void apply_kind(enum Kind kind, enum Kind packed_kind, const void *stored,
+                       const void *packed, i64 are_deltas, f32 factor, f32 *changes, void *fresh,
+                       i64 size) {
   Words peak = all_words(0), subtracted = all_words(are_deltas ? 0 : ~0u);
   EACH(size, {
-    Floats origin = load_kind(kind, stored, i, count), value = load_kind(packed_kind, packed, i, count);
+    Floats origin = load_kind(kind, stored, i, count);
+    Floats value = load_kind(packed_kind, packed, i, count);
     Floats change = (value - masked(origin, subtracted)) * factor, sum = origin + change;
     store(changes + i, change, count);
     store_kind(kind, fresh, i, choose_floats(is_equal(change, all_floats(0)), origin, sum), count);
@@ -243,34 +246,27 @@ INLINE void apply_kind(enum Kind kind, enum Kind packed_kind, const void *stored
 ENTRY(i64, apply_packed)(const Array *base, const Array *packed, i64 are_deltas, const Array *lanes,
                          f32 factor, Array *out, Array *saved, void *given) {
   ApplyRoom *room = (ApplyRoom *)given;
-  const u16 *places = room->found.places;
   i64 total = 0, width = width_of((enum Kind)base->kind), is_same = packed->kind == base->kind;
   i64 end = least_i64(packed->size, saved->size);
   for (i64 first = 0; first < base->size; first += TILE) {
     i64 size = least_i64(TILE, base->size - first);
-    i64 found = find_lanes(AT(u8, lanes) + first, size, room->found.places);
+    i64 found = find_lanes(AT(u8, lanes) + first, size, room->places);
     i64 used = clamp(end - total, found);
     i64 whole = (used + LANES - 1) / LANES * LANES;
     i64 taken = total + whole <= end ? whole : used;  // some are computed in vain, for speed
     u8 *stored = AT(u8, saved) + total * width;
     const u8 *values = AT(u8, packed) + total * width_of((enum Kind)packed->kind);
-    FOR_WIDTH(width, {
-      const Carrier *from = AT(Carrier, base) + first;
-      for (i64 i = 0; i < used; i++) ((Carrier *)stored)[i] = from[places[i]];
-    });
+    gather(width, base->data, first, room->places, used, stored);
     if (!is_same && packed->kind != F32) {
       decode_tile(packed, total, taken, room->change);
       values = (const u8 *)room->change;
     }
+    f32 *change = room->change;
     FOR_KIND(base->kind, {
-      if (is_same) apply_kind(K, K, stored, values, are_deltas, factor, room->change, room->fresh, taken);
-      else apply_kind(K, F32, stored, values, are_deltas, factor, room->change, room->fresh, taken);
+      if (is_same) apply_kind(K, K, stored, values, are_deltas, factor, change, room->fresh, taken);
+      else apply_kind(K, F32, stored, values, are_deltas, factor, change, room->fresh, taken);
     });
-    FOR_WIDTH(width, {
-      const Carrier *from = (const Carrier *)room->fresh;
-      Carrier *to = AT(Carrier, out) + first;
-      for (i64 i = 0; i < used; i++) to[places[i]] = from[i];
-    });
+    scatter(width, room->fresh, room->places, used, out->data, first);
     total += found;
   }
   return total;
