@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Band, Operand, core, native, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -50,7 +50,7 @@ def raws(size):
 def assert_same(function, *arguments):
     """Run a kernel of both backends on copies; all arrays and results must be equal in bits."""
     outcomes = []
-    for backend in (reference, native):
+    for backend in (reference, core if function in core.SIGNATURES else native):
         copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
         returned = getattr(backend, function)(*copies)
         written = [a.tobytes() for a in copies if isinstance(a, np.ndarray)]
@@ -337,7 +337,7 @@ def test_selecting_ranks(case, kind):
         assert_same("select_ranks", keys, *each, np.ones(keys.shape, np.float32))
 
 
-@pytest.mark.parametrize("backend", [reference, native])
+@pytest.mark.parametrize("backend", [reference, core])
 def test_ranks_are_selected_by_hand(backend):
     # of equals the first is larger; in a row with a key of 0, rank 3 is taken, times 0.5
     keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2], [0, 4, 9, 4]], np.uint32)
@@ -358,7 +358,7 @@ def test_numbers_that_order_neighbours(size, group, key, among):
     key0, key1 = np.uint32(key), np.uint32(7)
     found, numbers = np.zeros((2, size), np.uint64)
     assert_same("draw_order", found, 128 * group, key0, key1, among)
-    native.draw_order(found, 128 * group, key0, key1, among)
+    core.draw_order(found, 128 * group, key0, key1, among)
     reference.draw_uniform(numbers, 128 * group, key0, key1)
     for distance in range(1, min(among, size)):
         order = numbers[distance:] < numbers[:-distance]
@@ -387,3 +387,57 @@ def test_multiplying_what_is_kept(case):
 )
 def test_ranks(keys):
     assert_same("rank_left", keys, np.zeros(keys.shape, np.uint32))
+
+
+def rows_of(kind, generator, size):
+    """Return numbers that fill the buckets of `drop_by_rank` in different ways."""
+    with np.errstate(over="ignore"):
+        return {
+            "normal": lambda: generator.standard_normal(size),
+            "of few sizes": lambda: generator.integers(-3, 4, size),
+            "zero": lambda: np.zeros(size),
+            "nearly equal": lambda: 1 + generator.integers(0, 9, size) * 1e-4,
+            "with an outlier": lambda: np.where(np.arange(size) % 97, generator.random(size), 1e9),
+            "of any size": lambda: np.exp(9 * generator.standard_normal(size)),
+            "of any bits": lambda: generator.integers(0, 2**32, size, np.uint32).view(np.float32),
+        }[kind]().astype(np.float32)
+
+
+KINDS_OF_ROWS = (
+    ["normal", "of few sizes", "zero", "nearly equal"]
+    + ["with an outlier", "of any size", "of any bits"]
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(KINDS_OF_ROWS),
+    st.sampled_from([1, 2, 3, 5, 63, 64, 100, 129, 1000, 3001, 30_000]),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.sampled_from([(0.5, 0.4), (0.1, 0.14), (0.5, 1.0), (0.999, 0.0), (1.0, 0.0)]),
+    st.booleans(),
+    ANY_BITS,
+)
+@example("with an outlier", 3001, 0, 0.0, (0.1, 0.14), False, 0)
+@example("nearly equal", 30_000, 7, 0.5, (0.1, 0.14), True, 0)
+def test_dropping_by_rank(kind, columns, group, dropped, rates, is_even, seed):
+    generator = np.random.default_rng(seed)
+    size = max(int(generator.integers(0, 1000)), int(2.5 * columns))
+    values, left = rows_of(kind, generator, size), generator.random(size) >= dropped
+    head = min(-128 * group % columns, size)
+    edges = generator.integers(0, columns, head + (size - head) % columns).astype(np.uint32)
+    keep = rates[0] + rates[1] * (np.arange(columns) / max(columns - 1, 1) - 0.5)
+    thresholds = np.rint(keep * 2.0**40).astype(np.uint64)
+    factors = (rates[0] / np.maximum(keep, 2.0**-40)).astype(np.float32)
+    if is_even:
+        factors[:] = 1
+    key0, key1 = np.uint32(seed), np.uint32(group)
+    results = []
+    for backend in (reference, core):
+        found, kept = values.copy(), np.empty(size, np.bool_)
+        backend.drop_by_rank(
+            found, left, columns, edges, thresholds, factors, 128 * group, key0, key1, kept
+        )
+        results.append((without_nan_payload(found).tobytes(), kept.tobytes()))
+    assert results[0] == results[1]

@@ -32,6 +32,7 @@ LIBRARY = Path(__file__).with_name(
 )
 # How the library numbers the carriers of weights.
 KINDS = {"float64": 0, "float32": 1, "int16": 2, "uint16": 3, "uint8": 4, "int8": 5}
+KINDS |= {"uint32": 6, "uint64": 7}  # no weights: keys
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
 
 # What each function takes and returns: a for an array, i for an integer, f and d for floats, r for
@@ -47,6 +48,11 @@ SIGNATURES = {
     "add_scaled": "aaf:",
     "vote": "aaff:",
     "elect": "aaa:",
+    "order_keys": "aaa:",
+    "rank_left": "aar:",
+    "select_ranks": "aaaaar:",
+    "drop_by_rank": "aaiaaaiiiar:",
+    "draw_order": "aiiiir:",
 }
 
 
@@ -153,7 +159,12 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 # The bytes of scratch memory for functions that need more than ROOM_BYTES, by their arguments.
-ROOMS: dict[str, Callable[..., int]] = {}
+ROOMS: dict[str, Callable[..., int]] = {
+    "rank_left": lambda keys, *_: 16 * keys.shape[1],
+    "select_ranks": lambda keys, *_: max(16 << 10, 8 * keys.shape[1]),
+    "drop_by_rank": lambda _values, _left, columns, *_: 40 * (columns + 64),
+    "draw_order": lambda out, *_: 2 * out.size,
+}
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
