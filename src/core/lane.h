@@ -54,6 +54,7 @@ INLINE Words min_words(Words a, Words b) { return a < b ? a : b; }
 INLINE u32 largest_of(Words value) { return value; }
 INLINE u32 least_of(Words value) { return value; }
 INLINE u32 sum_of(Words value) { return value; }
+INLINE u32 flags_of(Words mask) { return mask & 1; }
 
 // ---------------------------------------------------------------- in memory
 
@@ -76,6 +77,7 @@ INLINE void store_words(u32 *to, Words value, i64) { STORE(u32, to, value); }
 INLINE void store_16(u16 *to, Words value, i64) { STORE(u16, to, value); }
 INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
 INLINE void store_doubles(f64 *to, Doubles value, i64) { STORE(f64, to, value); }
+INLINE Words places_from(u32 first) { return first; }
 INLINE Words first_lanes(i64) { return ~0u; }
 
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
@@ -91,6 +93,11 @@ INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64) {
 INLINE u64 bits_of_bytes(const u8 *from) {
   u64 found = 0;
   for (int i = 0; i < 64; i++) found |= (u64)(from[i] != 0) << i;
+  return found;
+}
+INLINE u64 bits_at_most(const u8 *from, u8 limit) {
+  u64 found = 0;
+  for (int i = 0; i < 64; i++) found |= (u64)(from[i] <= limit) << i;
   return found;
 }
 

@@ -67,6 +67,14 @@ INLINE Words min_words(Words a, Words b) { return __builtin_elementwise_min(a, b
 INLINE u32 largest_of(Words values) { return __builtin_reduce_max(values); }
 INLINE u32 least_of(Words values) { return __builtin_reduce_min(values); }
 INLINE u32 sum_of(Words values) { return __builtin_reduce_add(values); }
+// The lanes of a mask as bits, the first one in the lowest.
+INLINE u32 flags_of(Words mask) {
+  typedef _Bool Flags __attribute__((ext_vector_type(16)));
+  Flags flags = __builtin_convertvector(mask, Flags);
+  u16 found;
+  __builtin_memcpy(&found, &flags, 2);
+  return found;
+}
 
 // ---------------------------------------------------------------- in memory
 
@@ -106,11 +114,11 @@ INLINE void store_8(u8 *to, Words values, i64 count) {
 }
 INLINE void store_doubles(f64 *to, Doubles values, i64 count) { STORE(to, values, count); }
 
-// All ones in the first `count` lanes.
-INLINE Words first_lanes(i64 count) {
-  Words place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return is_below(place, all_words((u32)count));
+// Numbers that follow each other; and all ones in the first `count` lanes.
+INLINE Words places_from(u32 first) {
+  return (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
 }
+INLINE Words first_lanes(i64 count) { return is_below(places_from(0), all_words((u32)count)); }
 
 // Store a mask of lanes as bits, from the bit `i` on, a multiple of LANES.
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
@@ -129,16 +137,24 @@ INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64 count) {
   return (Words)((Integers)(fields << (32 - bits - (place & 31u))) >> (32 - bits));
 }
 
-// The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero.
-INLINE u64 bits_of_bytes(const u8 *from) {
-  typedef u8 Bytes64 __attribute__((vector_size(64)));
+// The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero, or
+// where it is at most a limit.
+typedef u8 Bytes64 __attribute__((vector_size(64)));
+INLINE Bytes64 load_64(const u8 *from) {
+  Bytes64 found;
+  __builtin_memcpy(&found, from, 64);
+  return found;
+}
+INLINE u64 bits_of_flags(Bytes64 bytes) {
   typedef _Bool Flags __attribute__((ext_vector_type(64)));
-  Bytes64 bytes;
-  __builtin_memcpy(&bytes, from, 64);
-  Flags flags = __builtin_convertvector(bytes != 0, Flags);
+  Flags flags = __builtin_convertvector(bytes, Flags);
   u64 found;
   __builtin_memcpy(&found, &flags, 8);
   return found;
+}
+INLINE u64 bits_of_bytes(const u8 *from) { return bits_of_flags((Bytes64)(load_64(from) != 0)); }
+INLINE u64 bits_at_most(const u8 *from, u8 limit) {
+  return bits_of_flags((Bytes64)(load_64(from) <= limit));
 }
 
 // ---------------------------------------------------------------- calls of Philox, side by side

@@ -55,4 +55,14 @@ static i64 draw_tile(u8 *lanes, i64 used, u64 start, u32 key0, u32 key1, u32 hig
   return kept;
 }
 
+// Draw the lanes of elements from number `start` on, a multiple of GROUP: bytes to hold against the
+// upper eight bits of a threshold.
+static void draw_lanes(u8 *lanes, i64 size, u64 start, u32 key0, u32 key1) {
+  u8 last[GROUP];
+  i64 rest = size % GROUP, first = 0;
+  for (; first < size - rest; first += GROUP) draw_group(lanes + first, start + (u64)first, key0, key1);
+  if (rest) draw_group(last, start + (u64)first, key0, key1);
+  for (i64 i = 0; i < rest; i++) lanes[first + i] = last[i];
+}
+
 #endif

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Operand, reference
-from dare.kernels import core as native
+from dare.kernels import LANES_MULTIPLE, Operand, core, reference
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
-BACKENDS = (reference, native)
+BACKENDS = (reference, core)
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
 CARRIERS = sorted({kind.carrier for kind in STORAGE_TYPES.values()}, key=str)
 WEIGHTS = [kind.carrier for kind in WEIGHT_TYPES]
@@ -103,10 +102,10 @@ def deltas(draw):
 @given(deltas(), st.sampled_from([4, 2]))
 def test_few_bits_are_the_same_in_both_backends(values, bits):
     codes, scales = quantised(reference, values, bits)
-    fast_codes, fast_scales = quantised(native, values, bits)
+    fast_codes, fast_scales = quantised(core, values, bits)
     assert (scales.tolist(), codes.tolist()) == (fast_scales.tolist(), fast_codes.tolist())
     back = restored(reference, codes, scales, bits, values.size)
-    assert back.tobytes() == restored(native, codes, scales, bits, values.size).tobytes()
+    assert back.tobytes() == restored(core, codes, scales, bits, values.size).tobytes()
     assert np.isfinite(back).all()
 
 
@@ -182,8 +181,8 @@ def test_squared_errors(shape, allowed, unit):
         values[generator.random(100_000) < 0.9] = 0
     values = (values * unit).astype(np.float32)
     for bits, most in zip((4, 2), allowed, strict=True):
-        codes, scales = quantised(native, values, bits)
-        back = restored(native, codes, scales, bits, values.size).astype(np.float64)
+        codes, scales = quantised(core, values, bits)
+        back = restored(core, codes, scales, bits, values.size).astype(np.float64)
         squares = (values.astype(np.float64) ** 2).sum()
         assert ((back - values) ** 2).sum() / squares <= most
         assert (back * values).sum() / squares == pytest.approx(1, abs=3e-4)  # nothing is shortened

@@ -32,10 +32,12 @@ LIBRARY = Path(__file__).with_name(
     {"win32": "dare.dll", "darwin": "libdare.dylib"}.get(sys.platform, "libdare.so")
 )
 CHECKOUT = Path(__file__).parents[3]  # where this is one
-# How the library numbers the carriers of weights.
+# How the library numbers the carriers of weights, and after them the types of keys.
 KINDS = {
-    np.dtype(carrier): kind
-    for kind, carrier in enumerate(("float64", "float32", "int16", "uint16", "uint8", "int8"))
+    np.dtype(name): kind
+    for kind, name in enumerate(
+        ("float64", "float32", "int16", "uint16", "uint8", "int8", "uint32", "uint64")
+    )
 }
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
 
@@ -70,6 +72,11 @@ SIGNATURES = {
     "dequantise": "aaia:",
     "apply_packed": "aaiafaar:1",
     "digest_pieces": "aa:",
+    "order_keys": "aaa:",
+    "rank_left": "aar:",
+    "select_ranks": "aaaaar:",
+    "drop_by_rank": "aaiaaaiiiar:",
+    "draw_order": "aiiiir:",
 }
 
 
@@ -98,13 +105,14 @@ class _Room(threading.local):
     """Scratch memory of a thread, used again for each call."""
 
     def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        self._size = -1
 
     def address(self, size: int = ROOM_BYTES) -> int:
         """Return the address of so many bytes, from a multiple of 64 on."""
-        if self._bytes.size < size + 64:
+        if self._size < size:
             self._bytes = np.empty(size + 64, np.uint8)
-        return -(-self._bytes.ctypes.data // 64) * 64
+            self._size, self._address = size, -(-self._bytes.ctypes.data // 64) * 64
+        return self._address
 
 
 _room = _Room()
@@ -193,7 +201,7 @@ def _function(name: str) -> Callable[..., Any]:
             else:
                 given.append(argument.item() if isinstance(argument, np.generic) else argument)
         if has_room:
-            given.append(_room.address(size_of_room(*arguments)))
+            given.append(_room.address(max(ROOM_BYTES, size_of_room(*arguments))))
         returned = (ctypes.c_int64 * 2)()
         found = run(*given, returned) if is_pair else run(*given)
         for original, copy in copies:
@@ -205,7 +213,12 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 # The bytes of scratch memory for functions that need more than ROOM_BYTES, by their arguments.
-ROOMS: dict[str, Callable[..., int]] = {}
+ROOMS: dict[str, Callable[..., int]] = {
+    "rank_left": lambda keys, *_: 16 * keys.shape[1],
+    "select_ranks": lambda keys, *_: max(16 << 10, 8 * keys.shape[1]),
+    "drop_by_rank": lambda _values, _left, columns, *_: 40 * (columns + 64),
+    "draw_order": lambda out, *_: 2 * out.size,
+}
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
