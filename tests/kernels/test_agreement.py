@@ -469,11 +469,10 @@ def rows_of(kind, generator, size):
         }[kind]().astype(np.float32)
 
 
-KINDS_OF_ROWS = ["normal", "of few sizes", "zero", "nearly equal"] + [
-    "with an outlier",
-    "of any size",
-    "of any bits",
-]
+KINDS_OF_ROWS = (
+    *("normal", "of few sizes", "zero", "nearly equal"),
+    *("with an outlier", "of any size", "of any bits"),
+)
 
 
 @settings(deadline=None)

@@ -1,8 +1,8 @@
 """The arithmetic, on chunks of one tensor.
 
-`reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
-bits, fast, and `native` runs them. `load` returns a module with these functions. `DEVICES` tells
-plans what a backend takes, before there is one.
+`reference` (NumPy) defines every function; `core` has the same functions with the same bits, fast:
+the library that is built from `src/core`. `load` returns a module with these functions. `DEVICES`
+tells plans what a backend takes, before there is one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Device:
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
 
 
-DEVICES = {"cpu": Device("native"), "reference": Device("reference")}
+DEVICES = {"cpu": Device("core"), "reference": Device("reference")}
 
 
 class Band(NamedTuple):
