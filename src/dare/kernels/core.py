@@ -33,9 +33,10 @@ LIBRARY = Path(__file__).with_name(
 # How the library numbers the carriers of weights.
 KINDS = {"float64": 0, "float32": 1, "int16": 2, "uint16": 3, "uint8": 4, "int8": 5}
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
+MEASURING_BYTES = 11904  # of a tile of one model; `Measuring` in measuring.h
 
-# What each function takes and returns: a for an array, i for an integer, f and d for floats, r for
-# scratch memory; after the colon the number of integers, or d for a float.
+# What each function takes and returns: a for an array or a list of some, i for an integer, f and d
+# for floats, r for scratch memory; after the colon the number of integers, or d for a float.
 SIGNATURES = {
     "decode": "aa:",
     "encode": "aa:1",
@@ -47,6 +48,9 @@ SIGNATURES = {
     "add_scaled": "aaf:",
     "vote": "aaff:",
     "elect": "aaa:",
+    "measure": "aaaaaaaaaar:",
+    "sample": "aaiiiar:",
+    "compare_tops": "aaaar:",
 }
 
 
@@ -131,13 +135,18 @@ def _function(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         given: list[Any] = []
-        copies = []
+        copies, kept = [], []
         for argument in arguments:
             if isinstance(argument, np.ndarray):
                 array = np.require(argument, requirements=["C", "A"])
                 if array is not argument:
                     copies.append((argument, array))
                 given.append(_described(array))
+            elif isinstance(argument, list):
+                arrays = [np.require(each, requirements=["C", "A"]) for each in argument]
+                table: Any = Array * len(arrays)
+                kept.append(arrays)
+                given.append(table(*map(_described, arrays)))
             else:
                 given.append(argument.item() if isinstance(argument, np.generic) else argument)
         if has_room:
@@ -153,7 +162,12 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 # The bytes of scratch memory for functions that need more than ROOM_BYTES, by their arguments.
-ROOMS: dict[str, Callable[..., int]] = {}
+ROOMS: dict[str, Callable[..., int]] = {
+    "measure": lambda _base, raws, *others: (
+        MEASURING_BYTES * (1 + len(raws)) + 8 * reference.SUM_LANES * (others[3].size + 1)
+    ),
+    "compare_tops": lambda values, *_: MEASURING_BYTES * len(values),
+}
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
