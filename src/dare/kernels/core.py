@@ -131,7 +131,7 @@ def _function(name: str) -> Callable[..., Any]:
     run.argtypes = [*(_TYPES[kind] for kind in kinds), *([ctypes.c_void_p] * (results == "2"))]
     run.restype = {"1": ctypes.c_int64, "d": ctypes.c_double}.get(results)
     has_room, is_pair = kinds.endswith("r"), results == "2"
-    size_of_room = ROOMS.get(name, lambda *_: ROOM_BYTES)
+    size_of_room: Callable[..., int] = ROOMS.get(name, lambda *_: ROOM_BYTES)
 
     def call(*arguments: Any) -> Any:
         given: list[Any] = []
