@@ -40,9 +40,10 @@ KINDS = {
     )
 }
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
+MEASURING_BYTES = 11904  # of a tile of one model; `Measuring` in measuring.h
 
-# What each function takes and returns: a for an array, i for an integer, f and d for floats, r for
-# scratch memory; after the colon the number of integers, or d for a float.
+# What each function takes and returns: a for an array or a list of some, i for an integer, f and d
+# for floats, r for scratch memory; after the colon the number of integers, or d for a float.
 SIGNATURES = {
     "decode": "aa:",
     "encode": "aa:1",
@@ -77,6 +78,9 @@ SIGNATURES = {
     "select_ranks": "aaaaar:",
     "drop_by_rank": "aaiaaaiiiar:",
     "draw_order": "aiiiir:",
+    "measure": "aaaaaaaaaar:",
+    "sample": "aaiiiar:",
+    "compare_tops": "aaaar:",
 }
 
 
@@ -186,11 +190,11 @@ def _function(name: str) -> Callable[..., Any]:
     run.argtypes = [*(_TYPES[kind] for kind in kinds), *([ctypes.c_void_p] * (results == "2"))]
     run.restype = {"1": ctypes.c_int64, "d": ctypes.c_double}.get(results)
     has_room, is_pair = kinds.endswith("r"), results == "2"
-    size_of_room = ROOMS.get(name, lambda *_: ROOM_BYTES)
+    size_of_room: Callable[..., int] = ROOMS.get(name, lambda *_: ROOM_BYTES)
 
     def call(*arguments: Any) -> Any:
         given: list[Any] = []
-        copies = []
+        copies, kept = [], []
         for argument in arguments:
             if isinstance(argument, np.ndarray):
                 array = argument
@@ -198,6 +202,11 @@ def _function(name: str) -> Callable[..., Any]:
                     array = np.require(argument, requirements=["C", "A"])
                     copies.append((argument, array))
                 given.append(_described(array))
+            elif isinstance(argument, list):
+                arrays = [np.require(each, requirements=["C", "A"]) for each in argument]
+                table: Any = Array * len(arrays)
+                kept.append(arrays)
+                given.append(table(*map(_described, arrays)))
             else:
                 given.append(argument.item() if isinstance(argument, np.generic) else argument)
         if has_room:
@@ -218,6 +227,10 @@ ROOMS: dict[str, Callable[..., int]] = {
     "select_ranks": lambda keys, *_: max(16 << 10, 8 * keys.shape[1]),
     "drop_by_rank": lambda _values, _left, columns, *_: 40 * (columns + 64),
     "draw_order": lambda out, *_: 2 * out.size,
+    "measure": lambda _base, raws, *others: (
+        MEASURING_BYTES * (1 + len(raws)) + 8 * reference.SUM_LANES * (others[3].size + 1)
+    ),
+    "compare_tops": lambda values, *_: MEASURING_BYTES * len(values),
 }
 
 

@@ -8,7 +8,9 @@ compared as the low 31 bits of a float32, which order like the numbers, with NaN
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -305,6 +307,10 @@ def _lane_sum(terms: Doubles) -> float:
     lanes = np.zeros(SUM_LANES)
     for row in rows:
         lanes += row
+    return _sum_in_order(lanes)
+
+
+def _sum_in_order(lanes: Doubles) -> float:
     total = 0.0
     for lane in lanes.tolist():  # not `sum`, which from Python 3.12 on corrects its rounding
         total += lane
@@ -682,3 +688,160 @@ def apply_packed(
     saved[: used.size] = stored
     out[used] = moved
     return int(places.size)
+
+
+# ---------------------------------------------------------------- the tallies of an analysis
+
+MEASURED = 2048  # elements of a tile, whose sums are taken in float32
+MAGNITUDE_SHIFT = 15  # bits of a magnitude that its bin does not tell
+SAMPLED = 64  # elements that are sampled together
+PEAK, LEAST = 2, 3  # where extremes stand among the counts of a model; see `measure`
+
+
+def measure(
+    base: Raw,
+    raws: Sequence[Raw],
+    are_deltas: NDArray[np.bool_],
+    sums: Doubles,
+    counts: NDArray[np.int64],
+    pair_sums: Doubles,
+    pair_counts: NDArray[np.int64],
+    shared: NDArray[np.int64],
+    totals: Doubles,
+    bins: NDArray[np.uint32],
+) -> None:
+    """Add what is found of the deltas of some models to the arrays from `sums` on.
+
+    Elements that are not finite are counted, and are zeros from then on. `are_deltas` says which
+    models are given by their deltas. A sum is made of SUM_LANES interleaved ones, which are added
+    up from the first to the last. Within a tile each of these is taken in float32, of values that
+    are scaled by a power of two, so that their fourth powers neither vanish nor overflow; tiles are
+    added up in float64.
+
+    sums: [models, 6], Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|, Σδ·base. counts: [models, 4], elements that are not
+    zero, and those not finite; the bits of the largest magnitude, and of the smallest above zero
+    less 1, as uint32. pair_sums: Σδ·δ of each pair. pair_counts: [pairs, 2], elements that both
+    change, and those changed in the same direction. shared: elements that two models or more
+    change, and those changed in both directions. totals: Σbase², and Σ|Σδ| of two models or more.
+    bins: [models, 2, bins], magnitudes by their upper bits, at even and at odd indices.
+    """
+    pairs = [(one, other) for one in range(len(raws)) for other in range(one + 1, len(raws))]
+    lanes_of = np.zeros((len(raws), 6, SUM_LANES))
+    pair_lanes = np.zeros((len(pairs), SUM_LANES))
+    base_lanes, summed_lanes = np.zeros((2, SUM_LANES))
+    for first in range(0, base.size, MEASURED):
+        span = slice(first, min(first + MEASURED, base.size))
+        origin = np.empty(span.stop - first, np.float32)
+        decode(base[span], origin)
+        taken = [
+            _finite_delta(raw[span], origin, is_delta)
+            for raw, is_delta in zip(raws, are_deltas.tolist(), strict=True)
+        ]
+        origin, _ = _mended(origin)
+        deltas, scale = [values for values, _ in taken], _scale_of(origin)
+        scales = [*map(_scale_of, deltas)]
+        base_lanes += _tile_sums((origin * scale) * (origin * scale), scale, scale)
+        for model, (values, missing) in enumerate(taken):
+            own, lanes = scales[model], lanes_of[model]
+            scaled = values * own
+            square = scaled * scaled
+            lanes[0] += _tile_sums(scaled, own)
+            lanes[1] += _tile_sums(square, own, own)
+            lanes[2] += _tile_sums(square * scaled, own, own, own)
+            lanes[3] += _tile_sums(square * square, own, own, own, own)
+            lanes[4] += _tile_sums(np.abs(scaled), own)
+            lanes[5] += _tile_sums(scaled * (origin * scale), own, scale)
+            magnitudes = magnitude_bits(values)
+            counts[model, :2] += int(np.count_nonzero(magnitudes)), missing
+            counts[model, PEAK] = max(counts[model, PEAK], int(magnitudes.max()))
+            least = int((magnitudes - np.uint32(1)).min())
+            counts[model, LEAST] = min(counts[model, LEAST], least)
+            for way in range(2):
+                np.add.at(bins[model, way], magnitudes[way::2] >> np.uint32(MAGNITUDE_SHIFT), 1)
+        for place, (one, other) in enumerate(pairs):
+            left, right = scales[one], scales[other]
+            terms = (deltas[one] * left) * (deltas[other] * right)
+            pair_lanes[place] += _tile_sums(terms, left, right)
+            pair_counts[place] += _in_both(deltas[one], deltas[other])
+        if pairs:
+            above = np.sum([values > 0 for values in deltas], axis=0)
+            below = np.sum([values < 0 for values in deltas], axis=0)
+            conflicted = (above > 0) & (below > 0)
+            shared += int(np.count_nonzero(above + below > 1)), int(np.count_nonzero(conflicted))
+            with np.errstate(over="ignore", invalid="ignore"):
+                terms = np.abs(functools.reduce(np.add, deltas) * min(scales))
+            summed_lanes += _tile_sums(terms, min(scales))
+    for (model, place), _ in np.ndenumerate(sums):
+        sums[model, place] += _sum_in_order(lanes_of[model, place])
+    pair_sums += [*map(_sum_in_order, pair_lanes)]
+    totals += _sum_in_order(base_lanes), _sum_in_order(summed_lanes)
+
+
+def _mended(values: Floats) -> tuple[Floats, int]:
+    """Return values with zeros where they are not finite, and how many were not."""
+    is_finite = np.isfinite(values)
+    mended: Floats = np.where(is_finite, values, np.float32(0))
+    return mended, int(np.count_nonzero(~is_finite))
+
+
+def _finite_delta(raw: Raw, base: Floats, is_delta: bool) -> tuple[Floats, int]:
+    values = np.empty(raw.size, np.float32)
+    decode(raw, values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _mended(values if is_delta else values - base)
+
+
+def _scale_of(values: Floats) -> np.float32:
+    """Return the power of two that brings the peak to [1, 2), as far as float32 has it."""
+    return np.float32(2.0 ** min(max(127 - (_peak(values) >> 23), -126), 127))
+
+
+def _tile_sums(terms: Floats, *scales: np.float32) -> Doubles:
+    """Return the interleaved sums of a tile, without the scales of its factors."""
+    rows = np.zeros((-(-terms.size // SUM_LANES), SUM_LANES), np.float32)
+    rows.reshape(-1)[: terms.size] = terms
+    lanes = np.zeros(SUM_LANES, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for row in rows:
+            lanes += row
+    return lanes.astype(np.float64) / math.prod(map(float, scales))
+
+
+def _in_both(left: Floats, right: Floats) -> tuple[int, int]:
+    """Count the elements that are zero in neither, and those of the same sign."""
+    both = (left != 0) & (right != 0)
+    alike = both & ((left > 0) == (right > 0))
+    return int(np.count_nonzero(both)), int(np.count_nonzero(alike))
+
+
+def sample(raw: Raw, base: Raw, is_delta: bool, start: int, period: int, out: Floats) -> None:
+    """out = the deltas of one run of SAMPLED elements in every `period` runs, else zero.
+
+    Which run that is depends on its position in the tensor alone. `start`, the index of the first
+    element, is a multiple of period·SAMPLED. What is not finite is zero.
+    """
+    out[:] = 0
+    block = SAMPLED * period
+    for place in range(-(-raw.size // block)):
+        number = start // block + place
+        turn = ((number * 0x9E3779B97F4A7C15) % (1 << 64) >> 32) % period
+        span = slice(place * block + turn * SAMPLED, place * block + (turn + 1) * SAMPLED)
+        origin = np.empty(raw[span].size, np.float32)
+        decode(base[span], origin)
+        out[place * SAMPLED :][: origin.size] = _finite_delta(raw[span], origin, is_delta)[0]
+
+
+def compare_tops(
+    values: Floats, least: Bits, sizes: NDArray[np.int64], pair_counts: NDArray[np.int64]
+) -> None:
+    """Count the magnitudes of each model whose bits are `least`, above 0, or more.
+
+    values: [models, elements]; what is not finite is zero. pair_counts: [pairs, 2], as in
+    `measure`.
+    """
+    mended = _mended(values)[0]
+    tops = np.where(magnitude_bits(mended) >= least[:, None], mended, np.float32(0))
+    sizes += np.count_nonzero(tops, axis=1)
+    rows = [(one, other) for one in range(len(tops)) for other in range(one + 1, len(tops))]
+    for place, (one, other) in enumerate(rows):
+        pair_counts[place] += _in_both(tops[one], tops[other])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,13 +44,12 @@ from dare.analysis.results import (
     TensorAnalysis,
 )
 from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
-from dare.documents.shown import COMPILING, Display, show_progress
+from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.kernels.linalg import one_blas_thread
-from dare.kernels.native import announcing, working_seconds
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor, norm_notices
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
@@ -93,7 +93,7 @@ def analyze(
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
     The nodes of a Ray `cluster` do it if one is named.
     """
-    started = working_seconds()
+    started = time.perf_counter()
     settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
     means = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
     request, inputs = open_to_compare(base, models, **settings, **means)
@@ -135,7 +135,7 @@ def analyze_arrays(
     >>> analysis.model("math").total.norm, analysis.model("math").total.zeros
     (5.0, 2)
     """
-    started = working_seconds()
+    started = time.perf_counter()
     if not isinstance(models, Mapping):
         models = {f"model {number}": model for number, model in enumerate(models)}
     request = Request.of(
@@ -212,7 +212,7 @@ class Study:
             ),
             left_out=tuple(self.left_out),
             bytes_read=self.bytes_read,
-            seconds=working_seconds() - started,
+            seconds=time.perf_counter() - started,
             **{"notes": (), "vocabularies": {}, "tied": (), **known},
         )
 
@@ -244,7 +244,6 @@ def measure(study: Study, spectra: Spectra = "none", request: Request | None = N
             _measure_there(study, steps, request, options.cluster, display)
             return
         with ExitStack() as stack:
-            stack.enter_context(announcing(lambda: display.announce(COMPILING)))
             _open(stack, study.sources)
             _run(steps, study.sources, threads, display.advance, study.collect)
 

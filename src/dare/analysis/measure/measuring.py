@@ -1,7 +1,7 @@
 """The pass of an analysis over the weights: steps that any thread can do.
 
-For a chunk the base and all models are read, and one kernel measures all of them. The results are
-added up in the order of the chunks, so that the figures do not depend on threads.
+For a chunk the base and all models are read, and one function of the core measures all of them. The
+results are added up in the order of the chunks, so that the figures do not depend on threads.
 
 Which elements are in the top 1 % of a tensor is only known when all of it has been seen. Their
 overlap is counted in a sample: all of a tensor of up to 524,288 elements; of a larger one so many
@@ -16,7 +16,6 @@ import itertools
 import math
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,7 +31,8 @@ from dare.analysis.measure.tallies import Additive, Sums, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
 from dare.checks.sample import BIN_SHIFT, BINS, NONE, UNROUNDED, Magnitudes, find_rounding, top_bin
 from dare.inputs.sources import Raw, Source, read_floats, read_stored
-from dare.kernels.native import SOURCES, Kernels
+from dare.kernels import core
+from dare.kernels.reference import LEAST, SAMPLED
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.threads import Batch, Step
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
@@ -42,8 +42,6 @@ from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
-# Carriers of BF16 and F32. The kernel is compiled for these two; it takes seconds for each.
-AS_IS = (np.dtype(np.uint16), np.dtype(np.float32))
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
 TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
@@ -51,26 +49,9 @@ CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
 MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
 
-def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -> list[Any]:
-    """The scratch arrays of `measure`."""
-    models, tile = addresses.size, tallies.TILE
-    return [
-        *(np.empty(tile, np.float32), np.zeros(tile, np.float32), np.empty(tile, np.uint8)),
-        *(np.empty(models * tallies.ROW, np.float32), np.empty(models, np.float32)),
-        np.empty((models, tallies.WORDS), np.uint64),
-    ]
-
-
-KERNELS = Kernels(
-    "dare.analysis.measure.kernels",
-    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py", "checks/sample.py"),
-    {"measure": _room},
-)
-
-
 def period_of(elements: int) -> int:
     """Return the period of a sample: of so many runs of a tensor one is taken."""
-    return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // 64)
+    return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // SAMPLED)
 
 
 @dataclass(frozen=True)
@@ -259,8 +240,6 @@ class Worker:
         widest = widest_of(base, models)
         self._span = span_of(base, models)
         self._bytes = [np.empty(self._span * widest, np.uint8) for _ in (base, *models)]
-        # Not always needed.
-        self._floats = [np.empty(self._span, np.float32) for _ in (base, *models)]
         # Empty between chunks.
         self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
 
@@ -293,27 +272,24 @@ class Worker:
         pairs = list(combinations(models, 2))
         sums = np.zeros((len(models), tallies.SUMS))
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
-        counts[:, tallies.LEAST] = int(tallies.LEAST_OF_NONE)
+        counts[:, LEAST] = tallies.LEAST_OF_NONE
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
         counters = self._counters[: len(models)]
         shared, samples = np.zeros(2, np.int64), list[Floats]()
-        base_squares = summed_magnitude = 0.0
+        totals = np.zeros(2)
         _, count = chunk_span(chunk, subject.base.elements)
         for start, base, tuned, given in self._read(subject, chunk):
-            addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-            like = (tuned or [base])[0][:0]
-            squares, summed = KERNELS.measure(
-                base, like, addresses, given, sums, counts, dots, pair_counts, shared, counters
-            )
-            base_squares, summed_magnitude = base_squares + squares, summed_magnitude + summed
+            found = (sums, counts, dots, pair_counts, shared, totals, counters)
+            core.measure(base, tuned, given, *found)
             if 1 < len(models) <= MODELS_HELD:
                 samples.append(self._sample(subject, start, base, tuned, given))
+        base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
         for place, model in enumerate(models):
-            found = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
-            all_sums[model] = found
-            magnitudes[model] = _take_magnitudes(counters[place], found)
+            own = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
+            all_sums[model] = own
+            magnitudes[model] = _take_magnitudes(counters[place], own)
         return Measured(
             all_sums,
             dict.fromkeys(subject.unchanged, NONE) | magnitudes,
@@ -338,35 +314,16 @@ class Worker:
                 for source, buffer in zip(sources, self._bytes, strict=False)
             )
             given = np.array([s.delta_of(subject.name).is_change for s in sources[1:]], np.bool_)
-            yield start, *self._alike(base, tuned, given), given
-
-    def _alike(self, base: Raw, tuned: list[Raw], given: Flags) -> tuple[Raw, list[Raw]]:
-        """Bring a chunk of base and models to one type, if they do not have one that can stay.
-
-        What is not float32 becomes a delta in float32, which `given` notes.
-        """
-        if len({raw.dtype for raw in (base, *tuned)}) == 1 and base.dtype in AS_IS:
-            return base, tuned
-        floats = [buffer[: base.size] for buffer in self._floats]
-        alike = list(tuned)
-        for place, raw in enumerate(tuned):
-            if raw.dtype != np.float32:
-                alike[place] = floats[1 + place]
-                if given[place]:
-                    KERNELS.decode(raw, alike[place])
-                else:
-                    KERNELS.subtract(raw, base, alike[place])
-                given[place] = True
-        KERNELS.decode(base, floats[0])
-        return floats[0], alike
+            yield start, base, tuned, given
 
     def _sample(
         self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
     ) -> Floats:
         period = subject.period
-        sample = np.zeros((len(tuned), -(-base.size // (64 * period)) * 64), np.float32)
+        runs = -(-base.size // (SAMPLED * period))
+        sample = np.empty((len(tuned), SAMPLED * runs), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
-            KERNELS.sample(raw, base, is_delta, start, period, row)
+            core.sample(raw, base, is_delta, start, period, row)
         return sample
 
     # ------------------------------------------------------------ a tensor
@@ -383,16 +340,16 @@ class Worker:
         if not total.pairs:
             return replace(total, summed_magnitude=added_magnitudes(total))
         least = [_least_of_top(subject, total.magnitudes[model]) for model in subject.models]
-        pairs, sizes = dict(total.pairs), Counter[int]()
+        tops, in_both = np.zeros(len(least), np.int64), np.zeros((len(total.pairs), 2), np.int64)
         for part in self._samples(subject, total):
-            tops = dict(zip(subject.models, map(_signs_of_top, part, least), strict=True))
-            sizes.update({model: KERNELS.count_changed(signs) for model, signs in tops.items()})
-            for one, other in pairs:
-                shared, agreeing = KERNELS.compare_signs(tops[one], tops[other])
-                pairs[one, other] += PairSums(shared_top=shared, opposed_top=shared - agreeing)
-        for (one, other), sums in pairs.items():
-            tops_of_both = sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0
-            pairs[one, other] = replace(sums, tops=tops_of_both)
+            core.compare_tops(part, np.array(least, np.uint32), tops, in_both)
+        sizes = dict(zip(subject.models, tops.tolist(), strict=True))
+        pairs = dict(total.pairs)
+        for ((one, other), sums), counts in zip(total.pairs.items(), in_both.tolist(), strict=True):
+            shared, agreeing = counts
+            size = sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0
+            found_tops = {"tops": size, "shared_top": shared, "opposed_top": shared - agreeing}
+            pairs[one, other] = replace(sums, **found_tops)
         total = replace(total, pairs=pairs)
         if any(each.inside.outliers for each in whole.values()):
             total = _without_outliers(subject.models, total, self._samples(subject, total))
@@ -428,19 +385,11 @@ class Worker:
         return np.concatenate([run[:, window.columns] for run in runs])
 
 
-def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> np.int32:
+def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> int:
     """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
     wanted = math.ceil(TOP * subject.base.elements)
     place = top_bin(magnitudes, wanted) if magnitudes.counts.size else BINS - 1
-    return np.int32(max(1, place << BIN_SHIFT))
-
-
-def _signs_of_top(sample: Floats, least: np.int32) -> NDArray[np.uint64]:
-    """Return the packed signs of a sample's elements from a magnitude on."""
-    codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
-    KERNELS.encode_signs(sample, least, codes)
-    KERNELS.pack_signs(codes, signs)
-    return signs
+    return max(1, place << BIN_SHIFT)
 
 
 def added_magnitudes(measured: Measured) -> float:
@@ -511,7 +460,7 @@ def span_of(base: Source, models: Sequence[Source]) -> int:
     There is at least one run of a sample in it.
     """
     most = max((info.elements for info in base.tensors.values()), default=0)
-    span, least = CHUNK, 64 * period_of(most)
+    span, least = CHUNK, SAMPLED * period_of(most)
     while span > least and span * (1 + len(models)) > CHUNKS_HELD * CHUNK:
         span //= 2
     return span
@@ -519,6 +468,6 @@ def span_of(base: Source, models: Sequence[Source]) -> int:
 
 def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
     """Return the bytes of one thread's buffers and its share of the tensors being measured."""
-    buffers = span_of(base, models) * (widest_of(base, models) + 4) * (1 + len(models))
+    buffers = span_of(base, models) * widest_of(base, models) * (1 + len(models))
     counters = (2 * 4 + 8) * BINS * len(models)
     return buffers + counters + 5 * SAMPLE * min(len(models), MODELS_HELD)

@@ -45,18 +45,11 @@ NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element count
 # Relative error of power sums; a variance below this share of the mean square is none.
 ROUNDING = 1e-6
 
-TILE = 4096  # elements that the kernels look at together
-# Distance between a tile's rows: not a power of two, or they would share cache sets.
-ROW = TILE + 16
-WORDS = TILE // 32  # words of a tile's signs, two bits for each element
 WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
-COUNTERS = BINS + 16  # length of such a row, for the same reason as ROW's
+COUNTERS = BINS + 16  # length of such a row: not a power of two, or they would share cache sets
 SUMS = 6  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|, Σδ·base
-# Elements that are not zero, those that are not finite, and the bits of the extremes; the least is
-# that of a magnitude that is not zero, less 1.
-CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
-COUNTS = 4
-LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
+COUNTS = 4  # elements that are not zero, those that are not finite, and the bits of the extremes
+LEAST_OF_NONE = 0xFFFFFFFF  # the smallest magnitude's bits less 1, where there is none
 
 WINDOW = (256, 1024)  # the shorter and the longer side of a window, at the most
 RUN = 16  # rows of a window that are read together
