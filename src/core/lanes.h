@@ -89,13 +89,21 @@ INLINE Words first_lanes(i64 count) {
 
 // The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero.
 INLINE u64 bits_of_bytes(const u8 *from) {
+  u64 found = 0;
+#ifdef __wasm__
+  for (int i = 0; i < 64; i += 16) {
+    SignedBytes16 bytes;
+    __builtin_memcpy(&bytes, from + i, 16);
+    found |= (u64)__builtin_wasm_bitmask_i8x16(bytes != 0) << i;
+  }
+#else
   typedef u8 Bytes64 __attribute__((vector_size(64)));
   typedef _Bool Flags __attribute__((ext_vector_type(64)));
   Bytes64 bytes;
   __builtin_memcpy(&bytes, from, 64);
   Flags flags = __builtin_convertvector(bytes != 0, Flags);
-  u64 found;
   __builtin_memcpy(&found, &flags, 8);
+#endif
   return found;
 }
 
