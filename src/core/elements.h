@@ -8,11 +8,13 @@
 #define QUIET_NAN 0x7FC00000u
 
 INLINE Words magnitude_of(Floats values) { return bits_of(values) & MAGNITUDE; }
-INLINE Words is_nan(Floats values) { return is_below(all_words(INFINITE), magnitude_of(values)); }
+INLINE Words is_nan(Floats values) { return ~is_equal(values, values); }
 INLINE Floats masked(Floats values, Words mask) { return floats_of(bits_of(values) & mask); }
 INLINE Floats choose_floats(Words mask, Floats when_set, Floats when_clear) {
   return floats_of(choose(mask, bits_of(when_set), bits_of(when_clear)));
 }
+// The second where either is NaN.
+INLINE Floats min_floats(Floats a, Floats b) { return choose_floats(is_less(a, b), a, b); }
 INLINE Floats magnitudes(Floats values) { return floats_of(magnitude_of(values)); }
 
 // ---------------------------------------------------------------- storage types

@@ -11,6 +11,8 @@ typedef f32 Floats;
 typedef u32 Words;
 typedef f64 Doubles;
 
+#define ROLLED
+
 // ---------------------------------------------------------------- values
 
 INLINE Words bits_of(Floats value) {
@@ -29,6 +31,8 @@ INLINE Floats to_floats(Words integer) { return (f32)(i32)integer; }
 INLINE Doubles to_doubles(Floats value) { return (f64)value; }
 INLINE Floats from_doubles(Doubles value) { return (f32)value; }
 
+INLINE Doubles all_doubles(f64 value) { return value; }
+
 INLINE Words is_less(Floats a, Floats b) { return a < b ? ~0u : 0u; }
 INLINE Words is_at_most(Floats a, Floats b) { return a <= b ? ~0u : 0u; }
 INLINE Words is_equal(Floats a, Floats b) { return a == b ? ~0u : 0u; }
@@ -37,6 +41,12 @@ INLINE Words are_same(Words a, Words b) { return a == b ? ~0u : 0u; }
 INLINE Words choose(Words mask, Words when_set, Words when_clear) {
   return (when_set & mask) | (when_clear & ~mask);
 }
+
+INLINE Words is_lower(Words a, Words b) { return a < b ? ~0u : 0u; }
+INLINE Words is_less_double(Doubles a, Doubles b) { return a < b ? ~0u : 0u; }
+INLINE Words is_at_most_double(Doubles a, Doubles b) { return a <= b ? ~0u : 0u; }
+INLINE Doubles min_doubles(Doubles a, Doubles b) { return a < b ? a : b; }
+INLINE Doubles magnitudes_of_doubles(Doubles value) { return __builtin_fabs(value); }
 
 INLINE Words max_words(Words a, Words b) { return a < b ? b : a; }
 INLINE Words min_words(Words a, Words b) { return a < b ? a : b; }
@@ -59,6 +69,11 @@ INLINE void store_16(u16 *to, Words value, i64) { *to = (u16)value; }
 INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
 INLINE void store_doubles(f64 *to, Doubles value, i64) { *to = value; }
 INLINE Words first_lanes(i64) { return ~0u; }
+
+INLINE void store_bits(u64 *bits, i64 i, Words mask) {
+  u64 others = i % 64 ? bits[i / 64] : 0;
+  bits[i / 64] = others | (u64)(mask & 1) << i % 64;
+}
 
 INLINE u64 bits_of_bytes(const u8 *from) {
   u64 found = 0;

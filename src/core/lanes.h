@@ -16,6 +16,9 @@ typedef u8 Bytes16 __attribute__((vector_size(16)));
 typedef i8 SignedBytes16 __attribute__((vector_size(16)));
 typedef u16 Halves __attribute__((vector_size(32)));
 
+// Before a loop of few steps: unrolled, the compiler would order it chain by chain, and units wait.
+#define ROLLED _Pragma("clang loop unroll(disable)")
+
 // ---------------------------------------------------------------- values
 
 INLINE Words bits_of(Floats values) { return (Words)values; }
@@ -26,6 +29,8 @@ INLINE Floats to_floats(Words integers) { return __builtin_convertvector((Intege
 INLINE Doubles to_doubles(Floats values) { return __builtin_convertvector(values, Doubles); }
 INLINE Floats from_doubles(Doubles values) { return __builtin_convertvector(values, Floats); }
 
+INLINE Doubles all_doubles(f64 value) { return (Doubles){} + value; }
+
 // Comparisons give all ones where they hold, and zero elsewhere.
 INLINE Words is_less(Floats a, Floats b) { return (Words)(a < b); }
 INLINE Words is_at_most(Floats a, Floats b) { return (Words)(a <= b); }
@@ -34,6 +39,26 @@ INLINE Words is_below(Words a, Words b) { return (Words)(a < b); }
 INLINE Words are_same(Words a, Words b) { return (Words)(a == b); }
 INLINE Words choose(Words mask, Words when_set, Words when_clear) {
   return (when_set & mask) | (when_clear & ~mask);
+}
+
+// Both are below 2³¹: processors compare numbers with a sign faster.
+INLINE Words is_lower(Words a, Words b) { return (Words)((Integers)a < (Integers)b); }
+
+typedef i64 LongIntegers __attribute__((vector_size(128)));
+INLINE Words is_less_double(Doubles a, Doubles b) {
+  return (Words)__builtin_convertvector((LongIntegers)(a < b), Integers);
+}
+INLINE Words is_at_most_double(Doubles a, Doubles b) {
+  return (Words)__builtin_convertvector((LongIntegers)(a <= b), Integers);
+}
+// The second where either is NaN.
+INLINE Doubles min_doubles(Doubles a, Doubles b) {
+  LongIntegers mask = (LongIntegers)(a < b);
+  return (Doubles)(((LongIntegers)a & mask) | ((LongIntegers)b & ~mask));
+}
+
+INLINE Doubles magnitudes_of_doubles(Doubles values) {
+  return (Doubles)((LongIntegers)values & 0x7FFFFFFFFFFFFFFFll);
 }
 
 INLINE Words max_words(Words a, Words b) { return __builtin_elementwise_max(a, b); }
@@ -85,6 +110,13 @@ INLINE void store_doubles(f64 *to, Doubles values, i64 count) { STORE(to, values
 INLINE Words first_lanes(i64 count) {
   Words place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return is_below(place, all_words((u32)count));
+}
+
+// Store a mask of lanes as bits, from the bit `i` on, a multiple of LANES.
+INLINE void store_bits(u64 *bits, i64 i, Words mask) {
+  typedef _Bool Flags __attribute__((ext_vector_type(16)));
+  Flags flags = __builtin_convertvector((Integers)mask < 0, Flags);
+  __builtin_memcpy((u8 *)bits + i / 8, &flags, 2);
 }
 
 // The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero.

@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Band, Operand, reference
+from dare.kernels import core as native
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -205,12 +206,17 @@ def test_masking_values(case):
 def magnitudes(draw):
     """Elements of a model and its base, without NaN, whose payload machines choose; and lanes."""
     size = draw(SIZES | st.sampled_from([8192, 8193, 20000]))
-    carrier = draw(st.sampled_from(CARRIERS))
     generator = np.random.default_rng(draw(ANY_BITS))
-    top = 0x38 if carrier.itemsize == 1 else (0x38 << 8 * (carrier.itemsize - 1))
-    few = generator.integers(0, top, draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}")
-    raw, base = generator.choice(few, (2, size)).view(carrier)
-    return raw, base, generator.choice(np.array([0, 255], np.uint8), size)
+
+    def elements(carrier, size):
+        top = 0x38 if carrier.itemsize == 1 else (0x38 << 8 * (carrier.itemsize - 1))
+        few = generator.integers(0, top, draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}")
+        return generator.choice(few, size).view(carrier)
+
+    raw_type, base_type = draw(st.sampled_from(TYPE_PAIRS))
+    more = draw(st.integers(0, 3))  # there may be more of a base, and more lanes
+    lanes = generator.choice(np.array([0, 255], np.uint8), size + more)
+    return elements(raw_type, size), elements(base_type, size + more), lanes
 
 
 @given(magnitudes(), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(0, 300))
@@ -220,9 +226,14 @@ def test_collecting_keys(case, one, other, room):
     assert_same("collect_keys", *case, low, high, 77, keys, figures)
 
 
-@given(magnitudes(), st.integers(0, 2**31 - 1), st.integers(0, 15))
-def test_counting_bins(case, low, shift):
-    tallies = np.zeros(1 << 12, np.int64), np.zeros(1 << 12, np.uint32), np.zeros(2, np.int64)
+@given(
+    magnitudes(),
+    st.sampled_from([0, 1]) | st.integers(0, 2**31 - 1),
+    st.integers(0, 15),
+    st.sampled_from([1, 2, 1 << 12, 1 << 16]),
+)
+def test_counting_bins(case, low, shift, bins):
+    tallies = np.zeros(bins, np.int64), np.zeros(bins, np.uint32), np.ones(2, np.int64)
     assert_same("count_bins", *case, low, shift, *tallies)
 
 
@@ -230,6 +241,7 @@ def test_counting_bins(case, low, shift):
 @given(magnitudes(), *[st.integers(0, 2**31 - 1)] * 2, SIZES, SIZES)
 def test_keeping_a_band(case, least, most, end, begin):
     raw, base, lane = case
+    base = base[: raw.size]
     floats = np.empty(raw.size, np.float32)
     reference.decode(base, floats)
     found = reference.magnitude_bits(floats)
@@ -246,6 +258,57 @@ def test_adding_shares(case, weight, cut, top):
         backend.add_shares(scores, values, weight, cut, top, above, below)
         outcomes.append([without_nan_payload(each).tobytes() for each in (above, below)])
     assert outcomes[0] == outcomes[1]
+
+
+@settings(max_examples=200)
+@given(
+    SIZES | st.sampled_from([1024, 1025, 3000]),
+    st.sampled_from([1e-40, 1e-20, 1e-3, 1.0, 1e20]),
+    st.sampled_from([1.0, -1.0, 1e-30, 3.0]),
+    st.sampled_from([1, 3, 64, 65, 1000]),
+    st.floats(0, 1),
+    ANY_BITS,
+)
+def test_balancing_scores(size, scale, factor, models, rank, seed):
+    generator = np.random.default_rng(seed)
+    values, total = np.float32(generator.standard_normal((2, size)) * scale)
+    peak = abs(factor) * float(np.abs(values).max(initial=0)) or 1.0
+    special = np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-45, 3e38])
+    for array in (values, total):
+        array[generator.random(size) < 0.1] = generator.choice(special)
+    scores = np.ones(size, np.float32)
+    numbers = values, total, factor, peak, float(models)
+    reference.balance_scores(*numbers, 0.0, scores)
+    floor = float(np.sort(scores)[int(rank * (size - 1))]) if size else 0.0
+    for least in (0.0, floor, 1e-35):
+        assert_same("balance_scores", *numbers, least, np.ones(size, np.float32))
+
+
+@given(
+    SIZES.flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))),
+    st.integers(0, 500),
+    st.sampled_from([1, 3, 7, 16, 33, 300]),
+    st.booleans(),
+)
+def test_adding_products(case, first, columns, by_column):
+    sums = np.linspace(-1, 1, columns if by_column else 702)
+    assert_same("add_products", *case, first, columns, by_column, sums)
+
+
+@given(
+    st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 5, 16]), st.sampled_from([1, 5, 16, 33])),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    ANY_BITS,
+)
+def test_products_of_low_rank(shape, begin, end, seed):
+    rows, rank, columns = shape
+    generator = np.random.default_rng(seed)
+    left = generator.standard_normal((rows, rank), np.float32)
+    right = generator.standard_normal((rank, columns), np.float32)
+    first, last = sorted(int(part * rows * columns) for part in (begin, end))
+    out = np.ones(last - first, np.float32)
+    assert_same("low_rank", left, right, first, np.float32(0.7), out)
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(near_zero(n), near_zero(n), WEIGHTS)))

@@ -45,6 +45,18 @@ SIGNATURES = {
     "add_scaled": "aaf:",
     "vote": "aaff:",
     "elect": "aaa:",
+    "collect_keys": "aaaiiiaar:1",
+    "count_bins": "aaaiiaaar:1",
+    "add_extremes": "afaaa:",
+    "elect_extremes": "aaa:",
+    "count_needing": "afafa:",
+    "keep_needed": "aai:",
+    "multiply_kept": "aa:",
+    "sum_products": "aa:d",
+    "add_products": "aaiiiar:",
+    "low_rank": "aaifa:",
+    "balance_scores": "aaddddar:",
+    "add_shares": "aafffaa:",
 }
 
 
