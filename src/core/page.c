@@ -7,11 +7,13 @@
 #include "elements.h"
 #include "mask.h"
 #include "merging.h"
+#include "products.h"
 
 #define PAGE(result) __attribute__((visibility("default"))) result
 #define ARRAY(data, kind) ((Array){(void *)(data), size, size, kind})
 
 static CombineRoom room;
+_Static_assert(sizeof(Operand) == 11 * sizeof(i64), "engine/core.js writes it field by field");
 
 PAGE(void) decode(const u16 *raw, i32 size, f32 *out) {
   core_decode(&ARRAY(raw, BF16), &ARRAY(out, F32));
@@ -22,11 +24,12 @@ PAGE(void) draw(i32 size, u32 key0, u32 key1, u32 high, u32 low, u8 *lanes) {
   core_draw(&ARRAY(lanes, F8_E5M2), size, 0, key0, key1, high, low, &room);
 }
 
-// `tuned` are the elements of all models, one model after the other; there are four figures of each.
+// `tuned` are the elements of all models, one after the other; there are four figures of each.
 PAGE(void) combine(const u16 *base, const u16 *tuned, Operand *models, i32 count, i64 *figures,
                    i32 elects, i32 size, f32 *out) {
   for (i32 number = 0; number < count; number++) models[number].tuned = tuned + number * size;
-  core_combine(&ARRAY(base, BF16), models, count, BF16, 0, elects, 0, size, &ARRAY(out, F32), figures, &room);
+  Array from = ARRAY(base, BF16), to = ARRAY(out, F32);
+  core_combine(&from, models, count, BF16, 0, elects, 0, size, &to, figures, &room);
 }
 
 INLINE i64 count_above(const f32 *values, i64 size, u32 limit) {
@@ -63,11 +66,6 @@ PAGE(void) add_to_base(const u16 *raw, const f32 *merged, f32 scale, i32 size, u
   core_add_to_base(&ARRAY(raw, BF16), &ARRAY(merged, F32), scale, &ARRAY(out, BF16), &room);
 }
 
-// Σ left·right in 64 interleaved sums, then those from first to last.
-PAGE(f64) sum_products(const f32 *left, const f32 *right, i32 size) {
-  enum { SUMS = 64 };
-  f64 sums[SUMS] = {0}, total = 0;
-  for (i32 i = 0; i < size; i++) sums[i % SUMS] += (f64)left[i] * (f64)right[i];
-  for (i32 i = 0; i < SUMS; i++) total += sums[i];
-  return total;
+PAGE(void) sum_products(const f32 *left, const f32 *right, i32 size, f64 *out) {
+  *out = core_sum_products(&ARRAY(left, F32), &ARRAY(right, F32));
 }

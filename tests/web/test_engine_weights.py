@@ -167,7 +167,7 @@ def make_tuned(
 def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
     """Anything the engine has: stages, weights, rates, seeds, models in any order."""
     combine = chance.choice(["linear", "sum", "ties", "slerp", "slerp"])
-    deltas = chance.choice([[], ["dare"], ["trim"], ["dare", "trim"]])
+    deltas = chance.choice([[], ["dare"], ["trim"], ["dare", "trim"], ["trim", "dare"]])
     tables: dict[str, dict[str, Any]] = {}
     if "dare" in deltas:
         rate = chance.choice([0.0, 0.5, 0.9, 0.97, chance.random()])

@@ -29,7 +29,8 @@ export const loadModel = (name) => once(`models/${name}.safetensors`,
 
 /** The exports of a new instance of engine/core.wasm or engine/llama.wasm. */
 export async function instantiate(name) {
-  const code = await once(name, async (response) => WebAssembly.compile(await response.arrayBuffer()));
+  const code = await once(name,
+    async (response) => WebAssembly.compile(await response.arrayBuffer()));
   return (await WebAssembly.instantiate(code)).exports;
 }
 

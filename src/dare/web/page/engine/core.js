@@ -1,5 +1,5 @@
 // The package's own arithmetic, by src/core/page.c: a call copies arrays into the core's memory, and
-// what it writes out of it. Weights are the bits of BF16.
+// what was written out of it. Weights are the bits of BF16.
 import { instantiate } from "../loading.js";
 
 const TILE = 8192;  // elements; masks fill whole ones
@@ -18,19 +18,19 @@ export async function openCore() {
 function call(name, ...given) {
   let end = core.__heap_base.value;
   const places = given.map((value) => {
+    if (!ArrayBuffer.isView(value)) return value;
     const at = Math.ceil(end / 64) * 64;
-    if (ArrayBuffer.isView(value)) end = at + value.byteLength;
+    end = at + value.byteLength;
     return at;
   });
   const missing = end - core.memory.buffer.byteLength;
   if (missing > 0) core.memory.grow(Math.ceil(missing / PAGE_BYTES));
-  const put = (value, place) => {
-    new value.constructor(core.memory.buffer, places[place], value.length).set(value);
-    return places[place];
-  };
-  core[name](...given.map((value, at) => (ArrayBuffer.isView(value) ? put(value, at) : value)));
+  const views = given.map((value, at) => ArrayBuffer.isView(value) &&
+    new value.constructor(core.memory.buffer, places[at], value.length));
+  views.forEach((view, at) => { if (view) view.set(given[at]); });
+  core[name](...places);
   const out = given.at(-1);
-  out.set(new out.constructor(core.memory.buffer, places.at(-1), out.length));
+  out.set(views.at(-1));
   return out;
 }
 

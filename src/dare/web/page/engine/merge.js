@@ -10,7 +10,7 @@ import { KEEP_ALL, maskOf } from "./mask.js";
 
 const WEIGHTS = { linear: (count) => 1 / count, sum: () => 1, ties: () => 1, slerp: () => 1 };
 
-/** The merged tensors, like the base's; `models` has those of the base and of all models by name. */
+/** The merged tensors, like the base's; `models` has those of all models and the base by name. */
 export function mergeModels(setting, models) {
   const { method, scale, seed } = setting;
   const base = models.get(setting.base);
@@ -28,8 +28,8 @@ export function mergeModels(setting, models) {
   if (isModel(stages, weights, scale)) return new Map(models.get(setting.models[0].name));
   return new Map([...base].map(([name, tensor]) => {
     const { data } = tensor;
-    const changes = setting.models.map((model, place) =>
-      prepare(name, data, models.get(model.name).get(name).data, stages, model.seed ?? seed + place));
+    const changes = setting.models.map((model, place) => prepare(
+      name, data, models.get(model.name).get(name).data, stages, model.seed ?? seed + place));
     const [one, other, ofBase] = isArc ? onArc(t, changes, data) : [];
     const terms = changes.map((change, place) => ({
       ...change,
@@ -59,8 +59,8 @@ export function prepare(name, base, tuned, stages, seed) {
   const last = prepared.get(tuned);
   if (last?.key === key && last.base === base) return last;
   const whole = { base, tuned, key, mask: KEEP_ALL, band: [-1, 0, 0, 0], weight: 1 };
-  const change = stages.reduce(
-    (found, [stage, settings]) => DELTA_STAGES[stage](found, settings, { name, base, seed }), whole);
+  const change = stages.reduce((before, [stage, settings]) =>
+    DELTA_STAGES[stage](before, settings, { name, base, seed }), whole);
   prepared.set(tuned, change);
   return change;
 }

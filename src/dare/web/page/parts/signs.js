@@ -159,7 +159,7 @@ function addControls(place, state) {
   choice(place, state, "signs.tensor", { label: "Matrix", options: TENSORS });
 }
 
-/** What votes: each delta with a mask of its own, rescaled, and trimmed to its largest; the outcome. */
+/** What votes, and the outcome: each delta with its own mask, rescaled, trimmed to its largest. */
 function voteOn(changes, state, p, keepRatio = state.get("signs.keep")) {
   const stages = { dare: { drop_rate: p }, trim: { keep_ratio: keepRatio } };
   const voters = changes.map((change, at) => change(stages, state.get("signs.seed") + at));
