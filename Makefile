@@ -13,10 +13,10 @@ RELEASE := .venv-release
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# The arithmetic of the playground's language models. The binary is committed; the compiler is pinned,
-# so that it is the same one each time.
+# The arithmetic of the playground: its language models, and the core that merges. The binaries are
+# committed; the compiler is pinned, so that they are the same ones each time.
 ENGINE := src/dare/web/page/engine
-WASM := $(ENGINE)/llama.wasm
+WASM := $(ENGINE)
 WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 -std=c11 -nostdlib \
 	-Wall -Wextra -Werror -fvisibility=hidden -Wl,--no-entry -Wl,--export-dynamic \
 	-Wl,--export=__heap_base -Wl,--strip-all -Wl,-z,stack-size=65536
@@ -179,8 +179,10 @@ bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
 
 wasm: $(VENV)/tools-ready
-	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM) $(ENGINE)/llama.c
-	chmod 644 $(WASM)
+	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM)/llama.wasm $(ENGINE)/llama.c
+	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -ffp-contract=off -ffreestanding -o $(WASM)/core.wasm \
+		src/core/page.c
+	chmod 644 $(WASM)/llama.wasm $(WASM)/core.wasm
 
 # This machine's wheel is built from the sdist, so both are tried. Nothing is published.
 release: $(VENV)/tools-ready

@@ -5,10 +5,13 @@
 // The first merge is the first after the page was opened; later ones have another seed each, as when
 // somebody moves a slider. "same masks" changes the weights only.
 import { readFile } from "node:fs/promises";
+import { openCore } from "../src/dare/web/page/engine/core.js";
 import { sha256 } from "../src/dare/web/page/engine/digest.js";
 import { mergeModels } from "../src/dare/web/page/engine/merge.js";
 import { readSafetensors } from "../src/dare/web/page/engine/safetensors.js";
 
+globalThis.fetch = async (address) => new Response(await readFile(address));
+await openCore();
 const RUNS = 30;
 const NAMES = ["add", "sort", "say"];
 const models = new Map();

@@ -146,10 +146,18 @@ INLINE Bytes64 load_64(const u8 *from) {
   return found;
 }
 INLINE u64 bits_of_flags(Bytes64 bytes) {
+  u64 found = 0;
+#ifdef __wasm__
+  for (int i = 0; i < 64; i += 16) {
+    SignedBytes16 part;
+    __builtin_memcpy(&part, (const u8 *)&bytes + i, 16);
+    found |= (u64)__builtin_wasm_bitmask_i8x16(part) << i;
+  }
+#else
   typedef _Bool Flags __attribute__((ext_vector_type(64)));
   Flags flags = __builtin_convertvector(bytes, Flags);
-  u64 found;
   __builtin_memcpy(&found, &flags, 8);
+#endif
   return found;
 }
 INLINE u64 bits_of_bytes(const u8 *from) { return bits_of_flags((Bytes64)(load_64(from) != 0)); }

@@ -31,7 +31,9 @@ typedef double f64;
 #ifndef LEVEL
 #define LEVEL any
 #endif
+#ifndef ENTRY
 #define ENTRY(result, name) EXTERN VISIBLE result JOIN(name, LEVEL)
+#endif
 
 // An array of NumPy. `columns` is the length of its last dimension; the kind says how weights are
 // stored, and means nothing for other arrays.
@@ -45,6 +47,7 @@ enum Kind { F64, F32, F16, BF16, F8_E4M3, F8_E5M2 };
 INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 : kind < F8_E4M3 ? 2 : 1; }
 
 // Do something with `K` as each kind, so that it is compiled for each.
+#ifndef FOR_KIND
 #define FOR_KIND(kind, ...)                                            \
   switch (kind) {                                                      \
     case F64: { const enum Kind K = F64; __VA_ARGS__; break; }         \
@@ -54,6 +57,7 @@ INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 :
     case F8_E4M3: { const enum Kind K = F8_E4M3; __VA_ARGS__; break; } \
     default: { const enum Kind K = F8_E5M2; __VA_ARGS__; break; }      \
   }
+#endif
 
 // Do something at each place `i` of an array, in lanes: `count` of them, which is less than LANES at
 // the end alone. It is compiled twice, so that the count is a constant before that.

@@ -2,9 +2,12 @@
 // workers that are functions. For tests/web/test_engine_llama.py.
 import { readFile } from "node:fs/promises";
 
+globalThis.fetch = async (address) => new Response(await readFile(address));
 const source = new URL("../../src/dare/", import.meta.url);
 const page = (name) => import(new URL(`web/page/${name}`, source));
 const { readSafetensors } = await page("engine/safetensors.js");
+const { openCore } = await page("engine/core.js");
+await openCore();
 export const { CONFIG, Llama } = await page("engine/llama.js");
 export const { createHandler } = await page("engine/worker.js");
 export const { openEngine } = await page("engine/browser.js");

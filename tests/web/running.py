@@ -19,6 +19,9 @@ OLDEST = (20, 19)
 _AROUND = """
 const given = JSON.parse(await new Response(process.stdin).text());
 const answer = (value) => process.stdout.write(JSON.stringify(value));
+const files = await import("node:fs/promises");
+globalThis.fetch = async (address) => new Response(await files.readFile(address));
+await (await import("./engine/core.js")).openCore();
 """
 
 

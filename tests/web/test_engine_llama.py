@@ -358,13 +358,13 @@ def test_real_workers_in_a_real_browser(static_site, open_tab, models, merged):
     assert tab.asked_elsewhere(static_site) == []
 
 
-# ---------------------------------------------------------------- the binary
+# ---------------------------------------------------------------- the binaries
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no compiler")
-def test_the_binary_is_what_the_source_gives(tmp_path):
-    made = tmp_path / "llama.wasm"
+def test_the_binaries_are_what_the_sources_give(tmp_path):
     folder = f"BIN={Path(sys.executable).parent}"
-    command = ["make", "--old-file=.venv/tools-ready", folder, f"WASM={made}", "wasm"]
+    command = ["make", "--old-file=.venv/tools-ready", folder, f"WASM={tmp_path}", "wasm"]
     subprocess.run(command, cwd=HERE.parent.parent, check=True, capture_output=True)
-    assert made.read_bytes() == (PAGE / "engine/llama.wasm").read_bytes()
+    for name in ("core.wasm", "llama.wasm"):
+        assert (tmp_path / name).read_bytes() == (PAGE / "engine" / name).read_bytes(), name

@@ -5,7 +5,7 @@ import { mounted } from "./pace.js";
 const loading = new Map();
 
 /** What a file of the page is answered with. */
-export async function load(name) {
+async function load(name) {
   const response = await fetch(new URL(name, import.meta.url));
   if (!response.ok) throw new Error(`${name} could not be loaded (${response.status}).`);
   return response;
@@ -26,6 +26,13 @@ export const loadJson = (name) => once(name, (response) => response.json());
 /** The tensors of a model: a Map from names to { shape, data }. */
 export const loadModel = (name) => once(`models/${name}.safetensors`,
   async (response) => readSafetensors(await response.arrayBuffer()));
+
+/** The exports of a new instance of engine/core.wasm or engine/llama.wasm. */
+export async function instantiate(name) {
+  const code = await once(name,
+    async (response) => WebAssembly.compile(await response.arrayBuffer()));
+  return (await WebAssembly.instantiate(code)).exports;
+}
 
 /** The first prompts of a task with their answers. */
 export async function examplesOf(task, count) {

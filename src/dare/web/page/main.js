@@ -1,6 +1,7 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
 /* global darePage */
 import { openEngine } from "./engine/browser.js";
+import { openCore } from "./engine/core.js";
 import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
@@ -33,7 +34,7 @@ function complain(section, error) {
 async function mountOne(name, load) {
   const section = document.getElementById(name);
   try {
-    const part = await load();
+    const [part] = await Promise.all([load(), openCore()]);
     page.state.add(part.defaults);
     await part.mount(section, page);
   } catch (error) {

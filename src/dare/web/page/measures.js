@@ -20,7 +20,7 @@ export function lawsAt(p, rescale) {
 }
 
 /** How many elements a mask drops. */
-export const droppedBy = (keep) => keep.length - keep.reduce((sum, kept) => sum + kept, 0);
+export const droppedBy = (keep) => keep.filter((kept) => !kept).length;
 
 /** Which share of the elements has each size, in bins that go from one power of two to the next. */
 export function sizesOf(values, smallest, largest) {

@@ -1,6 +1,6 @@
 // The matrices that pictures show: square ones of the demo's models, 128 by 128.
-import { toFloats } from "./engine/floats.js";
-import { deltaOf } from "./engine/merge.js";
+import { combine } from "./engine/core.js";
+import { prepare } from "./engine/merge.js";
 import { loadModel } from "./loading.js";
 
 export const SIDE = 128;
@@ -27,8 +27,12 @@ export const sumOf = (models, p, seed, rescale = true) => ({
   stages: { dare: { drop_rate: p, rescale } },
 });
 
-/** What a model changed in one tensor of the base. */
+/** What gives a model's change of a tensor of the base, after delta stages. */
 export async function changeOf(model, name) {
-  const [tuned, base] = await Promise.all([model, "base"].map(loadModel));
-  return deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
+  const [tuned, base] = (await Promise.all([model, "base"].map(loadModel)))
+    .map((tensors) => tensors.get(name).data);
+  return (stages = {}, seed = 0) => prepare(name, base, tuned, Object.entries(stages), seed);
 }
+
+/** What is left of a change, as numbers. */
+export const deltaOf = (change) => combine(change.base, [change]);

@@ -1,7 +1,7 @@
 // The demo's models in this browser: what src/dare/demo/llama.py does, with the arithmetic of
 // llama.c. A token is a byte, and a text has a character for each. The texts that are handed in
 // together are equally long, so a batch needs no padding.
-import { toFloats } from "./floats.js";
+import { toFloats } from "./core.js";
 
 /** What config.json says of all of them and their weights do not. */
 export const CONFIG = { heads: 4, context: 256, epsilon: 1e-5, theta: 10000 };

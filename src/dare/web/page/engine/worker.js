@@ -3,7 +3,8 @@
 //   { kind, items, key, tensors }     the answers to a job of scoring.js about the model `key`
 // As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has,
 // whose tensors need not be sent again.
-import { load, loadModel } from "../loading.js";
+import { instantiate, loadModel } from "../loading.js";
+import { openCore } from "./core.js";
 import { Llama } from "./llama.js";
 import { mergeModels } from "./merge.js";
 import { answersTo } from "./scoring.js";
@@ -50,6 +51,7 @@ export function createHandler(openKernels, load) {
 
   return async function handle(message, post) {
     try {
+      await openCore();
       const answers = await answer(message);
       post({ answers, holds: [...held.keys()] });
     } catch (error) {
@@ -58,16 +60,7 @@ export function createHandler(openKernels, load) {
   };
 }
 
-let compiling;
-
-/** The exports of a new instance of llama.wasm. */
-async function openKernels() {
-  compiling ??= load("engine/llama.wasm").then(async (response) =>
-    WebAssembly.compile(await response.arrayBuffer()));
-  return (await WebAssembly.instantiate(await compiling)).exports;
-}
-
 if (globalThis.WorkerGlobalScope) {
-  const handle = createHandler(openKernels, loadModel);
+  const handle = createHandler(() => instantiate("engine/llama.wasm"), loadModel);
   globalThis.onmessage = ({ data }) => handle(data, (answer) => globalThis.postMessage(answer));
 }

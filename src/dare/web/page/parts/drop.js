@@ -2,11 +2,10 @@
 /* global darePage */
 import { choice, draggable, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
-import { dropped } from "../engine/merge.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
-import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
+import { changeOf, deltaOf, MODELS, SIDE, TENSORS } from "../tensors.js";
 import { decimal, noiseInWords, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./drop/answers.js";
 import { addFigures, captionsIn, LARGEST, SMALLEST } from "./drop/figures.js";
@@ -28,6 +27,7 @@ export function mount(section, { state, engine, complain }) {
   addAnswers(section, state, engine);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
+  let change = null;
   let delta = null;
   let keep = null;
   let after = null;
@@ -40,7 +40,8 @@ export function mount(section, { state, engine, complain }) {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
     const loaded = await changeOf(model, tensor);
     if (model !== state.get("drop.model") || tensor !== state.get("drop.tensor")) return;
-    delta = loaded;
+    change = loaded;
+    delta = deltaOf(change());
     limit = usualSize(delta);
     redraw();
     measureSeeds();
@@ -50,7 +51,7 @@ export function mount(section, { state, engine, complain }) {
     if (!delta) return;
     const [p, rescale] = [state.get("drop.p"), state.get("drop.rescale")];
     keep = keepMask(state.get("drop.tensor"), delta.length, p, state.get("drop.seed"));
-    after = dropped(delta, keep, rescale ? 1 / (1 - p) : 1);
+    after = deltaOf(change({ dare: { drop_rate: p, rescale } }, state.get("drop.seed")));
     const laws = lawsOf(delta, after);
     drawPictures();
     showNumbers(p, rescale, laws);
@@ -70,10 +71,9 @@ export function mount(section, { state, engine, complain }) {
   function drawPictures() {
     if (!delta) return;
     const [before, mask, result] = canvases;
-    const alpha = keep.map((kept) => 255 * kept);
     drawMatrix(before, delta, SIDE, { limit });
-    drawMatrix(mask, delta, SIDE, { limit, alpha });
-    drawMatrix(result, after, SIDE, { limit, alpha });
+    drawMatrix(mask, delta, SIDE, { limit, alpha: keep });
+    drawMatrix(result, after, SIDE, { limit, alpha: keep });
   }
 
   function showNumbers(p, rescale, laws) {
@@ -108,13 +108,13 @@ export function mount(section, { state, engine, complain }) {
 
   /** The same law for the next seeds, so that one sees how much is chance. */
   async function measureSeeds() {
-    const [mine, tensor, rescale] = [delta, state.get("drop.tensor"), state.get("drop.rescale")];
+    const [mine, rescale] = [delta, state.get("drop.rescale")];
     const seed = state.get("drop.seed");
     const rows = [];
     for (const p of RATES) {
       for (let next = 1; next <= SEEDS; next += 1) {
-        const mask = keepMask(tensor, mine.length, p, seed + next);
-        rows.push({ p, ...lawsOf(mine, dropped(mine, mask, rescale ? 1 / (1 - p) : 1)) });
+        const left = deltaOf(change({ dare: { drop_rate: p, rescale } }, seed + next));
+        rows.push({ p, ...lawsOf(mine, left) });
       }
       await breathe();
       if (mine !== delta || seed !== state.get("drop.seed")) return;

@@ -1,13 +1,11 @@
 // Signs and conflict: three deltas of one matrix, the vote on each element, and what TIES leaves.
 /* global darePage */
 import { choice, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
-import { keepMask } from "../engine/mask.js";
-import { dropped, elect } from "../engine/merge.js";
-import { trimmed } from "../engine/trim.js";
-import { conflictsOf, droppedBy } from "../measures.js";
+import { combine } from "../engine/core.js";
+import { conflictsOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
-import { changeOf, NAMES, SIDE, TENSORS } from "../tensors.js";
+import { changeOf, deltaOf, NAMES, SIDE, TENSORS } from "../tensors.js";
 import { percent, show } from "../words.js";
 import { addFigures, BEFORE, NOW } from "./signs/figures.js";
 import { drawPatch, PATCH, writeVote } from "./signs/patch.js";
@@ -42,6 +40,7 @@ export function mount(section, { state, complain }) {
     state.set({ "signs.element": row * PATCH + column });
   }, { framed: true });
   let isSpoken = false;
+  let changes = null;
   let deltas = null;
   let limits = [];
   let before = null;  // conflicts of the deltas as they are
@@ -51,9 +50,10 @@ export function mount(section, { state, complain }) {
     const tensor = state.get("signs.tensor");
     const loaded = await Promise.all(NAMES.map((name) => changeOf(name, tensor)));
     if (tensor !== state.get("signs.tensor")) return;
-    deltas = loaded;
+    changes = loaded;
+    deltas = changes.map((change) => deltaOf(change()));
     limits = deltas.map(usualSize);
-    before = conflictsOf(deltas, elect(deltas, [1, 1, 1]).sign);
+    before = conflictsOf(deltas, voteOn(changes, state, 0, 1).sign);
     redraw();
     measureRates();
   }
@@ -62,8 +62,7 @@ export function mount(section, { state, complain }) {
 
   function redraw() {
     if (!deltas) return;
-    const terms = prepared(deltas, state, rate());
-    voted = { terms, ...elect(terms, [1, 1, 1]) };
+    voted = voteOn(changes, state, rate());
     drawPictures();
     showNumbers();
     showPatch();
@@ -115,8 +114,8 @@ export function mount(section, { state, complain }) {
     const mine = [deltas, state.get("signs.seed"), state.get("signs.keep")];
     const rows = [];
     for (const p of RATES) {
-      const terms = prepared(deltas, state, p);
-      rows.push({ p, conflicting: conflictsOf(terms, elect(terms, [1, 1, 1]).sign).conflicting });
+      const { terms, sign } = voteOn(changes, state, p);
+      rows.push({ p, conflicting: conflictsOf(terms, sign).conflicting });
       await breathe();
       const now = [deltas, state.get("signs.seed"), state.get("signs.keep")];
       if (now.some((value, at) => value !== mine[at])) return;
@@ -160,15 +159,12 @@ function addControls(place, state) {
   choice(place, state, "signs.tensor", { label: "Matrix", options: TENSORS });
 }
 
-/** What votes: each delta with a mask of its own, rescaled, and trimmed to its largest. */
-function prepared(deltas, state, p) {
-  const keepRatio = state.get("signs.keep");
-  return deltas.map((delta, at) => {
-    const seed = state.get("signs.seed") + at;
-    const keep = keepMask(state.get("signs.tensor"), delta.length, p, seed);
-    const left = dropped(delta, keep, 1 / (1 - p));
-    return keepRatio < 1 ? trimmed(left, keepRatio, delta.length - droppedBy(keep)) : left;
-  });
+/** What votes, and the outcome: each delta with its own mask, rescaled, trimmed to its largest. */
+function voteOn(changes, state, p, keepRatio = state.get("signs.keep")) {
+  const stages = { dare: { drop_rate: p }, trim: { keep_ratio: keepRatio } };
+  const voters = changes.map((change, at) => change(stages, state.get("signs.seed") + at));
+  const merged = combine(voters[0].base, voters, true);
+  return { terms: voters.map(deltaOf), merged, sign: merged.map(Math.sign) };
 }
 
 /** The elected sign of each element: full where models disagree, pale where they do not. */

@@ -38,7 +38,7 @@ export function addWeight(card, state, { tensor, element, values }) {
     const [p, seed] = [state.get("top.p"), state.get("top.seed")];
     let sum = base;
     rows.forEach((row, at) => {
-      const isKept = keepMask(tensor, element + 1, p, seed + at)[element] === 1;
+      const isKept = keepMask(tensor, element + 1, p, seed + at)[element] > 0;
       const change = changes[at] / (isKept ? 1 - p : 1);
       const { style } = row.querySelector("i");
       style.left = place(Math.min(sum, sum + change));
