@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     """Say with which versions the tests were run; --record docs/versions-run.json lists them."""
     found = {dist.metadata["Name"].lower(): dist.version for dist in distributions()}
     run = {"python": platform.python_version(), "machine": platform.machine()}
-    run |= {name: found.get(name, "") for name in ("numpy", "numba", "safetensors", "torch")}
+    run |= {name: found.get(name, "") for name in ("numpy", "safetensors", "torch")}
     terminalreporter.write_line(
         " ".join(f"{name} {version or '–'}" for name, version in run.items())
     )

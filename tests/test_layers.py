@@ -55,7 +55,6 @@ HEAVY = {
     "jinja2",
     "vl_convert",
     "zstandard",
-    "numba",
     "optuna",
     "lm_eval",
     "uvicorn",
@@ -184,7 +183,6 @@ def test_heavy_packages_are_imported_in_one_place_each():
 
 
 def test_optional_packages_are_imported_only_when_used():
-    optional = HEAVY - {"numba"}
     assert [
         f"{name} imports {target}"
         for name, tree in TREES.items()
@@ -192,7 +190,7 @@ def test_optional_packages_are_imported_only_when_used():
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
         if not ast.unparse(statement).startswith("if TYPE_CHECKING")
         for target in imports(statement)
-        if target.split(".")[0] in optional
+        if target.split(".")[0] in HEAVY
     ] == []
 
 

@@ -1,15 +1,15 @@
 // The tallies of an analysis: a chunk of the base and of all models at once, in tiles that stay in
-// a close cache. What is left of a tile's rows up to a multiple of BLOCK is zero, so that no loop
-// over one has an end of its own.
+// a close cache. What is left of a tile's rows up to a multiple of SIGN_BLOCK is zero, so that no
+// loop over one has an end of its own.
 
 enum {
   INTERLEAVED = 64,             // sums of each quantity
-  PARTS = INTERLEAVED / LANES,
-  MEASURED = 2048,              // elements of a tile
-  DELTA_ROW = MEASURED + 16,    // not a power of two, or rows would share cache sets
+  POSITIONS = INTERLEAVED / LANES,
+  ANALYSED = 2048,              // elements of a tile
+  DELTA_ROW = ANALYSED + 16,    // not a power of two, or rows would share cache sets
   SIGNS = 16,                   // in a word of 32 bits; each has two: above zero, below zero
-  BLOCK = 16 * SIGNS,
-  SIGN_WORDS = MEASURED / 32,   // words of 64 bits
+  SIGN_BLOCK = 16 * SIGNS,
+  SIGN_WORDS = ANALYSED / 32,   // words of 64 bits
   SAMPLED = 64,                 // elements that are sampled together
   MAGNITUDE_SHIFT = 15,         // bits of a magnitude that its bin does not tell
   MAGNITUDE_BINS = 1 << 16
@@ -33,7 +33,7 @@ typedef struct {
   Words peak, least, missing;
 } Extremes;  // the bits of magnitudes, the least above zero less 1; and how many were not finite
 
-INLINE i64 padded_size(i64 size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
+INLINE i64 padded_size(i64 size) { return (size + SIGN_BLOCK - 1) / SIGN_BLOCK * SIGN_BLOCK; }
 
 INLINE const void *from_place(const Array *raw, i64 first) {
   return AT(u8, raw) + first * width_of((enum Kind)raw->kind);
@@ -120,9 +120,9 @@ static void add_powers(const f32 *values, const f32 *base, i64 size, f64 scale, 
 
 // Into rows of bins that take turns, for equal magnitudes often follow each other.
 static void count_magnitudes(const f32 *values, i64 size, u32 *even, u32 *odd) {
-  u16 places[2 * BLOCK];
-  for (i64 first = 0; first < size; first += 2 * BLOCK) {
-    i64 used = least_i64(2 * BLOCK, size - first);
+  u16 places[2 * SIGN_BLOCK];
+  for (i64 first = 0; first < size; first += 2 * SIGN_BLOCK) {
+    i64 used = least_i64(2 * SIGN_BLOCK, size - first);
     for (i64 i = 0; i < used; i += LANES) {
       Words bits = bits_of(load(values + first + i, LANES));
       store_16(places + i, bits >> MAGNITUDE_SHIFT & (MAGNITUDE_BINS - 1u), LANES);
@@ -194,16 +194,16 @@ static void count_conflicts(const Measuring *room, i64 models, i64 words, i64 *c
 static void add_products(const f32 *left, const f32 *right, i64 size, f64 left_scale,
                          f64 right_scale, f64 *lanes) {
   f32 of_left = (f32)left_scale, of_right = (f32)right_scale;
-  Floats sums[PARTS];
-  for (int part = 0; part < PARTS; part++) sums[part] = all_floats(0);
+  Floats sums[POSITIONS];
+  for (int part = 0; part < POSITIONS; part++) sums[part] = all_floats(0);
   for (i64 i = 0; i < size; i += INTERLEAVED) {
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = 0; part < POSITIONS; part++) {
       i64 at = i + part * LANES;
       sums[part] += (load(left + at, LANES) * of_left) * (load(right + at, LANES) * of_right);
     }
   }
   f64 back = 1 / (left_scale * right_scale);
-  for (int part = 0; part < PARTS; part++) add_tile(lanes + part * LANES, sums[part], back);
+  for (int part = 0; part < POSITIONS; part++) add_tile(lanes + part * LANES, sums[part], back);
 }
 
 // Σ|Σδ|.
@@ -212,18 +212,18 @@ static void add_together(const Measuring *room, i64 models, i64 size, f64 *lanes
   for (i64 model = 1; model < models; model++) {
     if (room[model].scale < scale) scale = room[model].scale;
   }
-  Floats sums[PARTS], terms[PARTS];
-  for (int part = 0; part < PARTS; part++) sums[part] = all_floats(0);
+  Floats sums[POSITIONS], terms[POSITIONS];
+  for (int part = 0; part < POSITIONS; part++) sums[part] = all_floats(0);
   for (i64 i = 0; i < size; i += INTERLEAVED) {
     const f32 *delta = room[0].delta + i;
-    for (int part = 0; part < PARTS; part++) terms[part] = load(delta + part * LANES, LANES);
+    for (int part = 0; part < POSITIONS; part++) terms[part] = load(delta + part * LANES, LANES);
     for (i64 model = 1; model < models; model++) {
       delta = room[model].delta + i;
-      for (int part = 0; part < PARTS; part++) terms[part] += load(delta + part * LANES, LANES);
+      for (int part = 0; part < POSITIONS; part++) terms[part] += load(delta + part * LANES, LANES);
     }
-    for (int part = 0; part < PARTS; part++) sums[part] += magnitudes(terms[part] * (f32)scale);
+    for (int part = 0; part < POSITIONS; part++) sums[part] += magnitudes(terms[part] * (f32)scale);
   }
-  for (int part = 0; part < PARTS; part++) add_tile(lanes + part * LANES, sums[part], 1 / scale);
+  for (int part = 0; part < POSITIONS; part++) add_tile(lanes + part * LANES, sums[part], 1 / scale);
 }
 
 // ---------------------------------------------------------------- a chunk
@@ -265,8 +265,8 @@ ENTRY(void, measure)(const Array *base, const Array *raws, const Array *are_delt
     for (int i = 0; i < 6 * INTERLEAVED; i++) room[model].sums[0][i] = 0;
   }
   for (i64 i = 0; i < INTERLEAVED * (pair_sums->size + 1); i++) pairs[i] = 0;
-  for (i64 first = 0; first < base->size; first += MEASURED) {
-    i64 used = least_i64(MEASURED, base->size - first), size = padded_size(used), words = size / 32;
+  for (i64 first = 0; first < base->size; first += ANALYSED) {
+    i64 used = least_i64(ANALYSED, base->size - first), size = padded_size(used), words = size / 32;
     take_deltas(base, raws, AT(u8, are_deltas), models, first, used, AT(CountsOfModel, counts),
                 bins, room);
     add_products(own->delta, own->delta, size, own->scale, own->scale, own->sums[0]);
@@ -297,7 +297,7 @@ ENTRY(void, measure)(const Array *base, const Array *raws, const Array *are_delt
 // its position in the tensor alone. `start` is a multiple of period·SAMPLED.
 ENTRY(void, sample)(const Array *raw, const Array *base, i64 is_delta, i64 start, i64 period,
                     Array *out, Measuring *room) {
-  i64 run = period > 1 ? SAMPLED : MEASURED;
+  i64 run = period > 1 ? SAMPLED : ANALYSED;
   for (i64 place = 0; place * run < out->size; place++) {
     u64 number = (u64)(start / (run * period) + place);
     i64 turn = (i64)(number * 0x9E3779B97F4A7C15u >> 32) % period;
@@ -320,8 +320,8 @@ ENTRY(void, sample)(const Array *raw, const Array *base, i64 is_delta, i64 start
 ENTRY(void, compare_tops)(const Array *values, const Array *least, Array *sizes, Array *pair_counts,
                           Measuring *room) {
   i64 models = least->size, elements = values->columns;
-  for (i64 first = 0; first < elements; first += MEASURED) {
-    i64 used = least_i64(MEASURED, elements - first), words = padded_size(used) / 32;
+  for (i64 first = 0; first < elements; first += ANALYSED) {
+    i64 used = least_i64(ANALYSED, elements - first), words = padded_size(used) / 32;
     for (i64 model = 0; model < models; model++) {
       f32 *delta = room[model].delta;
       subtract_tile(values, model * elements + first, used, delta, 0, delta);

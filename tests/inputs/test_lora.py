@@ -14,7 +14,7 @@ from dare import Request, merge, plan
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.inputs.lora import CONFIG_NAME, PICKLE_NAME, WEIGHTS_NAME, looks_like, open_adapter
-from dare.kernels import native, reference
+from dare.kernels import core, reference
 from helpers import read_elements
 
 with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
     first = data.draw(st.integers(0, rows * columns - 1))
     count = data.draw(st.integers(0, rows * columns - first))
     outs = [np.full(count, np.nan, np.float32) for _ in range(2)]
-    for backend, out in zip((reference, native), outs, strict=True):
+    for backend, out in zip((reference, core), outs, strict=True):
         backend.low_rank(left, right, first, np.float32(0.7), out)
     assert outs[0].tobytes() == outs[1].tobytes()
     exact = 0.7 * (left.astype(np.float64) @ right.astype(np.float64)).reshape(-1)

@@ -115,7 +115,7 @@ def test_the_manifest_beside_adds_files_versions_and_figures(tmp_path):
         },
     }
     assert found["versions"]["dare"] == package.__version__
-    assert set(found["versions"]) == {"dare", "python", "numpy", "numba"}
+    assert set(found["versions"]) == {"dare", "python", "numpy"}
     assert found["digests"] == {
         "base": report.digests.base_tensors,
         "models": list(report.digests.model_tensors),

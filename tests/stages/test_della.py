@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import dare
 from dare import keep_mask
-from dare.kernels import native, reference
+from dare.kernels import core, reference
 from dare.tensors.mask import keep_threshold, mask_key
 
 
@@ -134,7 +134,7 @@ def test_the_numbers_of_the_mask():
         key0, key1 = map(np.uint32, mask_key(seed, name))
         numbers, turned = np.empty((2, size), np.uint64)
         reference.draw_uniform(numbers, start, key0, key1)
-        native.draw_order(turned, start, key0, key1, size)
+        core.draw_order(turned, start, key0, key1, size)
         assert (numbers == np.uint64(2**40) - turned).all()
         keep = keep_mask(name, size, rate, seed, start)
         assert ((numbers < np.uint64(keep_threshold(rate))) == keep).all()
@@ -199,7 +199,7 @@ def test_dropping_by_rank(kind, columns, group, dropped, seed):
     expected_kept = left & (numbers < thresholds[ranks])
     with np.errstate(all="ignore"):
         scaled = np.where(expected_kept, values * factors[ranks], np.float32(0))
-    for kernels in (reference, native):
+    for kernels in (reference, core):
         out, kept = values.copy(), np.empty(size, np.bool_)
         kernels.drop_by_rank(
             out, left, columns, edges, thresholds, factors, 128 * group, key0, key1, kept
@@ -218,7 +218,7 @@ def test_dropping_by_rank(kind, columns, group, dropped, seed):
 )
 def test_ranks(keys):
     by_hand = np.array([ranks_of_row(row, row != 0) for row in keys]).reshape(keys.shape)
-    for kernels in (reference, native):
+    for kernels in (reference, core):
         found = np.full(keys.shape, 7, np.uint32)
         kernels.rank_left(keys, found)
         assert (found == by_hand).all()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import native, reference
+from dare.kernels import core, reference
 
 HALF = math.sqrt(0.5)
 
@@ -135,7 +135,7 @@ def test_over_many_chunks(each, axis, shape, on):
 )
 def test_the_kernels_have_the_same_bits(pair, first, columns, by_column):
     found = []
-    for kernels in (reference, native):
+    for kernels in (reference, core):
         sums = np.full(80, 0.1)
         kernels.add_products(pair[0], pair[1], first, columns, by_column, sums)
         found.append(sums.tobytes())

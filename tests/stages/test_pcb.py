@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import dare
-from dare.kernels import native, reference
+from dare.kernels import core, reference
 from dare.planning.plan import Cost
 
 
@@ -123,7 +123,7 @@ def any_floats(size):
 def test_the_kernels_have_the_same_bits(case, factor, peak, models, floor):
     values, total = case
     found = []
-    for kernels in (reference, native):
+    for kernels in (reference, core):
         whole, out = np.empty((2, values.size), np.float32)
         kernels.balance_scores(values, total, factor, peak, float(models), 0.0, whole)
         kernels.balance_scores(values, total, factor, peak, float(models), floor, out)
