@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from dare.analysis.judge.readiness import body_of
 from dare.api import make_request
 from dare.recipe.document import with_settings
 from dare.recipe.recipe import Recipe
+from dare.studies.evaluators import examples
 from dare.studies.evaluators.examples import Examples
 from dare.studies.examples import read_tasks
 from dare.studies.results import ALONE, Role
@@ -51,6 +53,8 @@ WAYS = "advice", "five scales", "search"
 RIVALS = "average", "sum", "base", "best single"
 SIDES = "validation", "test"
 RESAMPLES = 2000
+AT_ONCE = 256
+"""Examples in a batch where the search does not score: sums depend on it in their last bits."""
 HELD_OUT_OF = 3
 """Of the validation examples that a search gets through a function; of files it takes as many."""
 Items = dict[str, np.ndarray]
@@ -451,7 +455,8 @@ class Transformed:
         return {task: self._scores(f"{side}-{task}") for task in self.tasks}
 
     def _scores(self, name: str) -> np.ndarray:
-        found = self.examples.score(self.live, self.ids[name])["items"]
+        with patch.object(examples, "BATCH_SIZE", AT_ONCE):
+            found = self.examples.score(self.live, self.ids[name])["items"]
         return 100 * np.array([found[item] for item in self.ids[name]])
 
 

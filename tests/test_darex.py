@@ -1,7 +1,6 @@
 """Finding q: the search, on scores and on outputs, and the formula against brute force."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ from dare.darex import (
     analytic_q,
     find_q_by_outputs,
     find_q_by_score,
-    judge_by_command,
     rules_for_q,
-    score_of_merges,
     spread,
 )
 from helpers import save
@@ -92,46 +89,6 @@ def recipe(tmp_path):
         return Request.of(base=base, models=[tuned], output=tmp_path / "out.safetensors", **fields)
 
     return make
-
-
-def test_each_q_is_merged_judged_and_deleted(recipe, tmp_path):
-    from safetensors.numpy import load_file
-
-    seen = []
-
-    def judge(path):
-        seen.append(path)
-        return -abs(float(load_file(path)["w"].max()) - 4)
-
-    given = recipe(stages={"darex": {"drop_rate": 0.75, "epsilon": 0.1}})
-    found = find_q_by_score(score_of_merges(given, judge), 0.75, step=0.25)
-    assert (found.q, found.score) == (0.25, 0)
-    assert not any(path.exists() for path in seen)
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_a_program_may_judge(recipe):
-    command = (
-        f"""{sys.executable} -c "import os, sys; os.stat(sys.argv[1]); print('ok'); print(0.5)" """
-    )
-    score = score_of_merges(recipe(), judge_by_command(command))
-    assert score(0.5) == 0.5
-    assert score_of_merges(recipe(), judge_by_command(command + " {model}"))(0.5) == 0.5
-    with pytest.raises(RecipeError, match="'dare\\+sum'"):
-        score_of_merges(recipe(method="dare+sum"), lambda path: 0.0)
-
-
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("no-such-program-at-all", "no-such-program-at-all"),
-        ("false", r"false .*\(1\)"),
-        ("echo", "last line must be a number"),
-    ],
-)
-def test_a_program_that_does_not_judge_is_named(tmp_path, command, text):
-    with pytest.raises(InputError, match=text):
-        judge_by_command(command)(tmp_path / "model")
 
 
 # ---------------------------------------------------------------- by outputs

@@ -54,20 +54,30 @@ INLINE Words min_words(Words a, Words b) { return a < b ? a : b; }
 INLINE u32 largest_of(Words value) { return value; }
 INLINE u32 least_of(Words value) { return value; }
 INLINE u32 sum_of(Words value) { return value; }
+INLINE u32 flags_of(Words mask) { return mask & 1; }
 
 // ---------------------------------------------------------------- in memory
 
-INLINE Floats load(const f32 *from, i64) { return *from; }
-INLINE Words load_words(const u32 *from, i64) { return *from; }
-INLINE Words load_16(const u16 *from, i64) { return *from; }
+// Weights lie where their file put them, which need not be at a multiple of their width.
+#define LOAD(type, from) \
+  type found;            \
+  __builtin_memcpy(&found, from, sizeof(found))
+#define STORE(type, to, value)  \
+  type stored = (type)value;    \
+  __builtin_memcpy(to, &stored, sizeof(stored))
+
+INLINE Floats load(const f32 *from, i64) { LOAD(f32, from); return found; }
+INLINE Words load_words(const u32 *from, i64) { LOAD(u32, from); return found; }
+INLINE Words load_16(const u16 *from, i64) { LOAD(u16, from); return found; }
 INLINE Words load_8(const u8 *from, i64) { return *from; }
 INLINE Words load_mask(const u8 *from, i64) { return (u32)(i32)(i8)*from; }
-INLINE Doubles load_doubles(const f64 *from, i64) { return *from; }
-INLINE void store(f32 *to, Floats value, i64) { *to = value; }
-INLINE void store_words(u32 *to, Words value, i64) { *to = value; }
-INLINE void store_16(u16 *to, Words value, i64) { *to = (u16)value; }
+INLINE Doubles load_doubles(const f64 *from, i64) { LOAD(f64, from); return found; }
+INLINE void store(f32 *to, Floats value, i64) { STORE(f32, to, value); }
+INLINE void store_words(u32 *to, Words value, i64) { STORE(u32, to, value); }
+INLINE void store_16(u16 *to, Words value, i64) { STORE(u16, to, value); }
 INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
-INLINE void store_doubles(f64 *to, Doubles value, i64) { *to = value; }
+INLINE void store_doubles(f64 *to, Doubles value, i64) { STORE(f64, to, value); }
+INLINE Words places_from(u32 first) { return first; }
 INLINE Words first_lanes(i64) { return ~0u; }
 
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
@@ -75,9 +85,19 @@ INLINE void store_bits(u64 *bits, i64 i, Words mask) {
   bits[i / 64] = others | (u64)(mask & 1) << i % 64;
 }
 
+INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64) {
+  u32 field = (u32)from[i * bits / 8] >> i * bits % 8;
+  return (u32)((i32)(field << (32 - bits)) >> (32 - bits));
+}
+
 INLINE u64 bits_of_bytes(const u8 *from) {
   u64 found = 0;
   for (int i = 0; i < 64; i++) found |= (u64)(from[i] != 0) << i;
+  return found;
+}
+INLINE u64 bits_at_most(const u8 *from, u8 limit) {
+  u64 found = 0;
+  for (int i = 0; i < 64; i++) found |= (u64)(from[i] <= limit) << i;
   return found;
 }
 
@@ -101,6 +121,21 @@ INLINE u64 compare_calls(u8 *below, u8 *equal, Calls word, u8 limit) {
     some |= equal[i];
   }
   return some;
+}
+
+// ---------------------------------------------------------------- digests
+
+#define WIDE
+
+INLINE void add_stripes(u64 *sums, const u8 *data, const u8 *secret, int stripes) {
+  for (int i = 0; i < 8 * stripes; i++) {
+    u64 value, key;
+    __builtin_memcpy(&value, data + 8 * i, 8);
+    __builtin_memcpy(&key, secret + 8 * (i / 8 + i % 8), 8);
+    key ^= value;
+    sums[(i % 8) ^ 1] += value;
+    sums[i % 8] += (key & 0xFFFFFFFFu) * (key >> 32);
+  }
 }
 
 #endif

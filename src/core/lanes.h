@@ -67,6 +67,14 @@ INLINE Words min_words(Words a, Words b) { return __builtin_elementwise_min(a, b
 INLINE u32 largest_of(Words values) { return __builtin_reduce_max(values); }
 INLINE u32 least_of(Words values) { return __builtin_reduce_min(values); }
 INLINE u32 sum_of(Words values) { return __builtin_reduce_add(values); }
+// The lanes of a mask as bits, the first one in the lowest.
+INLINE u32 flags_of(Words mask) {
+  typedef _Bool Flags __attribute__((ext_vector_type(16)));
+  Flags flags = __builtin_convertvector(mask, Flags);
+  u16 found;
+  __builtin_memcpy(&found, &flags, 2);
+  return found;
+}
 
 // ---------------------------------------------------------------- in memory
 
@@ -106,11 +114,11 @@ INLINE void store_8(u8 *to, Words values, i64 count) {
 }
 INLINE void store_doubles(f64 *to, Doubles values, i64 count) { STORE(to, values, count); }
 
-// All ones in the first `count` lanes.
-INLINE Words first_lanes(i64 count) {
-  Words place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return is_below(place, all_words((u32)count));
+// Numbers that follow each other; and all ones in the first `count` lanes.
+INLINE Words places_from(u32 first) {
+  return (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
 }
+INLINE Words first_lanes(i64 count) { return is_below(places_from(0), all_words((u32)count)); }
 
 // Store a mask of lanes as bits, from the bit `i` on, a multiple of LANES.
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
@@ -119,24 +127,40 @@ INLINE void store_bits(u64 *bits, i64 i, Words mask) {
   __builtin_memcpy((u8 *)bits + i / 8, &flags, 2);
 }
 
-// The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero.
-INLINE u64 bits_of_bytes(const u8 *from) {
+// Signed numbers of 4, 2 or 1 bits from number `i` on, the first one in a byte's lowest bits.
+INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64 count) {
+  u64 some = 0;
+  __builtin_memcpy(&some, from + i * bits / 8, (u64)(count * bits + 7) / 8);
+  Words place = bits * (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Words lower = is_below(place, all_words(32));
+  Words fields = choose(lower, all_words((u32)some), all_words((u32)(some >> 32)));
+  return (Words)((Integers)(fields << (32 - bits - (place & 31u))) >> (32 - bits));
+}
+
+// The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero, or
+// where it is at most a limit.
+typedef u8 Bytes64 __attribute__((vector_size(64)));
+INLINE Bytes64 load_64(const u8 *from) {
+  Bytes64 found;
+  __builtin_memcpy(&found, from, 64);
+  return found;
+}
+INLINE u64 bits_of_flags(Bytes64 bytes) {
   u64 found = 0;
-#ifdef __wasm__
-  for (int i = 0; i < 64; i += 16) {
-    SignedBytes16 bytes;
-    __builtin_memcpy(&bytes, from + i, 16);
-    found |= (u64)__builtin_wasm_bitmask_i8x16(bytes != 0) << i;
-  }
+#ifdef __wasm__  // it has an instruction for this, which clang does not find
+  SignedBytes16 parts[4];
+  __builtin_memcpy(parts, &bytes, 64);
+  for (int i = 0; i < 4; i++) found |= (u64)__builtin_wasm_bitmask_i8x16(parts[i]) << 16 * i;
 #else
-  typedef u8 Bytes64 __attribute__((vector_size(64)));
   typedef _Bool Flags __attribute__((ext_vector_type(64)));
-  Bytes64 bytes;
-  __builtin_memcpy(&bytes, from, 64);
-  Flags flags = __builtin_convertvector(bytes != 0, Flags);
+  Flags flags = __builtin_convertvector(bytes, Flags);
   __builtin_memcpy(&found, &flags, 8);
 #endif
   return found;
+}
+INLINE u64 bits_of_bytes(const u8 *from) { return bits_of_flags((Bytes64)(load_64(from) != 0)); }
+INLINE u64 bits_at_most(const u8 *from, u8 limit) {
+  return bits_of_flags((Bytes64)(load_64(from) <= limit));
 }
 
 // ---------------------------------------------------------------- calls of Philox, side by side
@@ -180,6 +204,27 @@ INLINE u64 compare_calls(u8 *below, u8 *equal, Calls words, u8 limit) {
   __builtin_memcpy(below, &is_below, sizeof(is_below));
   __builtin_memcpy(equal, &is_equal, sizeof(is_equal));
   return __builtin_reduce_or((Quarters)is_equal);
+}
+
+// ---------------------------------------------------------------- digests
+
+// For functions that gain by registers of 64 bytes, where there are some.
+#define WIDE __attribute__((min_vector_width(512)))
+
+// Mix stripes of 64 bytes with a secret, of which each begins 8 bytes later, and add them to sums.
+INLINE void add_stripes(u64 *sums, const u8 *data, const u8 *secret, int stripes) {
+  typedef u64 Stripe __attribute__((vector_size(64)));
+  Stripe total, values, keys;
+  __builtin_memcpy(&total, sums, 64);
+#pragma unroll
+  for (int i = 0; i < stripes; i++) {
+    __builtin_memcpy(&values, data + 64 * i, 64);
+    __builtin_memcpy(&keys, secret + 8 * i, 64);
+    keys ^= values;
+    total += __builtin_shufflevector(values, values, 1, 0, 3, 2, 5, 4, 7, 6);
+    total += (keys & 0xFFFFFFFFu) * (keys >> 32);
+  }
+  __builtin_memcpy(sums, &total, 64);
 }
 
 #endif

@@ -1,8 +1,15 @@
 // Which levels of its processors this machine has code for; and what C needs to be there.
 #include "types.h"
+#ifndef ONE_LANE  // that is tested where there is a library of C
 #include "memory.h"
+#endif
 
-#ifdef __x86_64__
+// The digest of the sources, which `hatch_build.py` computes.
+#define AS_TEXT_(word) #word
+#define AS_TEXT(word) AS_TEXT_(word)
+EXTERN VISIBLE const char *dare_sources(void) { return AS_TEXT(DIGEST); }
+
+#if defined(__x86_64__) && !defined(ONE_LANE)
 INLINE void ask(u32 leaf, u32 *a, u32 *b, u32 *c, u32 *d) {
   __asm__ volatile("cpuid" : "=a"(*a), "=b"(*b), "=c"(*c), "=d"(*d) : "a"(leaf), "c"(0));
 }

@@ -4,6 +4,23 @@
 
 enum { TILE = 8192 };  // elements whose lanes, values and sums stay in a close cache
 
+enum { PLACES_AT_ONCE = 8 };
+
+// Write the places of a word's set bits, the lowest of which is `first`; return how many there are,
+// with room for PLACES_AT_ONCE more. So many are written before it is asked for more: a branch for
+// each would often be guessed wrongly. They are volatile, or compilers would make vectors of them,
+// which take longer.
+INLINE i64 list_bits(u64 left, i64 first, volatile u16 *places) {
+  i64 found = __builtin_popcountll(left);
+  for (int i = 0; found > 32 && i < 64; i++, left >>= 1) *places = (u16)(first + i), places += left & 1;
+  do {
+    for (int i = 0; i < PLACES_AT_ONCE; i++, left &= left - 1) {
+      *places++ = (u16)(first + __builtin_ctzll(left | 1ull << 63));
+    }
+  } while (left);
+  return found;
+}
+
 // Room for what is drawn of a tile.
 typedef struct {
   u8 ties[TILE + GROUP];
@@ -36,6 +53,16 @@ static i64 draw_tile(u8 *lanes, i64 used, u64 start, u32 key0, u32 key1, u32 hig
   for (i64 i = used; i < TILE; i++) lanes[i] = 0;
   for (i64 first = 0; first < used; first += 64) kept += __builtin_popcountll(bits_of_bytes(lanes + first));
   return kept;
+}
+
+// Draw the lanes of elements from number `start` on, a multiple of GROUP: bytes to hold against the
+// upper eight bits of a threshold.
+static void draw_lanes(u8 *lanes, i64 size, u64 start, u32 key0, u32 key1) {
+  u8 last[GROUP];
+  i64 rest = size % GROUP, first = 0;
+  for (; first < size - rest; first += GROUP) draw_group(lanes + first, start + (u64)first, key0, key1);
+  if (rest) draw_group(last, start + (u64)first, key0, key1);
+  for (i64 i = 0; i < rest; i++) lanes[first + i] = last[i];
 }
 
 #endif

@@ -3,9 +3,9 @@
 #define MEMORY_H
 
 #ifdef __ELF__
-#define OWN_MEMORY __attribute__((visibility("hidden")))
+#define OWN_MEMORY EXTERN __attribute__((visibility("hidden")))
 #else
-#define OWN_MEMORY
+#define OWN_MEMORY EXTERN
 #endif
 
 OWN_MEMORY void *memcpy(void *to, const void *from, __SIZE_TYPE__ size) {
@@ -25,5 +25,22 @@ OWN_MEMORY void *memset(void *to, int value, __SIZE_TYPE__ size) {
   for (__SIZE_TYPE__ i = 0; i < size; i++) ((volatile u8 *)to)[i] = (u8)value;
   return to;
 }
+
+OWN_MEMORY int memcmp(const void *one, const void *other, __SIZE_TYPE__ size) {
+  const u8 *a = (const u8 *)one, *b = (const u8 *)other;
+  for (__SIZE_TYPE__ i = 0; i < size; i++) {
+    if (a[i] != b[i]) return a[i] - b[i];
+  }
+  return 0;
+}
+
+#ifdef _WIN32
+// What Windows calls when it loads the library.
+EXTERN int DllMainCRTStartup(void *, u32, void *);
+EXTERN int DllMainCRTStartup(void *library, u32 reason, void *reserved) {
+  (void)library, (void)reason, (void)reserved;
+  return 1;
+}
+#endif
 
 #endif

@@ -33,7 +33,10 @@ INLINE void add_rows(const f32 *left, const f32 *right, i64 rows, i64 columns, i
     i64 width = least_i64(COLUMNS, size - first);
     for (i64 row = 0; row < rows; row++) {
       i64 at = row * columns + first;
-      EACH(width, store_doubles(products + PITCH * row + i, product_at(left + at, right + at, i, count), count));
+      EACH(width, {
+        Doubles product = product_at(left + at, right + at, i, count);
+        store_doubles(products + PITCH * row + i, product, count);
+      });
     }
     for (i64 i = 0; i < width; i++) {
       // `volatile`, or compilers would gather the rows' elements.
@@ -44,8 +47,8 @@ INLINE void add_rows(const f32 *left, const f32 *right, i64 rows, i64 columns, i
   for (i64 row = 0; row < rows; row++) sums[row] = totals[row];
 }
 
-ENTRY(void, add_products)(const Array *left, const Array *right, i64 first, i64 columns, i64 by_column,
-                          Array *sums, void *room) {
+ENTRY(void, add_products)(const Array *left, const Array *right, i64 first, i64 columns,
+                          i64 by_column, Array *sums, void *room) {
   i64 row = first / columns, column = first % columns;
   for (i64 done = 0, size; done < left->size; done += size, column = 0) {
     const f32 *one = AT(f32, left) + done, *other = AT(f32, right) + done;
@@ -67,8 +70,8 @@ ENTRY(void, add_products)(const Array *left, const Array *right, i64 first, i64 
 }
 
 // Some columns, `count` at a time, of some rows of a product, summed in the order of the rank.
-INLINE void multiply_rows(const f32 *left, const f32 *right, i64 rank, i64 columns, i64 rows, f32 scale,
-                          f32 *out, i64 size) {
+INLINE void multiply_rows(const f32 *left, const f32 *right, i64 rank, i64 columns, i64 rows,
+                          f32 scale, f32 *out, i64 size) {
   EACH(size, {
     Floats sums[4];
     for (i64 row = 0; row < rows; row++) sums[row] = all_floats(0);

@@ -13,16 +13,16 @@ typedef struct {
   f64 factor, inverse_peak, models, floor;
 } Competition;
 
-// Mark the elements that may score: all that do, and few others. An upper bound of the score over the
-// floor decides, as in `reference.py`, but in f32 and a thousandth above, which is more than all its
-// roundings. What underflows is far below a bound of 1; NaN is marked or is not. All scores are zeroed.
+// Zero all scores, and mark the elements that may have one: all that do, and few others. An upper
+// bound of the score over the floor decides, as in `reference.py`, but in f32 and a thousandth above,
+// which is more than all its roundings. What underflows is far below a bound of 1.
 INLINE void mark_scoring(const f32 *values, const f32 *total, Competition by, f64 peak, u64 *marks,
                          f32 *scores, i64 size) {
   f64 above = 1.001 / by.floor, scale = by.factor / peak, lowest = 1e-30, highest = 1e30;
-  f64 size_of_scale = scale < 0 ? -scale : scale;
-  i64 is_moderate = by.floor > lowest && by.models >= 0 && by.models <= 64 && peak * above > lowest &&
-                    peak * above < highest && size_of_scale > lowest && size_of_scale < highest;
-  f32 to_share = (f32)scale, to_bound = (f32)(peak * above), limit = (f32)above;
+  f64 over_floor = peak * above, width = scale < 0 ? -scale : scale;
+  i64 is_moderate = by.floor > lowest && by.models >= 0 && by.models <= 64 && width > lowest &&
+                    width < highest && over_floor > lowest && over_floor < highest;
+  f32 to_share = (f32)scale, to_bound = (f32)over_floor, limit = (f32)above;
   f32 slope = (f32)(by.models / 16), top = 1 + slope;
   u32 sign = by.factor < 0 ? 1u << 31 : 0;
   marks[size / 64] = 0;
@@ -67,12 +67,13 @@ INLINE Floats score_of(Floats value, Floats total, Competition by) {
   Doubles grown = by.models * (1 - square) * (1.0 / 16) + 1;
   for (int i = 0; i < 4; i++) grown = grown * grown;
   Doubles most = min_doubles(together, ones) * (1 + 1e-6);
-  Words scores = is_less_double(all_doubles(0), together) & is_at_most_double(by.floor * grown, most);
+  Words scores = is_at_most_double(by.floor * grown, most);
+  scores &= is_less_double(all_doubles(0), together);
   return masked(from_doubles(power * (growth / (growth + 2))), scores);
 }
 
-ENTRY(void, balance_scores)(const Array *values, const Array *total, f64 factor, f64 peak, f64 models,
-                            f64 floor, Array *out, void *given) {
+ENTRY(void, balance_scores)(const Array *values, const Array *total, f64 factor, f64 peak,
+                            f64 models, f64 floor, Array *out, void *given) {
   ScoreRoom *room = (ScoreRoom *)given;
   Competition by = {factor, 1 / peak, models, floor};
   for (i64 first = 0; first < values->size; first += SCORED) {

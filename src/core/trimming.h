@@ -1,22 +1,12 @@
 // Magnitudes of a delta, counted and collected, so that the k-th is found in a pass.
 
-enum { MEASURED = 2048, INDEX_BITS = 33, PLACES_AT_ONCE = 8 };
+enum { MEASURED = 2048, INDEX_BITS = 33 };
 
-// List the places of bits that are set, and return how many; there is room for PLACES_AT_ONCE more.
-// So many are written before it is asked for more: a branch for each would often be guessed wrongly.
+// List the places of bits that are set; return how many there are.
 static i64 list_places(const u64 *bits, i64 size, u16 *places) {
   i64 found = 0;
   for (i64 first = 0; first < size; first += 64) {
-    u64 left = bits[first / 64];
-    u16 *next = places + found;
-    i64 set = __builtin_popcountll(left);
-    found += set;
-    for (int i = 0; set > 32 && i < 64; i++, left >>= 1) *next = (u16)(first + i), next += left & 1;
-    do {
-      for (int i = 0; i < PLACES_AT_ONCE; i++, left &= left - 1) {
-        *next++ = (u16)(first + __builtin_ctzll(left | 1ull << 63));
-      }
-    } while (left);
+    found += list_bits(bits[first / 64], first, places + found);
   }
   return found;
 }
@@ -34,8 +24,9 @@ typedef struct {
   u32 peak;
 } Measures;
 
-INLINE Measures measure_kinds(enum Kind kind, enum Kind base_kind, const void *raw, const void *base,
-                              const u8 *lanes, i64 size, u32 low, u32 high, MeasureRoom *room) {
+INLINE Measures measure_kinds(enum Kind kind, enum Kind base_kind, const void *raw,
+                              const void *base, const u8 *lanes, i64 size, u32 low, u32 high,
+                              MeasureRoom *room) {
   Words peak = all_words(0), over = all_words(0), some = all_words(0);
   room->inside[size / 64] = 0;
   EACH(size, {
@@ -55,8 +46,8 @@ INLINE Measures measure_kinds(enum Kind kind, enum Kind base_kind, const void *r
 }
 
 // Measure some elements from the place `first` on, and list those from `low` to `high`.
-static Measures measure(const Array *raw, const Array *base, const Array *lanes, i64 first, i64 size,
-                        i64 low, i64 high, MeasureRoom *room) {
+static Measures measure(const Array *raw, const Array *base, const Array *lanes, i64 first,
+                        i64 size, i64 low, i64 high, MeasureRoom *room) {
   Measures found = {0, 0, 0};
   const u8 *base_data = AT(u8, base) + first * width_of((enum Kind)base->kind);
   if (raw->kind != base->kind) decode_tile(base, first, size, room->base);

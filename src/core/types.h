@@ -48,14 +48,14 @@ INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 :
 
 // Do something with `K` as each kind, so that it is compiled for each.
 #ifndef FOR_KIND
-#define FOR_KIND(kind, ...)                            \
-  switch (kind) {                                      \
-    case F64: { enum { K = F64 }; __VA_ARGS__; break; }         \
-    case F32: { enum { K = F32 }; __VA_ARGS__; break; }         \
-    case F16: { enum { K = F16 }; __VA_ARGS__; break; }         \
-    case BF16: { enum { K = BF16 }; __VA_ARGS__; break; }       \
-    case F8_E4M3: { enum { K = F8_E4M3 }; __VA_ARGS__; break; } \
-    default: { enum { K = F8_E5M2 }; __VA_ARGS__; break; }      \
+#define FOR_KIND(kind, ...)                                            \
+  switch (kind) {                                                      \
+    case F64: { const enum Kind K = F64; __VA_ARGS__; break; }         \
+    case F32: { const enum Kind K = F32; __VA_ARGS__; break; }         \
+    case F16: { const enum Kind K = F16; __VA_ARGS__; break; }         \
+    case BF16: { const enum Kind K = BF16; __VA_ARGS__; break; }       \
+    case F8_E4M3: { const enum Kind K = F8_E4M3; __VA_ARGS__; break; } \
+    default: { const enum Kind K = F8_E5M2; __VA_ARGS__; break; }      \
   }
 #endif
 

@@ -1,10 +1,12 @@
 // Other ways to combine than sums and elections.
 
-ENTRY(void, add_extremes)(const Array *values, f32 weight, Array *total, Array *most, Array *least) {
+ENTRY(void, add_extremes)(const Array *values, f32 weight, Array *total, Array *most,
+                          Array *least) {
   EACH(values->size, {
     Floats term = load(AT(f32, values) + i, count) * weight;
     Floats highest = load(AT(f32, most) + i, count), lowest = load(AT(f32, least) + i, count);
-    Words above = is_less(highest, term) | is_nan(term), below = is_less(term, lowest) | is_nan(term);
+    Words nan = is_nan(term), above = is_less(highest, term) | nan;
+    Words below = is_less(term, lowest) | nan;
     store(AT(f32, total) + i, load(AT(f32, total) + i, count) + term, count);
     store(AT(f32, most) + i, choose_floats(above, term, highest), count);
     store(AT(f32, least) + i, choose_floats(below, term, lowest), count);

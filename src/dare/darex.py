@@ -6,25 +6,20 @@ Three ways, by the means of judging:
 - `find_q_by_outputs`: the model's outputs on any texts, without labels;
 - `analytic_q`: one layer's delta and the mean of its inputs, without running a merged model.
 
-The first two try values of q upwards from 1 - p and take a merge for each; `score_of_merges` makes
-these, and `judge_by_command` asks a program of yours about each merged model.
+The first two try values of q upwards from 1 - p and take a merge for each, which `dare.Candidates`
+makes in memory. `dare search --over q=…` finds q by a score too.
 """
 
 from __future__ import annotations
 
 import glob
 import math
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dare.api import AnyRecipe, make_request, merge
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import as_float64
 from dare.recipe.recipe import TensorRule
@@ -161,58 +156,6 @@ def find_q_by_outputs(
         return -sum(distance(q, seed) for seed in seeds) / len(seeds)
 
     return find_q_by_score(closeness, drop_rate, step=step, patience=patience)
-
-
-def score_of_merges(recipe: AnyRecipe, judge: Callable[[Path], float]) -> Callable[[float], float]:
-    """Make a score for `find_q_by_score`: merge with each q, and judge the merged model.
-
-    The recipe's method must have the stage `darex`. Merged models lie in a temporary folder and
-    are deleted when they have been judged.
-    """
-    request = make_request(recipe)
-    given = request.recipe
-    if "darex" not in [stage.name for stage, _ in given.all_stages]:
-        raise RecipeError(f"method {given.method!r} has no q; use darex, as in darex+ties")
-    name = "merged" if given.output is None else given.output.name
-
-    def score(q: float) -> float:
-        settings = {**given.stages.get("darex", {}), "q": q}
-        settings.pop("epsilon", None)  # the other way to say q
-        with tempfile.TemporaryDirectory(prefix="dare-q-") as folder:
-            output = Path(folder) / name
-            stages = {**given.stages, "darex": settings}
-            merge(request.changed(stages=stages, output=output))
-            return judge(output)
-
-    return score
-
-
-def judge_by_command(command: str) -> Callable[[Path], float]:
-    """Judge a model by a program: the last line that it prints must be a number.
-
-    The model's path takes the place of `{model}`, or is added at the end.
-
-    >>> judge_by_command("printf '%.0s0.75' {model}")(Path("merged.safetensors"))
-    0.75
-    """
-
-    def judge(model: Path) -> float:
-        words = shlex.split(command if "{model}" in command else f"{command} {{model}}")
-        words = [word.replace("{model}", str(model)) for word in words]
-        line = shlex.join(words)
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
-        except OSError as error:
-            raise InputError(f"{line}: cannot be run: {error.strerror or error}") from None
-        if done.returncode:
-            raise InputError(f"{line}: failed ({done.returncode}): {done.stderr.strip()}")
-        last = (done.stdout.strip().splitlines() or [""])[-1]
-        try:
-            return float(last)
-        except ValueError:
-            raise InputError(f"{line}: the last line must be a number, found {last!r}") from None
-
-    return judge
 
 
 # ---------------------------------------------------------------- by formula

@@ -8,7 +8,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_deltas import put_together, take_apart
 
@@ -102,6 +102,10 @@ def data_of(path):
     st.integers(0, 2**40),
     st.sampled_from([(0,), (1,), (127,), (128,), (3, 43), (20, 30), ()]),
 )
+# Where nothing is dropped a merge copies the model, and base + (model - base) is rounded twice.
+@example("F32", "F16", 0.0, 42, (20, 30))
+@example("F64", "F32", 0.0, 42, (20, 30))
+@example("F32", "BF16", 1e-30, 42, (20, 30))  # the mask keeps all, and a merge copies nothing
 def test_native_values_give_what_merging_the_model_gives(
     tmp_path_factory, base_type, tuned_type, rate, seed, shape
 ):
@@ -124,8 +128,65 @@ def test_native_values_give_what_merging_the_model_gives(
     dare.merge(recipe)
     applied, merged = folder / "applied.safetensors", folder / "merged.safetensors"
     assert data_of(applied) == data_of(merged)
-    if base_type == tuned_type:
+    if base_type == tuned_type or rate == 0:
         assert sha256(applied) == sha256(merged)
+
+
+@pytest.mark.parametrize("tuned_type", [np.float32, np.float16])
+@pytest.mark.parametrize("rates", [{"[ef]*": 0.0}, {"e*": 0.0, "layer.b*": 0.3}])
+@pytest.mark.parametrize("bits", ["native", 4])
+def test_tensors_that_the_file_does_not_drop_are_whole(tmp_path, tuned_type, rates, bits):
+    files = [
+        save(tmp_path / f"{name}.safetensors", arrays)
+        for name, arrays in zip(("base", "math"), pair(np.float32, tuned_type), strict=True)
+    ]
+    dare.compress(*files, tmp_path / NAME, drop_rate=0.5, drop_rates=rates, bits=bits, **QUIET)
+    dare.apply_delta(files[0], tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    merge(files[0], [tmp_path / NAME], tmp_path / "b.safetensors", "dare+sum")
+    live = {name: raw.copy() for name, raw in pair(np.float32)[0].items()}
+    dare.load_delta(tmp_path / NAME).apply_(live)
+    outputs = [tensors_of(tmp_path / f"{name}.safetensors") for name in ("a", "b")]
+    if bits == "native":
+        settings = {"drop_rate": 0.5}
+        rules = [dare.TensorRule(match=n, settings={"drop_rate": r}) for n, r in rates.items()]
+        stages = {"stages": {"dare": settings}, "tensors": rules}
+        merge(files[0], files[1:], tmp_path / "c.safetensors", "dare+sum", **stages)
+        outputs.append(tensors_of(tmp_path / "c.safetensors"))
+    for output in outputs:
+        assert {n: raw.tobytes() for n, raw in output.items()} == {
+            name: raw.tobytes() for name, raw in live.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("kind", "tuned_kind"), [("F32", "F16"), ("F64", "F32"), ("F64", "F64"), ("BF16", "F32")]
+)
+@pytest.mark.parametrize("rate", [0.0, 1e-9, 0.5])
+def test_a_live_model_gets_what_is_written(tmp_path, kind, tuned_kind, rate):
+    arrays = {"w": weights(1, 300, dtype=TYPES[kind])}
+    base = save(tmp_path / "base.safetensors", arrays)
+    tuned = {"w": weights(3, 300, dtype=TYPES[tuned_kind])}
+    model = save(tmp_path / "model.safetensors", tuned)
+    dare.compress(base, model, tmp_path / NAME, drop_rate=rate, **QUIET)
+    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    live, delta = {"w": arrays["w"].copy()}, dare.load_delta(tmp_path / NAME)
+    delta.apply_(live)
+    assert live["w"].tobytes() == tensors_of(tmp_path / "a.safetensors")["w"].tobytes()
+    delta.remove_(live)
+    assert live["w"].tobytes() == arrays["w"].tobytes()
+
+
+def test_a_chunk_of_another_type_is_not_the_bases(tmp_path):
+    base = save(tmp_path / "base.safetensors", {"w": np.zeros(4, np.float32)})
+    model = save(tmp_path / "model.safetensors", {"w": np.ones(4, np.float16)})
+    dare.compress(base, model, tmp_path / NAME, drop_rate=0.0, **QUIET)
+    notes, parts = take_apart((tmp_path / NAME).read_bytes())
+    del parts["values:w"]
+    kind, shape, rows = parts["index"]
+    parts["index"] = (kind, shape, (-1).to_bytes(8, "little", signed=True) + rows[8:])
+    (tmp_path / NAME).write_bytes(put_together(notes, parts, sound=True))
+    with pytest.raises(InputError, match=r"damaged: w has the base's values, in another type"):
+        dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
 
 
 def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):

@@ -119,7 +119,7 @@ def stopping(way: Way, monkeypatch, error: BaseException, after: int = SOME) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, stop)
-        patch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
+        patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
         yield
 
 

@@ -6,8 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, reference
-from dare.kernels import core as native
+from dare.kernels import LANES_MULTIPLE, Band, Operand, core, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -51,7 +50,7 @@ def raws(size):
 def assert_same(function, *arguments):
     """Run a kernel of both backends on copies; all arrays and results must be equal in bits."""
     outcomes = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
         returned = getattr(backend, function)(*copies)
         written = [a.tobytes() for a in copies if isinstance(a, np.ndarray)]
@@ -74,7 +73,7 @@ def comparable(figures):
 def test_deltas(case):
     raw, base, lane = case
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         out = np.ones(base.size, np.float32)
         figures = backend.delta(raw, base, lane, out, THRESHOLD)
         results.append((comparable(figures), without_nan_payload(out).tobytes()))
@@ -91,7 +90,7 @@ def test_deltas(case):
 def test_results_are_encoded_alike(case):
     raw, merged, scale = case
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         same, other = np.zeros_like(raw), np.zeros(raw.size, np.uint16)
         peaks = [
             comparable([backend.add_to_base(raw, merged, scale, out)]) for out in (same, other)
@@ -139,7 +138,7 @@ def merges(draw):
 def test_everything_in_one_kernel(case):
     base, parts, start, elects = case
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         out = np.ones(base.size, np.float32)
         figures = backend.combine(base, parts, start, elects, THRESHOLD, out)
         found = [list(map(comparable, of_models)) for of_models in figures]
@@ -152,7 +151,7 @@ def test_figures_are_those_of_each_chunk():
     generator = np.random.default_rng(0)
     base, tuned = generator.standard_normal((2, size), np.float32)
     part = Operand(tuned, (1, 2, 128, 0), None, np.float32(1), 0.0)
-    for backend in (reference, native):
+    for backend in (reference, core):
         out = np.empty(size, np.float32)
         together = backend.combine(base, [part], 0, False, THRESHOLD, out)
         for chunk, (first, count) in enumerate(chunk_spans(size)):
@@ -170,11 +169,14 @@ def test_figures_are_those_of_each_chunk():
 @example([CHUNK + 300, 2 * CHUNK], np.uint8)
 @example([60], np.float32)
 @example([61], np.float32)
+@example([241, 256, 1024], np.uint8)
+@example([1025, 1087, 1088], np.uint8)
+@example([1089, 2048, 2049], np.uint8)
 def test_digests(sizes, carrier):
     generator = np.random.default_rng(sum(sizes))
     width = np.dtype(carrier).itemsize
     raws = [generator.integers(0, 256, width * n, np.uint8).view(carrier) for n in sizes]
-    assert native.digests(raws) == reference.digests(raws)
+    assert core.digests(raws) == reference.digests(raws)
 
 
 @settings(max_examples=200)
@@ -210,7 +212,8 @@ def magnitudes(draw):
 
     def elements(carrier, size):
         top = 0x38 if carrier.itemsize == 1 else (0x38 << 8 * (carrier.itemsize - 1))
-        few = generator.integers(0, top, draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}")
+        count, width = draw(st.sampled_from([2, 9, 4000])), f"u{carrier.itemsize}"
+        few = generator.integers(0, top, count, width)
         return generator.choice(few, size).view(carrier)
 
     raw_type, base_type = draw(st.sampled_from(TYPE_PAIRS))
@@ -253,7 +256,7 @@ def test_keeping_a_band(case, least, most, end, begin):
 def test_adding_shares(case, weight, cut, top):
     scores, values = np.abs(case[0]), without_nan_payload(case[1])
     outcomes = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         above, below = np.ones((2, scores.size), np.float32)
         backend.add_shares(scores, values, weight, cut, top, above, below)
         outcomes.append([without_nan_payload(each).tobytes() for each in (above, below)])
@@ -322,7 +325,7 @@ def test_adding(case):
 )
 def test_voting_and_electing(models, weight):
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         sums = np.zeros(4 * models[0].size, np.float32)
         out = np.ones(models[0].size, np.float32)
         for values in models:
@@ -335,11 +338,11 @@ def test_voting_and_electing(models, weight):
 @given(st.integers(0, 300).flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))))
 def test_sums_have_one_order(case):
     left, right = case
-    assert reference.sum_products(left, right) == native.sum_products(left, right)
+    assert reference.sum_products(left, right) == core.sum_products(left, right)
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
-@pytest.mark.parametrize("backend", [reference, native])
+@pytest.mark.parametrize("backend", [reference, core])
 @pytest.mark.parametrize("more", [[], [0x7F81]], ids=["numbers", "with a signalling NaN"])
 def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale, more):
     # -0.0, a subnormal, an infinity, a NaN: an addition would change some of these.
@@ -354,7 +357,7 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale, more):
 )
 def test_extremes(models, weight):
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         total, most, least = np.zeros((3, models[0].size), np.float32)
         for values in models:
             backend.add_extremes(values, weight, total, most, least)
@@ -372,7 +375,7 @@ def test_extremes(models, weight):
 def test_counting_who_needs_an_element(case, selectivity):
     values, total, factor = case
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         kept, counts = total.copy(), np.zeros(total.size, np.int32)
         for needing in (values, -values, total):
             backend.count_needing(needing, factor, total, selectivity, counts)
@@ -400,7 +403,7 @@ def test_selecting_ranks(case, kind):
         assert_same("select_ranks", keys, *each, np.ones(keys.shape, np.float32))
 
 
-@pytest.mark.parametrize("backend", [reference, native])
+@pytest.mark.parametrize("backend", [reference, core])
 def test_ranks_are_selected_by_hand(backend):
     # of equals the first is larger; in a row with a key of 0, rank 3 is taken, times 0.5
     keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2], [0, 4, 9, 4]], np.uint32)
@@ -421,7 +424,7 @@ def test_numbers_that_order_neighbours(size, group, key, among):
     key0, key1 = np.uint32(key), np.uint32(7)
     found, numbers = np.zeros((2, size), np.uint64)
     assert_same("draw_order", found, 128 * group, key0, key1, among)
-    native.draw_order(found, 128 * group, key0, key1, among)
+    core.draw_order(found, 128 * group, key0, key1, among)
     reference.draw_uniform(numbers, 128 * group, key0, key1)
     for distance in range(1, min(among, size)):
         order = numbers[distance:] < numbers[:-distance]
@@ -432,7 +435,7 @@ def test_numbers_that_order_neighbours(size, group, key, among):
 def test_multiplying_what_is_kept(case):
     values, factors = case
     results = []
-    for backend in (reference, native):
+    for backend in (reference, core):
         kept = values.copy()
         backend.multiply_kept(kept, factors)
         results.append(without_nan_payload(kept).tobytes())
@@ -450,3 +453,57 @@ def test_multiplying_what_is_kept(case):
 )
 def test_ranks(keys):
     assert_same("rank_left", keys, np.zeros(keys.shape, np.uint32))
+
+
+def rows_of(kind, generator, size):
+    """Return numbers that fill the buckets of `drop_by_rank` in different ways."""
+    with np.errstate(over="ignore"):
+        return {
+            "normal": lambda: generator.standard_normal(size),
+            "of few sizes": lambda: generator.integers(-3, 4, size),
+            "zero": lambda: np.zeros(size),
+            "nearly equal": lambda: 1 + generator.integers(0, 9, size) * 1e-4,
+            "with an outlier": lambda: np.where(np.arange(size) % 97, generator.random(size), 1e9),
+            "of any size": lambda: np.exp(9 * generator.standard_normal(size)),
+            "of any bits": lambda: generator.integers(0, 2**32, size, np.uint32).view(np.float32),
+        }[kind]().astype(np.float32)
+
+
+KINDS_OF_ROWS = (
+    *("normal", "of few sizes", "zero", "nearly equal"),
+    *("with an outlier", "of any size", "of any bits"),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(KINDS_OF_ROWS),
+    st.sampled_from([1, 2, 3, 5, 63, 64, 100, 129, 1000, 3001, 30_000]),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.sampled_from([(0.5, 0.4), (0.1, 0.14), (0.5, 1.0), (0.999, 0.0), (1.0, 0.0)]),
+    st.booleans(),
+    ANY_BITS,
+)
+@example("with an outlier", 3001, 0, 0.0, (0.1, 0.14), False, 0)
+@example("nearly equal", 30_000, 7, 0.5, (0.1, 0.14), True, 0)
+def test_dropping_by_rank(kind, columns, group, dropped, rates, is_even, seed):
+    generator = np.random.default_rng(seed)
+    size = max(int(generator.integers(0, 1000)), int(2.5 * columns))
+    values, left = rows_of(kind, generator, size), generator.random(size) >= dropped
+    head = min(-128 * group % columns, size)
+    edges = generator.integers(0, columns, head + (size - head) % columns).astype(np.uint32)
+    keep = rates[0] + rates[1] * (np.arange(columns) / max(columns - 1, 1) - 0.5)
+    thresholds = np.rint(keep * 2.0**40).astype(np.uint64)
+    factors = (rates[0] / np.maximum(keep, 2.0**-40)).astype(np.float32)
+    if is_even:
+        factors[:] = 1
+    key0, key1 = np.uint32(seed), np.uint32(group)
+    results = []
+    for backend in (reference, core):
+        found, kept = values.copy(), np.empty(size, np.bool_)
+        backend.drop_by_rank(
+            found, left, columns, edges, thresholds, factors, 128 * group, key0, key1, kept
+        )
+        results.append((without_nan_payload(found).tobytes(), kept.tobytes()))
+    assert results[0] == results[1]

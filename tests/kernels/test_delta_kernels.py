@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Operand, native, reference
+from dare.kernels import LANES_MULTIPLE, Operand, core, reference
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
-BACKENDS = (reference, native)
+BACKENDS = (reference, core)
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
 CARRIERS = sorted({kind.carrier for kind in STORAGE_TYPES.values()}, key=str)
 WEIGHTS = [kind.carrier for kind in WEIGHT_TYPES]
@@ -102,10 +102,10 @@ def deltas(draw):
 @given(deltas(), st.sampled_from([4, 2]))
 def test_few_bits_are_the_same_in_both_backends(values, bits):
     codes, scales = quantised(reference, values, bits)
-    fast_codes, fast_scales = quantised(native, values, bits)
+    fast_codes, fast_scales = quantised(core, values, bits)
     assert (scales.tolist(), codes.tolist()) == (fast_scales.tolist(), fast_codes.tolist())
     back = restored(reference, codes, scales, bits, values.size)
-    assert back.tobytes() == restored(native, codes, scales, bits, values.size).tobytes()
+    assert back.tobytes() == restored(core, codes, scales, bits, values.size).tobytes()
     assert np.isfinite(back).all()
 
 
@@ -181,8 +181,8 @@ def test_squared_errors(shape, allowed, unit):
         values[generator.random(100_000) < 0.9] = 0
     values = (values * unit).astype(np.float32)
     for bits, most in zip((4, 2), allowed, strict=True):
-        codes, scales = quantised(native, values, bits)
-        back = restored(native, codes, scales, bits, values.size).astype(np.float64)
+        codes, scales = quantised(core, values, bits)
+        back = restored(core, codes, scales, bits, values.size).astype(np.float64)
         squares = (values.astype(np.float64) ** 2).sum()
         assert ((back - values) ** 2).sum() / squares <= most
         assert (back * values).sum() / squares == pytest.approx(1, abs=3e-4)  # nothing is shortened
@@ -244,3 +244,46 @@ def test_only_what_is_packed_is_applied(backend, are_deltas):
     assert backend.apply_packed(base, packed, are_deltas, lane, np.float32(0.5), out, saved) == 3
     assert out.tolist() == ([3.5, 9, 6.5, 9] if are_deltas else [3, 9, 5, 9])
     assert saved.tolist() == [1, 3, 9]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("carrier", WEIGHTS, ids=str)
+@pytest.mark.parametrize("size", [1, 16, 8191, 8193])
+def test_where_nothing_changes_the_base_keeps_its_bits(backend, carrier, size):
+    width = 8 * carrier.itemsize
+    # -0.0, a negative and a positive NaN: an addition or a rounding would change some of these
+    bits = [1 << (width - 1), (1 << width) - 1, (1 << (width - 1)) - 1]
+    base = np.resize(np.array(bits, f"u{carrier.itemsize}"), size).view(carrier)
+    lane = np.full(size, 255, np.uint8)
+    for zero in (0.0, -0.0):
+        out, saved = np.zeros_like(base), np.zeros_like(base)
+        packed = np.full(size, zero, np.float32)
+        assert backend.apply_packed(base, packed, True, lane, np.float32(1), out, saved) == size
+        assert out.tobytes() == saved.tobytes() == base.tobytes()
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([0, 1, 8191, 8192, 8193, 20000]),
+    st.sampled_from([0.01, 0.5, 1]),
+    st.sampled_from(TYPE_PAIRS),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_tiles_are_applied_alike(size, share, types, is_short, seed):
+    generator = np.random.default_rng(seed)
+    lane = np.where(generator.random(size) < share, np.uint8(255), np.uint8(0))
+    kept = int(np.count_nonzero(lane)) - is_short * min(5, int(np.count_nonzero(lane)))
+    base, packed = (
+        generator.integers(0, 256, n * kind.itemsize, np.uint8).view(kind)
+        for n, kind in zip((size, kept), types, strict=True)
+    )
+    results = []
+    for backend in BACKENDS:
+        out, saved = base.copy(), np.zeros(kept, base.dtype)
+        factor = np.float32(0.5)
+        count = backend.apply_packed(base, packed, False, lane, factor, out, saved)
+        selected = np.full(size + 9, 7, base.dtype)
+        assert backend.select(base, lane, selected) == count
+        results.append([count, *(a.tobytes() for a in (out, saved, selected))])
+    assert results[0] == results[1]

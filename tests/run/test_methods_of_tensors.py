@@ -103,7 +103,7 @@ def test_an_interrupted_merge_goes_on_to_the_same_bytes(whole, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSink, "write", failing)
-        patch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
+        patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
         with pytest.raises(OutputError, match="injected"):
             dare.merge(request)
     assert dare.merge(request).resumed_chunks > 0

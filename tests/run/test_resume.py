@@ -88,7 +88,7 @@ def interrupted(recipe, monkeypatch, after):
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSink, "write", failing)
-        patch.setitem(DEVICES, "cpu", Device("native", chunks_at_once=1))
+        patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
         with pytest.raises(OutputError, match="injected"):
             dare.merge(recipe)
 

@@ -190,16 +190,12 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
                 if r.key in gaps
             ),
             "tied": tuple(tied),
-            "simplest": tied[-1] if tied else best,
-            "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
-            "front": (0, 1) if len(ranking) > 1 else (),
             "noise": 0.002,
             "holdout": Holdout(
                 Estimate(0.78, 0.7, 0.85),
                 (Difference("sum", Estimate(0.02, -0.04, 0.08), "no clear difference"),),
                 validation=0.85,
                 loss=0.07,
-                usual_loss=0.01,
                 looks=1,
             )
             if best

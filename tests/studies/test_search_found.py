@@ -179,31 +179,18 @@ def test_settings_that_were_stopped_early_were_to_choose_from_too():
     assert "the 23 that were scored on all items" in said
 
 
-def test_differences_of_the_best_are_not_written_into_the_simplest_recipe(tmp_path: Path):
-    found = search_scales(tmp_path)
+def test_differences_of_the_best_are_written_into_the_recipe(tmp_path: Path):
     data = sample.make_sweep()
-    plain = found.best.model_copy(update={"scale": 0.5})
-    found = replace(found, data=data, conclusion=sample.make_conclusion(data), simplest=plain)
-    for simplest in (False, True):
-        comments = [s for s in found.to_toml(simplest=simplest).splitlines() if s[:1] == "#"]
-        assert any("Against sum:" in line for line in comments) is not simplest
-        assert any("held-out" in line for line in comments) is not simplest
-        assert any("# The best: Merge: dare+sum" in line for line in comments)
+    found = replace(search_scales(tmp_path), data=data, conclusion=sample.make_conclusion(data))
+    comments = [s for s in found.to_toml().splitlines() if s[:1] == "#"]
+    for start in ("# Against sum:", "# Holdout:", "# The best: Merge: dare+sum"):
+        assert any(line.startswith(start) for line in comments)
 
 
 def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
     for is_planned in (True, False):
         search_scales(tmp_path, verbose=True)
         assert ("trials, about" in capsys.readouterr().err) is is_planned
-
-
-def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):
-    absent = {"torch", "cmaes"}
-    monkeypatch.setattr("dare.studies.searching.find_spec", lambda name: name not in absent or None)
-    for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
-        with pytest.raises(InputError, match=f"sampler {sampler}: needs {package}: pip install"):
-            search_scales(tmp_path, sampler=sampler)
-    assert not (tmp_path / "s.db").exists()
 
 
 def test_what_is_one_for_all_layers_takes_no_list():

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from dare.errors import InputError, RecipeError
@@ -14,7 +12,6 @@ from dare.studies.results import Entry, Estimate, Scored, State, Trial, group_me
 from dare.studies.statistics import (
     is_behind,
     items_needed,
-    pareto_front,
     resample,
     verdict,
     visible_difference,
@@ -238,6 +235,19 @@ def test_a_share_is_wilsons_or_for_all_or_nothing_clopper_and_pearsons():
         assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=0.01)
 
 
+def test_with_a_task_that_is_all_right_or_all_wrong_the_interval_is_as_drawn():
+    """Wilson's would stop at 0.727 and 0.99 for the first, though 1 is well possible."""
+    for counts, low, high in (((20, 18), 0.845, 1.0), ((0, 2), 0.0, 0.155)):
+        items = {
+            f"{name}/{n}": float(n < right)
+            for name, right in zip("ab", counts, strict=True)
+            for n in range(20)
+        }
+        found = resample(alone(of_items(items)), MEAN, resamples=20_000).estimate(0)
+        assert found.value == sum(counts) / 40
+        assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+
+
 @pytest.mark.parametrize(("count", "shown"), [(2, False), (5, False), (6, True), (40, True)])
 def test_differences_of_shares_stay_within_1_and_few_items_show_none(count: int, shown: bool):
     right, wrong = (of_items({f"a/{n}": value for n in range(count)}) for value in (1.0, 0.0))
@@ -408,31 +418,3 @@ def test_a_setting_that_is_better_is_found_among_many():
     good = of_items(right_or_wrong(random, 400, chance + 0.25))
     table = resample(alone(good, *trials), MEAN)
     assert {verdict(table.difference(0, n)) for n in range(1, 11)} == {"better"}
-
-
-# ------------------------------------------------------------------------------------- fronts
-
-
-def test_a_front_has_what_nothing_beats():
-    points = [
-        {"a": 1, "b": 3},
-        {"a": 2, "b": 2},
-        {"a": 2, "b": 1},
-        {"a": 2, "b": 2},
-        {"a": 0, "b": 9},
-    ]
-    assert pareto_front(points, {"a": 1, "b": 1}) == [0, 1, 3, 4]
-    assert pareto_front(points, {"a": 1, "b": -1}) == [2]
-    assert pareto_front(points, {"a": -1}) == [4]
-    assert pareto_front(points, {}) == []
-    assert pareto_front([], {"a": 1}) == []
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20))
-def test_what_is_not_on_the_front_is_beaten_from_it(pairs):
-    points = [{"a": a, "b": b} for a, b in pairs]
-    front = pareto_front(points, {"a": 1, "b": -1})
-    assert front
-    for place, (a, b) in enumerate(pairs):
-        beaten = [f for f in front if pairs[f][0] >= a and pairs[f][1] <= b and pairs[f] != (a, b)]
-        assert bool(beaten) == (place not in front)

@@ -109,36 +109,21 @@ def test_two_rows_are_compared(tab):
     assert not tab.get_by_label("Compare average", exact=True).is_checked()
 
 
-def test_other_scores_can_be_plotted(tab):
-    before = tab.inner_html("#chart-pareto svg")
-    tab.select_option("#chart-pareto select >> nth=1", "english")
-    tab.wait_for_function(
-        "before => ![undefined, before].includes("
-        "document.querySelector('#chart-pareto svg')?.innerHTML)",
-        arg=before,
-    )
-    tab.select_option("#theme", "dark")
-    tab.wait_for_selector("html[data-drawn=dark]")
-    assert tab.locator("#chart-pareto select").nth(1).input_value() == "english"
-    tab.select_option("#theme", "light")
-    tab.wait_for_selector("html[data-drawn=light]")
-
-
 def test_hovering_shows_a_trial(tab):
-    tab.locator("#chart-curve-1 .mark-symbol path").nth(2).hover()
+    tab.locator("#chart-ranking .mark-symbol path").nth(2).hover()
     tab.wait_for_selector("#vg-tooltip-element.visible")
-    assert tab.inner_text("#vg-tooltip-element").split()[0] == "trial"
+    assert tab.inner_text("#vg-tooltip-element").split()[0] == "name"
     tab.mouse.move(0, 0)
 
 
 def test_the_keyboard_goes_from_mark_to_mark_and_says_what_it_is(tab):
-    tab.focus("#chart-curve-1")
+    tab.focus("#chart-ranking")
     tab.keyboard.press("ArrowRight")
     tab.wait_for_selector("#vg-tooltip-element.visible")
     first = tab.inner_text("#status")
     tab.keyboard.press("ArrowRight")
     assert tab.inner_text("#status") not in ("", first)
-    assert tab.locator("#chart-curve-1 .pointed").count() == 1
+    assert tab.locator("#chart-ranking .pointed").count() == 1
     tab.keyboard.press("ArrowLeft")
     assert tab.inner_text("#status") == first
 

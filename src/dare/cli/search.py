@@ -225,7 +225,6 @@ def best(
     study: Path,
     *,
     write: Annotated[Path, Parameter(allow_leading_hyphen=True)] = Path("-"),
-    simplest: Switch = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> int:
@@ -233,9 +232,8 @@ def best(
 
     :param study: The study.
     :param write: Where to write the recipe; - for stdout.
-    :param simplest: Take the simplest one that may be as good as the best.
     """
-    text = read_result(study).to_toml(simplest=simplest)
+    text = read_result(study).to_toml()
     if str(write) == "-":
         print(text, end="")
     else:
@@ -255,9 +253,7 @@ def _written(result: SearchResult, path: Path) -> str:
         return f"The best recipe was not written: {error}"
     output = Path(str(result.best.output or usual_output(result.best.base)))
     place = f" --output {path.stem}{output.suffix}" if output.exists() else ""
-    text = f"The best recipe is {path}; run it with `dare {path}{place}`"
-    other = f"\nThe simplest one that may be as good: `dare search best {result.study} --simplest`"
-    return text + other * (result.simplest != result.best)
+    return f"The best recipe is {path}; run it with `dare {path}{place}`"
 
 
 def _check_place(path: Path, study: Path, *, overwrite: bool) -> None:

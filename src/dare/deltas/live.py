@@ -260,10 +260,11 @@ class LiveDelta:
         factor = np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         saved = np.empty(kept, raw.dtype)
         run = kernels.load("cpu")
-        if self.notes.bits == "native" and tensor.kind == target.kind:
+        if self.notes.bits == "native" and not tensor.drop_rate:
+            saved[:] = raw  # all of it becomes the fine-tune's own elements
+            run.add_to_base(parts[0], np.zeros(kept, np.float32), np.float32(1), raw)
+        elif self.notes.bits == "native" and tensor.kind == target.kind:
             run.apply_packed(raw, parts[0], False, lanes, factor, raw, saved)
-            if factor == 1:  # these are the fine-tune's own elements
-                run.expand(parts[0], lanes, raw)
         else:
             change = self._file.kept_changes(kept, parts, raw, lanes)
             run.apply_packed(raw, change, True, lanes, factor, raw, saved)

@@ -71,12 +71,6 @@ def tooltip_of(*fields: str | tuple[str, ...]) -> list[Any]:
     ]
 
 
-def haloed_text(chart: Any, **looks: Any) -> Any:
-    """Text that can be read on top of lines: a wide copy in the ground's colour lies below."""
-    below = chart.mark_text(style="halo", aria=False, **looks)
-    return alt.layer(below, chart.mark_text(aria=False, **looks))
-
-
 def logarithmic(scale: str, *, percent: bool = False) -> Any:
     """A logarithmic axis with labels at powers of ten; also at 2 and 5 if it is short."""
     mantissa = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))"
@@ -104,50 +98,6 @@ def zoom() -> Any:
 def rows_named(name: str) -> Any:
     """Data that `finish_chart` is given by this name."""
     return alt.NamedData(name=name)
-
-
-PLOT_WIDTH = "width - min(150, width * 0.36)"  # what a gutter for names leaves of a figure
-
-
-def named_levels(name: str, tooltip: Sequence[Any]) -> list[Any]:
-    """Dashed lines at `level`, and in the gutter their names, `label`, at `at`.
-
-    Levels that are not drawn where they are, `is_beyond`, have only a name.
-    """
-    chart = alt.Chart(rows_named(name))
-    line = chart.transform_filter("!datum.is_beyond").mark_rule(
-        strokeDash=[4, 3], size=1.2, aria=False, clip=True
-    )
-    end, name_at = (alt.value(alt.expr(f"{PLOT_WIDTH} + {gap}")) for gap in (0, 14))
-    label = chart.mark_text(align="left", dx=3, limit=alt.expr(f"width - ({PLOT_WIDTH}) - 17"))
-    return [
-        line.encode(y="level:Q", x=alt.value(0), x2=end, tooltip=tooltip),
-        chart.mark_rule(size=1, aria=False).encode(y="level:Q", y2="at:Q", x=end, x2=name_at),
-        label.encode(y="at:Q", x=name_at, text="label:N", tooltip=tooltip),
-    ]
-
-
-def staggered_names(chart: Any, field: str) -> list[Any]:
-    """Names beside points, above and below by a row's `turn`, for points that lie on each other."""
-    named, looks = chart.encode(text=f"{field}:N"), {"align": "left", "dx": 8, "limit": 110}
-    return [
-        haloed_text(named.transform_filter(f"datum.turn === {turn}"), dy=dy, **looks)
-        for turn, dy in enumerate((0, -11, 11))
-    ]
-
-
-def corner_labels(across: str, up: str) -> list[Any]:
-    """Values of two parameters as titles of axes, which cannot change; one row is in `corner`."""
-    corner = alt.Chart(rows_named("corner"))
-    looks = {"fontWeight": 600, "aria": False, "opacity": 0.8}
-    right = corner.mark_text(
-        align="right", text=alt.expr(f"{across} + ' →'"), dx=-4, dy=-8, **looks
-    )
-    left = corner.mark_text(align="left", text=alt.expr(f"'↑ ' + {up}"), dx=6, dy=10, **looks)
-    return [
-        right.encode(x=alt.value(alt.expr("width")), y=alt.value(alt.expr("height"))),
-        left.encode(x=alt.value(0), y=alt.value(0)),
-    ]
 
 
 def finish_chart(

@@ -430,6 +430,8 @@ class DeltaSource(SourceView):
         name, tensor = self._tensor(name)
         if self._is_lossless or not tensor.kind.is_weight:
             return False
+        if self.notes.bits == "native" and not tensor.drop_rate:
+            return False  # all values are the model's own, whatever the base's type
         differs = self._base_info(name, tensor).dtype != tensor.kind
         return differs or self._is_rescaled(tensor) or self.notes.bits != "native"
 
@@ -509,6 +511,8 @@ class DeltaSource(SourceView):
             base = np.empty(into.size, info.dtype.carrier)
             self.base.read(info.name, chunk * CHUNK, base)
         if piece.kept == AS_IN_BASE:
+            if base is not None and base.dtype != into.dtype and not is_change:
+                raise self.file.damaged(f"{name} has the base's values, in another type")
             into[:] = 0 if is_change else base
             return
         parts = self.file.read_parts(name, chunk)
@@ -518,7 +522,8 @@ class DeltaSource(SourceView):
         lanes = self.file.lanes(name, chunk)
         expand = kernels.load("cpu").expand
         if not is_change:
-            into[:] = base
+            if tensor.drop_rate:  # else nothing is the base's, whose type may be another
+                into[:] = base
             expand(parts[0], lanes, into)
             return
         change = self.file.kept_changes(piece.kept, parts, base, lanes)

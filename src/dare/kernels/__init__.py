@@ -1,19 +1,22 @@
 """The arithmetic, on chunks of one tensor.
 
-`reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
-bits, fast, and `native` runs them. `load` returns a module with these functions. `DEVICES` tells
-plans what a backend takes, before there is one.
+`reference` (NumPy) defines every function; `core` has the same functions with the same bits, fast:
+the library that is built from `src/core`. `load` returns a module with these functions. `DEVICES`
+tells plans what a backend takes, before there is one.
 """
 
 from __future__ import annotations
 
 import importlib
+import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.notices import Notice, notice
 from dare.errors import RecipeError, did_you_mean
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
@@ -51,7 +54,7 @@ class Device:
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
 
 
-DEVICES = {"cpu": Device("native"), "reference": Device("reference")}
+DEVICES = {"cpu": Device("core"), "reference": Device("reference")}
 
 
 class Band(NamedTuple):
@@ -83,5 +86,20 @@ def check_backend(backend: str) -> str:
 
 
 def load(backend: str) -> Any:
-    """Import a backend's kernels; Numba is only imported when something must be compiled."""
-    return importlib.import_module(f"dare.kernels.{DEVICES[check_backend(backend)].module}")
+    """Import a backend's kernels; `reference` serves on machines that there is no library for."""
+    name = "reference" if _has_no_library(backend) else DEVICES[check_backend(backend)].module
+    return importlib.import_module(f"dare.kernels.{name}")
+
+
+def backend_notices(backend: str) -> Iterator[Notice]:
+    """Say so where `load` has to take `reference` instead."""
+    if _has_no_library(backend):
+        yield notice("no_library", machine=f"{platform.system()} {platform.machine()}")
+
+
+def _has_no_library(backend: str) -> bool:
+    if DEVICES[check_backend(backend)].module != "core":
+        return False
+    from dare.kernels import core
+
+    return not core.is_built()

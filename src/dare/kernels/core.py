@@ -3,17 +3,20 @@
 A function here has the name, the arguments and the bits of its namesake in `reference`, whose
 docstring says what it computes. The library is built with the package for a platform, with code for
 several levels of its processors; the highest that this machine has is taken, or the one that
-DARE_CORE_LEVEL names. It runs without the interpreter's lock.
+DARE_CORE_LEVEL names (for tests, as is DARE_CORE_LIBRARY, which names another library). It runs
+without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError
-from dare.kernels import Operand
-from dare.kernels.reference import Floats, Raw
-from dare.tensors.chunks import CHUNK, chunk_count
+from dare.kernels import Operand, reference
+from dare.kernels.reference import Floats, Lanes, Raw
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
 LIBRARY = Path(__file__).with_name(
     {"win32": "dare.dll", "darwin": "libdare.dylib"}.get(sys.platform, "libdare.so")
 )
-# How the library numbers the carriers of weights.
-KINDS = {"float64": 0, "float32": 1, "int16": 2, "uint16": 3, "uint8": 4, "int8": 5}
+CHECKOUT = Path(__file__).parents[3]  # where this is one
+# How the library numbers the carriers of weights, and after them the types of keys.
+KINDS = {
+    np.dtype(name): kind
+    for kind, name in enumerate(
+        ("float64", "float32", "int16", "uint16", "uint8", "int8", "uint32", "uint64")
+    )
+}
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
 
 # What each function takes and returns: a for an array, i for an integer, f and d for floats, r for
@@ -57,6 +66,17 @@ SIGNATURES = {
     "low_rank": "aaifa:",
     "balance_scores": "aaddddar:",
     "add_shares": "aafffaa:",
+    "select": "aaair:1",
+    "expand": "aaair:1",
+    "quantise": "aiaa:",
+    "dequantise": "aaia:",
+    "apply_packed": "aaiafaar:1",
+    "digest_pieces": "aa:",
+    "order_keys": "aaa:",
+    "rank_left": "aar:",
+    "select_ranks": "aaaaar:",
+    "drop_by_rank": "aaiaaaiiiar:",
+    "draw_order": "aiiiir:",
 }
 
 
@@ -85,13 +105,14 @@ class _Room(threading.local):
     """Scratch memory of a thread, used again for each call."""
 
     def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        self._size = -1
 
     def address(self, size: int = ROOM_BYTES) -> int:
         """Return the address of so many bytes, from a multiple of 64 on."""
-        if self._bytes.size < size + 64:
+        if self._size < size:
             self._bytes = np.empty(size + 64, np.uint8)
-        return -(-self._bytes.ctypes.data // 64) * 64
+            self._size, self._address = size, -(-self._bytes.ctypes.data // 64) * 64
+        return self._address
 
 
 _room = _Room()
@@ -106,14 +127,43 @@ _TYPES = {
 
 def _described(array: NDArray[Any]) -> Array:
     columns = array.shape[-1] if array.ndim else 1
-    return Array(array.ctypes.data, array.size, columns, KINDS.get(array.dtype.name, -1))
+    address = array.__array_interface__["data"][0]
+    return Array(address, array.size, columns, KINDS.get(array.dtype, -1))
+
+
+def is_built() -> bool:
+    """Return whether there is a library; in a checkout it is an error if there is none."""
+    return _is_checkout() or LIBRARY.is_file()
+
+
+def _is_checkout() -> bool:
+    return (CHECKOUT / "src" / "core" / "core.c").is_file()
+
+
+def sources_digest() -> str:
+    """Return the digest of what a checkout's library is made of; `hatch_build.py` has the same."""
+    files = (*sorted((CHECKOUT / "src" / "core").glob("*.[ch]")), CHECKOUT / "hatch_build.py")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load a library; refuse one that a checkout's sources are newer than."""
+    remedy = "run `make core`" if _is_checkout() else "install dare-merge again"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.dare_levels.restype = library.dare_sources.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        fault = f"cannot be loaded ({error})" if path.exists() else "not built yet"
+        raise DareError(f"{path}: {fault}; {remedy}") from None
+    if path == LIBRARY and _is_checkout() and library.dare_sources().decode() != sources_digest():
+        raise DareError(f"{path}: older than the sources in src/core; {remedy}")
+    return library
 
 
 @cache
 def _library() -> tuple[ctypes.CDLL, str]:
     """Load the library; return it with the level of this machine's processor."""
-    library = ctypes.CDLL(str(LIBRARY))
-    library.dare_levels.restype = ctypes.c_char_p
+    library = _open(Path(os.environ.get("DARE_CORE_LIBRARY", LIBRARY)))
     levels = library.dare_levels().decode().split()
     level = os.environ.get("DARE_CORE_LEVEL", levels[-1])
     if level not in levels:
@@ -143,14 +193,15 @@ def _function(name: str) -> Callable[..., Any]:
         copies = []
         for argument in arguments:
             if isinstance(argument, np.ndarray):
-                array = np.require(argument, requirements=["C", "A"])
-                if array is not argument:
+                array = argument
+                if not (argument.flags.c_contiguous and argument.flags.aligned):
+                    array = np.require(argument, requirements=["C", "A"])
                     copies.append((argument, array))
                 given.append(_described(array))
             else:
                 given.append(argument.item() if isinstance(argument, np.generic) else argument)
         if has_room:
-            given.append(_room.address(size_of_room(*arguments)))
+            given.append(_room.address(max(ROOM_BYTES, size_of_room(*arguments))))
         returned = (ctypes.c_int64 * 2)()
         found = run(*given, returned) if is_pair else run(*given)
         for original, copy in copies:
@@ -162,7 +213,12 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 # The bytes of scratch memory for functions that need more than ROOM_BYTES, by their arguments.
-ROOMS: dict[str, Callable[..., int]] = {}
+ROOMS: dict[str, Callable[..., int]] = {
+    "rank_left": lambda keys, *_: 16 * keys.shape[1],
+    "select_ranks": lambda keys, *_: max(16 << 10, 8 * keys.shape[1]),
+    "drop_by_rank": lambda _values, _left, columns, *_: 40 * (columns + 64),
+    "draw_order": lambda out, *_: 2 * out.size,
+}
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -188,7 +244,7 @@ def combine(
             for each in operands
         )
     )
-    kind = KINDS[operands[0].tuned.dtype.name]
+    kind = KINDS[operands[0].tuned.dtype]
     numbers = (len(operands), kind, start, elects, threshold_bits, CHUNK)
     _entry("combine")(
         ctypes.byref(_described(base)),
@@ -199,3 +255,31 @@ def combine(
         ctypes.c_void_p(_room.address()),
     )
     return figures
+
+
+SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
+
+
+def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
+    spans = [[count * raw.itemsize for _, count in chunk_spans(raw.size)] for raw in raws]
+    is_long = [min(sizes, default=0) > SHORT_BYTES for sizes in spans]
+    pieces = [
+        (raw.ctypes.data + CHUNK * raw.itemsize * chunk, size)
+        for raw, sizes in compress(zip(raws, spans, strict=True), is_long)
+        for chunk, size in enumerate(sizes)
+    ]
+    out = np.empty((len(pieces), 2), np.uint64)
+    _function("digest_pieces")(np.array(pieces, np.int64), out)
+    found = (f"{high:016x}{low:016x}" for high, low in out.tolist())
+    return [
+        list(islice(found, len(sizes))) if long else reference.digests([raw])[0]
+        for raw, sizes, long in zip(raws, spans, is_long, strict=True)
+    ]
+
+
+def select(raw: Raw, lanes: Lanes, out: Raw) -> int:
+    return int(_function("select")(raw, lanes, out, raw.itemsize))
+
+
+def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
+    return int(_function("expand")(packed, lanes, into, into.itemsize))

@@ -23,6 +23,7 @@ from dare.formats.recoding import Recoding, find_recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
+from dare.kernels import backend_notices
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan, check_memory
 from dare.recipe.layers import OUTSIDE, find_depths
@@ -179,7 +180,10 @@ def make_plan(
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
     grave = [note for note in notes if note.severity is not Severity.NOTE]
-    warnings = [*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)]
+    warnings = [
+        *(*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)),
+        *backend_notices(options.backend),
+    ]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
     tensors = []
@@ -355,6 +359,10 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         by_rate = defaultdict(list)
         for name in redropped:
             by_rate[drops[name].rate].append(glob.escape(name))
+        # Where a file drops some tensors, the others are whole: a chain that drops keeps them so.
+        for name in sorted(model.tensors.keys() - drops.keys()) if redropped else ():
+            if model.tensors[name].dtype.is_weight and recipe.chain_for(name)[0][0].may_redrop:
+                by_rate[0.0].append(glob.escape(name))
         rates = by_rate if has_one_rate else ()
         usual = max(rates, key=lambda rate: len(by_rate[rate]), default=None)
         if usual not in (None, recipe.chain[0][1].get("drop_rate")):

@@ -29,7 +29,7 @@ from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import Strict, as_tuple
 
 Scores = Mapping[str, float]
-Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
+Sampler = Literal["grid", "random", "tpe"]
 # Texts that earlier versions read as a formula; no score has such a name.
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
 _KINDS = ("max", "min", "keep")

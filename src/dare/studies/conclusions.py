@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from dare.documents.notices import Notice, notice
 from dare.documents.words import listed, times
@@ -28,27 +27,20 @@ from dare.studies.results import (
     Holdout,
     Ranked,
     Role,
-    Settings,
     State,
     StudyData,
     TaskScores,
     Trial,
-    is_number,
     key_of,
 )
 from dare.studies.space import PLAN, is_random
 from dare.studies.statistics import (
-    BETTER,
     NO_DIFFERENCE,
-    NOT_KNOWN,
     WORSE,
-    pareto_front,
     resample,
     sounds_like_an_error,
     verdict,
 )
-
-_NEAR = 0.02  # a value is at the end of a range if it is nearer to it than this share of the range
 
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
@@ -64,12 +56,9 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
     )
     rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
-    scores = [standing[n].scores for n in ranking]
-    names = [name for name in (scores[0] if scores else ()) if all(name in s for s in scores)]
     found = Conclusion(
         ranking=tuple(standing[n] for n in ranking),
         baselines=tuple(standing[n] for n in rest),
-        front=tuple(pareto_front(scores, contest.judge.directions(names))),
         noise=_noise(data.baselines, contest.judge),
         notices=(*_of_chance(contest), *_of_failures(data), *_of_scores(contest)),
     )
@@ -78,22 +67,19 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     settings = [n for n in ranking if not standing[n].broken]
     differences = {n: contest.difference(best, n) for n, _ in enumerate(standing) if n != best}
     tied = [n for n in contest.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
-    same = [best, *(n for n in tied if contest.digests(n) != contest.digests(best))]
+    tied = [n for n in tied if contest.digests(n) != contest.digests(best)]
     shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
-    differ = (contest.difference(settings[0], n).verdict for n in settings[1:])
     holdout, held, on_holdout = _holdout(data, contest, standing[best])
     return replace(
         found,
         best=standing[best],
         against=tuple(differences[n] for n in shown),
-        tied=tuple(standing[n] for n in same[1:]),
-        simplest=standing[min(same, key=contest.simplicity)],
-        importance=dict(data.importance) if {BETTER, NOT_KNOWN}.intersection(differ) else {},
+        tied=tuple(standing[n] for n in tied),
         holdout=holdout,
         tasks=tuple(_tasks(contest, held or contest, 0 if held else best)),
         notices=(
             *on_holdout,
-            *([] if data.sampler == PLAN else _of_settings(data, entries[best], recipe)),
+            *([] if data.sampler == PLAN else _of_seeds(data, entries[best])),
             *_of_others(contest, found.noise, data),
             *found.notices,
         ),
@@ -151,33 +137,12 @@ def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
 
 
 def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
-    """Return what it needs: no search, few stages that see little, no drops, few changes."""
+    """Return what it needs: no search, few stages that see little, no drops, few settings."""
     if ranked.baseline:
         return 0, list(Role).index(ranked.role)
     made = with_settings(recipe, ranked.settings)
     seen = max(("element", "tensor", "matrix").index(stage.sees) for stage, _ in made.chain)
-    return 1, len(made.chain), seen, is_random(made), _changes(recipe, ranked.settings)
-
-
-def _changes(recipe: Recipe, settings: Settings) -> int:
-    """Count settings that differ in effect from the recipe's; each layer's value counts."""
-    method = {name: value for name, value in settings.items() if name == "method"}
-    start = with_settings(recipe, method)
-    before, now = ([stage.name for stage, _ in made.chain] for made in (recipe, start))
-    changes = int(before != now)
-    for name, value in settings.items():
-        if _effect(with_settings(recipe, {**method, name: value})) != _effect(start):
-            changes += len(value) if isinstance(value, list | tuple) else 1
-    return changes
-
-
-def _effect(recipe: Recipe) -> tuple[Any, ...]:
-    return (
-        [(stage.name, dict(settings)) for stage, settings in recipe.chain],
-        [entry.settings for entry in recipe.models],
-        (recipe.weights(), recipe.seeds()),
-        (recipe.scale, recipe.embedding_drop_rate),
-    )
+    return 1, len(made.chain), seen, is_random(made), len(ranked.settings)
 
 
 class _Contest:
@@ -204,13 +169,9 @@ class _Contest:
         kept = [n for n, ranked in enumerate(self.standing) if not ranked.broken]
         top = max(self.table.values[kept], default=None)
         equal = [n for n in kept if self.table.values[n] == top]
-        self.best = min(equal, key=self.simplicity, default=None)
+        simplicity = [_complexity(recipe, ranked) for ranked in self.standing]
+        self.best = min(equal, key=simplicity.__getitem__, default=None)
         self.others = [n for n in kept if n != self.best]  # those that keep to the guards
-
-    def simplicity(self, place: int) -> tuple[Any, ...]:
-        """Return what sorts the simplest first, and of equally simple ones the better."""
-        ranked = self.standing[place]
-        return _complexity(self.recipe, ranked), -ranked.objective.value
 
     def difference(self, one: int, other: int) -> Difference:
         """Return one minus another, by an interval that holds for all pairs at once."""
@@ -263,18 +224,12 @@ def _holdout(
     chosen = [t for t in data.trials if t.is_done and t.settings == best.settings]
     validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
     validation = best.objective.value if validation is None else validation
-    usual = []
-    for place, other in enumerate(others, start=1):
-        before = _mean_objective([t for t in data.baselines if t.name == other.name], judge)
-        if before is not None:
-            usual.append(before - float(contest.table.values[place]))
     winner = contest.standing[0]
     holdout = Holdout(
         objective=winner.objective,
         against=tuple(contest.difference(0, n) for n, _ in enumerate(others, start=1)),
         validation=validation,
         loss=validation - winner.objective.value,
-        usual_loss=fmean(usual) if usual else None,
         looks=looks,
     )
     return holdout, contest, list(_of_holdout(contest, holdout))
@@ -372,9 +327,8 @@ def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Itera
         )
 
 
-def _of_settings(data: StudyData, best: Entry, recipe: Recipe) -> Iterator[Notice]:
-    """Say what more seeds and wider ranges might show."""
-    yield from _of_ends(data.space, best.trials[0].settings, recipe)
+def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
+    """Say what more seeds might show."""
     count = len(best.trials)
     if best.name or not best.is_random:
         return
@@ -416,30 +370,3 @@ def doubts(
         for name, sign in objective.directions(names).items()
         if sign > 0 and (name in bounded or sounds_like_an_error(name))
     ]
-
-
-def _of_ends(space: Mapping[str, Any], settings: Settings, recipe: Recipe) -> Iterator[Notice]:
-    """Find numbers of a setting at an end of their range, where the recipe would take more."""
-    for name, over in space.items():
-        value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
-        values = [over["from"], over["to"]] if isinstance(over, Mapping) else over
-        if not all(map(is_number, [value, *values])) or min(values) >= max(values):
-            continue
-        low, high = min(values), max(values)
-        for end, edge, other in (("smallest", low, high), ("largest", high, low)):
-            if is_log:
-                share = math.log(value / edge) / math.log(other / edge)
-                beyond = edge * (edge / other) ** _NEAR
-            else:
-                share = (value - edge) / (other - edge)
-                beyond = edge + (edge - other) * _NEAR
-            further = edge + (1 if edge > other else -1) if isinstance(value, int) else beyond
-            if share <= _NEAR and _is_valid(recipe, {**settings, name: further}):
-                yield notice("end_of_range", name=name, end=end, value=value)
-
-
-def _is_valid(recipe: Recipe, settings: Settings) -> bool:
-    try:
-        return bool(with_settings(recipe, settings))
-    except RecipeError:
-        return False

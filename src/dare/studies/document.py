@@ -30,7 +30,7 @@ from dare.documents.document import (
 from dare.documents.notices import Severity, notice, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import NOTHING, listed, share, time_text, times, value_text
+from dare.documents.words import NOTHING, listed, time_text, times, value_text
 from dare.errors import InputError, printable
 from dare.output.receipt import without_folders
 from dare.output.sidecars import inline, markdown_rows
@@ -91,8 +91,6 @@ class SearchResult(Shown):
     best: Recipe | None
     """The recipe of the best, if it is a merge; if not, a model as it is was at least as good, or
     `conclusion.failure` has the reason."""
-    simplest: Recipe | None
-    """The simplest that cannot be told apart from the best, if it is a merge."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values, ready for JSON; the items stay in the study."""
@@ -102,10 +100,8 @@ class SearchResult(Shown):
                 scored = trial.pop("scored") or {}
                 trial["scores"] = scored.get("scores")
                 trial["items"] = len(scored.get("items", ()))
-        for name in ("output", "importance"):
-            document.pop(name)
-        made = {"best": self.best, "simplest": self.simplest}
-        recipes = {name: recipe and recipe.to_document() for name, recipe in made.items()}
+        document.pop("output")
+        recipes = {"best": self.best and self.best.to_document()}
         conclusion = json_ready(asdict(self.conclusion))
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
@@ -139,22 +135,17 @@ class SearchResult(Shown):
             write_file(Path(path), text.encode(), "page", overwrite=overwrite)
         return text
 
-    def to_toml(self, *, simplest: bool = False) -> str:
-        """Return the best recipe, or the simplest, with the evidence for it as comments."""
-        recipe = self.simplest if simplest else self.best
+    def to_toml(self) -> str:
+        """Return the best recipe, with the evidence for it as comments."""
+        recipe = self.best
         if recipe is None:
-            one = self.conclusion.simplest
-            what = f"the simplest is {_noun(one)}" if simplest and one is not None else str(self)
-            raise InputError(f"{self.study}: {what}; so there is no recipe to write")
-        which = "simplest that may be as good as the best" if simplest else "best"
+            raise InputError(f"{self.study}: {self}; so there is no recipe to write")
         tables = {
             **recipe.to_tables(),
             "output": str(recipe.output or usual_output(recipe.base)),
         }
-        lines = [f"The {which} of {self.study.as_posix()}{SIGNED}"]
-        if self.simplest not in (None, recipe):
-            lines.append(f"Simpler, may be as good: dare search best {self.study} --simplest")
-        for sentence in grounds(self.data, self.conclusion, of_best=recipe == self.best):
+        lines = [f"The best of {self.study.as_posix()}{SIGNED}"]
+        for sentence in grounds(self.data, self.conclusion):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
 
@@ -174,11 +165,9 @@ def read_result(path: Path) -> SearchResult:
 def result_of(study: Study) -> SearchResult:
     """Return what an open study shows by now."""
     data, conclusion = read_study(study)
-    best, simplest = (
-        None if ranked is None or ranked.role in NOT_MERGED else recipe_of(data, ranked)
-        for ranked in (conclusion.best, conclusion.simplest)
-    )
-    return SearchResult(study.path, data, conclusion, best, simplest)
+    ranked = conclusion.best
+    best = None if ranked is None or ranked.role in NOT_MERGED else recipe_of(data, ranked)
+    return SearchResult(study.path, data, conclusion, best)
 
 
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
@@ -202,7 +191,6 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
             *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
             *map(notice_from_dict, study.note("notices") or ()),
         ),
-        importance=study.importance(),
     )
     conclusion = conclude(data, resamples=resamples)
     scored = study.beside(HOLDOUT)
@@ -263,7 +251,7 @@ def study_document(
         _ranked(data, conclusion.baselines, "Baselines"),
         _ranked(data, conclusion.ranking[:rows], best, *names),
     )
-    matters, tasks = (_importance(conclusion.importance),), (task_table(conclusion),)
+    tasks = (task_table(conclusion),)
     notices = [*conclusion.notices, *data.notices]
     notices.sort(key=lambda found: -list(Severity).index(found.severity))
     failed = [trial for trial in data.all_trials if trial.state is State.FAILED]
@@ -273,12 +261,10 @@ def study_document(
         Section("tasks", "Scores by task", _filled(tasks), is_brief=True),
         Section("items", "Luck or not", (RETURN_ITEMS,) * is_luck, is_brief=True),
         Section("against", "The best and the rest", _filled(against), ("ranking",), is_long),
-        Section("settings", "Settings", _filled(matters), ("curve-",), is_long),
-        Section("scores", "Scores", figures=("pareto",)),
         Section("ranked", "Ranked", _filled(ranked), is_brief=is_long, on_page=False),
         Section("trials", "Trials", tuple(_trials(data))),
         Section("failed", "Failed", tuple(_failed(failed, outputs)), is_brief=is_long or outputs),
-        Section("recipe", "Recipe", tuple(_recipes(data, conclusion))),
+        Section("recipe", "Recipe", _recipe(data, conclusion)),
         Section("notices", "Caveats"),
         Section("study", "The study", (what,)),
     )
@@ -294,7 +280,7 @@ def study_document(
         notices=tuple(notices if is_long else notices[:MOST_NOTICES]),
         steps=steps,
         footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
-        draw=partial(draw_figures, data, conclusion),
+        draw=partial(draw_figures, conclusion),
     )
 
 
@@ -379,9 +365,6 @@ def facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
         yield "Training", TEXTS["overlap"]
     if data.left_out:
         yield "Left out", f"{listed(data.left_out)}: unrelated to the others by their weights"
-    if conclusion.tied and conclusion.simplest is not None:
-        simplest = conclusion.simplest
-        yield "Simplest", "the best itself" if simplest == conclusion.best else _noun(simplest)
 
 
 def _measured(conclusion: Conclusion) -> str:
@@ -397,32 +380,21 @@ def _measured(conclusion: Conclusion) -> str:
 
 def holdout_text(holdout: Holdout) -> str:
     """Return the winner on held-out data, beside the same weights where they were chosen."""
-
-    def change(loss: float) -> str:
-        if abs(loss) <= ROUNDING:
-            return "no change"
-        return f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
-
-    where = f"{value_text(holdout.validation)} where it was chosen"
-    text = f"{holdout.objective} on held-out data, {where}: {change(holdout.loss)}."
-    if holdout.usual_loss is None:
-        return text
-    excess = holdout.loss - holdout.usual_loss
-    luck = f"luck may have added about {value_text(excess)} to the score (winner's curse)"
-    luck = luck if excess > ROUNDING else "there is no sign that luck chose it"
-    return f"{text} The baselines, on average: {change(holdout.usual_loss)}. So {luck}."
+    where, loss = f"{value_text(holdout.validation)} where it was chosen", holdout.loss
+    change = f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
+    change = "no change" if abs(loss) <= ROUNDING else change
+    return f"{holdout.objective} on held-out data, {where}: {change}."
 
 
-def grounds(data: StudyData, conclusion: Conclusion, *, of_best: bool) -> Iterator[str]:
+def grounds(data: StudyData, conclusion: Conclusion) -> Iterator[str]:
     """Yield the evidence for what is taken, and against it, a line each."""
     title, _, sure = headline(data, conclusion)
     yield f"The best: {title}. {sure}"
-    if of_best:  # the scores on the holdout and the differences are those of the best
-        held = conclusion.holdout.against if conclusion.holdout else ()
-        yield from (f"{label}: {text}" for label, text in _evidence(conclusion))
-        for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
-            for difference in found:
-                yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
+    held = conclusion.holdout.against if conclusion.holdout else ()
+    yield from (f"{label}: {text}" for label, text in _evidence(conclusion))
+    for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
+        for difference in found:
+            yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
     yield from (f"{said}." for said in conclusion.notices)
 
 
@@ -528,14 +500,6 @@ def _differences(against: Sequence[Difference], title: str, hint: str = "") -> T
     return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
 
 
-def _importance(known: dict[str, float]) -> Table:
-    pairs = sorted(known.items(), key=lambda pair: -pair[1])
-    columns: Columns = {"setting": lambda pair: pair[0], "importance >": lambda p: share(p[1])}
-    bars = tuple(100 * value / (pairs[0][1] or 1.0) for _, value in pairs)
-    hint = TEXTS["importance_hint"]
-    return tabulate(pairs, columns, title="Which settings matter", bars=bars, hint=hint)
-
-
 def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) -> Table:
     """Return settings or baselines with their scores, as many as a terminal has room for."""
     given = {f"{n} >": lambda item, n=n: value_text(item.settings.get(n)) for n in names}
@@ -621,13 +585,9 @@ def _failed(trials: Sequence[Trial], outputs: bool) -> Iterator[Part]:
         yield code if outputs else Folded(f"{trial.label}: {trial.message or NOTHING}", (code,))
 
 
-def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[Code]:
-    """Yield the TOML of the best and of the simplest, if they are merges."""
-    ranked = {"best": conclusion.best, "simplest": conclusion.simplest}
-    titles = {"best": "The best", "simplest": "The simplest one that may be as good"}
-    found: dict[str, Code] = {}  # two that are the same are shown once
-    for name, one in ranked.items():
-        if one is not None and one.role not in NOT_MERGED:
-            text = write_toml(recipe_of(data, one).to_tables())
-            found.setdefault(text, Code(titles[name], f"{name}-recipe", text))
-    yield from found.values()
+def _recipe(data: StudyData, conclusion: Conclusion) -> tuple[Code, ...]:
+    """Return the TOML of the best, if it is a merge."""
+    best = conclusion.best
+    if best is None or best.role in NOT_MERGED:
+        return ()
+    return (Code("The best", "best-recipe", write_toml(recipe_of(data, best).to_tables())),)

@@ -265,8 +265,6 @@ class StudyData:
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     notices: tuple[Notice, ...] = ()
-    importance: dict[str, float] = field(default_factory=dict)
-    """The share of each setting in telling good trials from others, chance or not."""
     left_out: tuple[str, ...] = ()  # models that the plan leaves out: strangers to the others
     output: str | None = None
     # By key of a candidate: the file of its norms' statistics, which were taken from inputs.
@@ -376,8 +374,6 @@ class Holdout:
     against: tuple[Difference, ...]
     validation: float  # the objective of the same weights where they were chosen
     loss: float
-    usual_loss: float | None
-    """The same of the baselines, on average, which were not chosen; None if none has both."""
     looks: int  # winners that have been scored on it; after the first, it is no longer held out
 
 
@@ -408,11 +404,6 @@ class Conclusion:
     highest objective; of equal ones the simplest."""
     against: tuple[Difference, ...] = ()  # the best minus each other
     tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
-    simplest: Ranked | None = None  # the simplest of the best and its ties
-    importance: dict[str, float] = field(default_factory=dict)
-    """The share of each setting by Optuna's PED-ANOVA; empty where none differ beyond chance."""
-    front: tuple[int, ...] = ()
-    """Places in the ranking of settings that no other beats in every score."""
     noise: float | None = None
     """The difference of two scorings of the same weights in the objective, if measured."""
     holdout: Holdout | None = None

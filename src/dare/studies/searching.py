@@ -14,14 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from dare.analysis.judge.advice import advise
 from dare.analysis.measure.analyzing import analyze
@@ -66,8 +71,6 @@ from dare.studies.statistics import is_behind, items_needed, rungs, visible_diff
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
 
 DEFAULT_TRIALS = 40
-# Packages that a sampler of Optuna imports when it first has something to suggest.
-SAMPLER_PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 # Fields of `[search]` that have no effect where no settings are given.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 MINUTES = 15.0  # for a search that is given no settings
@@ -77,6 +80,7 @@ LEAST_TRIALS = 6  # the recipe, and the average at all its scales
 INPUTS = 100  # examples of each task whose inputs make Gram matrices
 PART_SEEN = 0.5  # about what part of the examples a candidate is scored on that may be given up
 POLL_SECONDS = 0.3
+SPEED_SECONDS = 3600.0  # by which the time that is left is estimated
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
@@ -216,17 +220,12 @@ def make_search(
     space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = PLAN if usual else table.sampler or ("grid" if space.is_listed else "tpe")
-    if lacking := [name for name in SAMPLER_PACKAGES.get(sampler, ()) if find_spec(name) is None]:
-        how = f"pip install {' '.join(lacking)}, or use tpe"
-        raise InputError(f"sampler {sampler}: needs {' and '.join(lacking)}: {how}")
     planned = table.trials or DEFAULT_TRIALS
     if usual is not None:
         planned = usual.count
     elif sampler == "grid":
         if not space.is_listed:
-            raise RecipeError(
-                "a grid needs lists or steps; for ranges use tpe, cmaes, gp or random"
-            )
+            raise RecipeError("a grid needs lists or steps; for ranges use tpe or random")
         planned = len(_grid_plan(space, table.seeds))
     judge = Judge.by(table.objective, table.guards)
     for evaluator in (judging, held):
@@ -717,12 +716,12 @@ class SearchProgress:
         plain["soft_wrap"] = True
         console = Console(stderr=True, quiet=not visible, force_jupyter=False, **plain)
         text = TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(20), MofNCompleteColumn(), text)
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
         has_bar = visible and sys.stderr.isatty()
-        self.bar = Progress(*columns, console=console, transient=True, disable=not has_bar)
+        looks: dict[str, Any] = {"transient": True, "speed_estimate_period": SPEED_SECONDS}
+        self.bar = Progress(*columns, console=console, disable=not has_bar, **looks)
         self._task = self.bar.add_task("", total=None)
-        self._first, self._began = 0, time.monotonic()
-        self._concluded = self._began
+        self._concluded = time.monotonic()
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -738,7 +737,6 @@ class SearchProgress:
 
     def begin(self, planned: int, done: int) -> None:
         """Say how many trials are planned, and how many are done."""
-        self._first, self._began = done, time.monotonic()
         self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
@@ -749,8 +747,7 @@ class SearchProgress:
             if self.bar.disable:
                 self.announce(f"{task.completed} of {task.total}: {trial_line(trial)}")
             elif now - self._concluded > CONCLUDE_SECONDS:
-                each = (now - self._began) / (task.completed - self._first)
-                self.say(live_line(*read(), each * (task.remaining or 0)))
+                self.say(live_line(*read()))
                 self._concluded = time.monotonic()
 
 
@@ -762,8 +759,8 @@ def trial_line(trial: Trial) -> str:
     return f"{trial.label}, {trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
-def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
-    """Return trials, the best so far and the time left, in a line."""
+def live_line(data: StudyData, conclusion: Conclusion) -> str:
+    """Return trials and the best so far, in a line."""
     best = conclusion.best
     found = [] if best is None else [f"best: {best.short}, {best.objective}"]
-    return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))
+    return printable(" · ".join([counted(data), *found]))

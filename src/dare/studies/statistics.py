@@ -1,4 +1,4 @@
-"""The reach of chance: intervals over items and seeds, parts for racing, fronts of scores.
+"""The reach of chance: intervals over items and seeds, parts for racing.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
 random merge. For a contender by itself, items are drawn anew with replacement, within each group.
@@ -445,24 +445,3 @@ def is_behind(items: Mapping[str, float], best: Mapping[str, float], objective: 
             losses[cluster_of(item_id)] += loss
     error = math.sqrt(math.fsum(loss**2 for loss in losses.values()))
     return bool(shares) and math.fsum(losses.values()) > _BEHIND * error
-
-
-# ------------------------------------------------------------------------------------- fronts
-
-
-def pareto_front(points: Sequence[Mapping[str, float]], directions: Mapping[str, int]) -> list[int]:
-    """The places of points that no other beats: as good in every score, and better in one.
-
-    >>> points = [{"a": 1, "loss": 2}, {"a": 2, "loss": 3}, {"a": 1, "loss": 3}]
-    >>> pareto_front(points, {"a": 1, "loss": -1})
-    [0, 1]
-    """
-    if not points or not directions:
-        return []
-    table = np.array([[sign * p[name] for name, sign in directions.items()] for p in points])
-    front = []
-    for place, row in enumerate(table):
-        beaten = (table >= row).all(axis=1) & (table > row).any(axis=1)
-        if not beaten.any():
-            front.append(place)
-    return front

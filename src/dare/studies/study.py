@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,15 +24,12 @@ from dare.studies.results import Scored, Settings, State, Trial, values_text
 from dare.studies.space import PLAN, Space
 
 FORMAT = 2  # format 1 had formulas as objectives
-SQLITE = b"SQLite format 3\0"  # the first bytes of such a file
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
 WORKERS = "workers"  # the note of the marks of all who have opened the study to search
 KNOWN_BEFORE = ("number", "settings", "state", "name")  # the rest is written when a trial ends
 # Notes on a trial: by whom it was taken and for what, and what became of it.
 TAKEN, OUTCOME = "taken", "outcome"
-# Trials that must be done before settings are ranked: one of them makes the best tenth.
-LEAST_FOR_IMPORTANCE = 10
 _NAMES = ("WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL")
 OPTUNA_STATES = dict(zip(State, _NAMES, strict=True))
 # How the names in tables of a charter begin in messages, where not with the table's name.
@@ -84,15 +80,6 @@ class Study:
         """Open a study, or begin one if there is a charter and no file."""
         if charter is None and not path.is_file():
             raise InputError(f"{path}: there is no study; start one with `dare search --study`")
-        try:
-            with path.open("rb") as file:
-                first = file.read(len(SQLITE))
-        except FileNotFoundError:
-            first = b""
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-        if first != SQLITE and (first or charter is None):  # one that is begun may be empty
-            raise InputError(f"{path}: is not a study: a study is an SQLite file")
         self.path = path
         self._presence = Presence(path)
         try:
@@ -328,20 +315,6 @@ class Study:
         settings, name = taken.get("settings", {}), taken.get("name", "")
         return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
 
-    def importance(self) -> dict[str, float]:
-        """Return how much each of several settings tells good trials from others, in shares."""
-        if self.charter.sampler == PLAN:
-            return {}
-        optuna, study, found = _optuna(), self._studies[TRIALS], Counter[str]()
-        values = [t.value for t in study.get_trials(deepcopy=False) if t.value is not None]
-        if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
-            return {}
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
-        for name, value in shares.items():  # of a setting by layers: the sum
-            found[name.partition("[")[0]] += value
-        return dict(found) if len(found) > 1 else {}
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -377,11 +350,8 @@ class Claim:
 def _sampler(name: str, seed: Sequence[int]) -> Any:
     """Make a sampler; each trial has a new one, so that a resumed study goes on unchanged."""
     samplers = _optuna().samplers
-    kind, options = {
-        "tpe": (samplers.TPESampler, {"multivariate": True, "group": True}),
-        "cmaes": (samplers.CmaEsSampler, {"warn_independent_sampling": False}),
-        "gp": (samplers.GPSampler, {"warn_independent_sampling": False}),
-    }.get(name, (samplers.RandomSampler, {}))
+    options: dict[str, Any] = {"multivariate": True, "group": True} if name == "tpe" else {}
+    kind = samplers.TPESampler if name == "tpe" else samplers.RandomSampler
     return kind(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), **options)
 
 

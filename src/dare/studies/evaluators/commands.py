@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from dare.errors import EvaluationError, RecipeError, did_you_mean
 from dare.run.processes import Watched, describe_status
 from dare.studies.evaluators.kinds import Evaluator, Function, read_scores
 from dare.studies.results import Scored
-from dare.tensors.system import IS_POSIX, SHELL, quoted, shell_command
+from dare.tensors.system import quoted, shell_command
 
 MODEL, ITEMS = "{model}", "{items}"
 WRITTEN = f"a command with {MODEL} in it"
@@ -28,8 +27,6 @@ ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be 
 QUOTED_LINE = 200  # characters of a last line that a message quotes
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
-# The program of a command, after variables that it sets, where it is a plain word.
-_FIRST_WORD = re.compile(r"\s*(?:\w+=[\w./:-]*\s+)*(?P<program>[\w./+-]+)(?=\s)")
 
 
 def recognises(evaluator: Evaluator) -> bool:
@@ -38,7 +35,7 @@ def recognises(evaluator: Evaluator) -> bool:
 
 
 def check(command: str) -> None:
-    """Refuse a command that the shell cannot read, or whose program is not there."""
+    """Refuse a command with places for anything but a model and items."""
     words = _PLACEHOLDER.findall(command)
     if "model" not in words:  # but ${model} is
         raise RecipeError(f"{command!r}: ${MODEL} is a variable of the shell; write {MODEL}")
@@ -49,20 +46,6 @@ def check(command: str) -> None:
                 f"there are {MODEL} and {ITEMS}. If it is meant for the shell, put a space after "
                 "the brace"
             )
-    if not IS_POSIX:
-        return  # that shell can only be asked to run it
-    read = _run_shell("-n", "-c", _filled(command, Path("model"), ALL_ITEMS))
-    if read.returncode:
-        reason = read.stderr.decode(errors="replace").strip()
-        raise RecipeError(f"{command!r}: the shell cannot read it: {reason}")
-    first = _FIRST_WORD.match(command)
-    if first and _run_shell("-c", 'command -v "$0"', first["program"]).returncode:
-        raise RecipeError(f"{command!r}: there is no program {first['program']!r}")
-
-
-def _run_shell(*words: str) -> subprocess.CompletedProcess[bytes]:
-    command = [SHELL, *words]
-    return subprocess.run(command, check=False, capture_output=True)  # noqa: S603
 
 
 def find(command: str, time_limit: float | None, threads: int | None) -> Function:
