@@ -147,12 +147,10 @@ INLINE Bytes64 load_64(const u8 *from) {
 }
 INLINE u64 bits_of_flags(Bytes64 bytes) {
   u64 found = 0;
-#ifdef __wasm__
-  for (int i = 0; i < 64; i += 16) {
-    SignedBytes16 part;
-    __builtin_memcpy(&part, (const u8 *)&bytes + i, 16);
-    found |= (u64)__builtin_wasm_bitmask_i8x16(part) << i;
-  }
+#ifdef __wasm__  // it has an instruction for this, which clang does not find
+  SignedBytes16 parts[4];
+  __builtin_memcpy(parts, &bytes, 64);
+  for (int i = 0; i < 4; i++) found |= (u64)__builtin_wasm_bitmask_i8x16(parts[i]) << 16 * i;
 #else
   typedef _Bool Flags __attribute__((ext_vector_type(64)));
   Flags flags = __builtin_convertvector(bytes, Flags);

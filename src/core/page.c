@@ -1,7 +1,7 @@
 // The entries that the playground's page calls, compiled to WebAssembly by `make wasm`. Its models
 // are BF16, and each tensor is one chunk that begins at element 0. engine/core.js calls them.
 #define ENTRY(result, name) static inline result core_##name
-#define FOR_KIND(kind, ...) do { enum { K = BF16 }; (void)(kind); __VA_ARGS__; } while (0)
+#define FOR_KIND(kind, ...) do { const enum Kind K = BF16; (void)(kind); __VA_ARGS__; } while (0)
 #include "lanes.h"
 #include "memory.h"
 #include "elements.h"
