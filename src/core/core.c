@@ -17,4 +17,5 @@
 #include "scoring.h"
 #include "packing.h"
 #include "digests.h"
+#include "jobs.h"
 #include "measuring.h"

@@ -41,24 +41,50 @@ typedef struct {
   u64 high, low;
 } Digest;
 
-WIDE static Digest digest_of(Piece piece) {
-  const u8 *data = piece.data, *last = data + piece.size - STRIPE, *secret = (const u8 *)SECRET;
-  u64 sums[8] = {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull, 0x85EBCA77C2B2AE63ull,
-                 0x85EBCA77, 0x27D4EB2F165667C5ull, 0x9E3779B1};
-  for (; data < last + STRIPE - BLOCK; data += BLOCK) {
-    add_stripes(sums, data, secret, STRIPES);
+// A piece of which a part is digested.
+typedef struct {
+  Piece piece;
+  i64 done;
+  u64 sums[8];
+} Hash;
+
+static Hash begin_hash(const u8 *data, i64 size) {
+  Hash hash = {{data, size}, 0, {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull,
+               0x85EBCA77C2B2AE63ull, 0x85EBCA77, 0x27D4EB2F165667C5ull, 0x9E3779B1}};
+  return hash;
+}
+
+// Digest whole blocks up to an end, but for the piece's last one.
+WIDE static void advance_hash(Hash *hash, i64 end) {
+  u64 sums[8];
+  i64 done = hash->done;
+  __builtin_memcpy(sums, hash->sums, sizeof(sums));
+  for (; done + BLOCK <= end && done + BLOCK < hash->piece.size; done += BLOCK) {
+    add_stripes(sums, hash->piece.data + done, (const u8 *)SECRET, STRIPES);
     for (int i = 0; i < 8; i++) {
       sums[i] = (sums[i] ^ sums[i] >> 47 ^ SECRET[SCRAMBLE / 8 + i]) * 0x9E3779B1;
     }
   }
-  for (; data < last; data += STRIPE, secret += 8) add_stripes(sums, data, secret, 1);
+  __builtin_memcpy(hash->sums, sums, sizeof(sums));
+  hash->done = done;
+}
+
+static Digest end_hash(Hash *hash) {
+  advance_hash(hash, hash->piece.size);
+  const u8 *data = hash->piece.data + hash->done, *secret = (const u8 *)SECRET;
+  const u8 *last = hash->piece.data + hash->piece.size - STRIPE;
+  u64 size = (u64)hash->piece.size;
+  for (; data < last; data += STRIPE, secret += 8) add_stripes(hash->sums, data, secret, 1);
   secret = (const u8 *)SECRET;
-  add_stripes(sums, last, secret + LAST_STRIPE, 1);
-  Digest found = {joined(sums, secret + HIGH_HALF, ~((u64)piece.size * PRIME_2)),
-                  joined(sums, secret + LOW_HALF, (u64)piece.size * PRIME_1)};
+  add_stripes(hash->sums, last, secret + LAST_STRIPE, 1);
+  Digest found = {joined(hash->sums, secret + HIGH_HALF, ~(size * PRIME_2)),
+                  joined(hash->sums, secret + LOW_HALF, size * PRIME_1)};
   return found;
 }
 
 ENTRY(void, digest_pieces)(const Array *pieces, Array *out) {
-  for (i64 i = 0; i < pieces->size / 2; i++) AT(Digest, out)[i] = digest_of(AT(Piece, pieces)[i]);
+  for (i64 i = 0; i < pieces->size / 2; i++) {
+    Hash hash = begin_hash(AT(Piece, pieces)[i].data, AT(Piece, pieces)[i].size);
+    AT(Digest, out)[i] = end_hash(&hash);
+  }
 }

@@ -66,16 +66,16 @@ ENTRY(i64, draw)(Array *lanes, i64 size, i64 start, i64 key0, i64 key1, i64 high
 
 // Round base + scale·merged to a kind, and the base where nothing is merged; return the largest
 // magnitude's bits. Where that is NaN, `may_be_nan` must have been set.
-INLINE u32 add_and_round(enum Kind kind, enum Kind out_kind, int may_be_nan, const void *raw,
-                         const f32 *merged, f32 scale, void *out, i64 size) {
+INLINE u32 add_and_round(enum Kind kind, int may_be_nan, const f32 *base, const f32 *merged, f32 scale,
+                         void *out, i64 size) {
   Words peak = all_words(0);
   EACH(size, {
-    Floats origin = load_kind(kind, raw, i, count), change = load(merged + i, count);
+    Floats origin = load(base + i, count), change = load(merged + i, count);
     Floats sum = origin + change * scale;
     Floats value = choose_floats(is_equal(change, all_floats(0)), origin, sum);
     peak = max_words(peak, magnitude_of(sum));
-    if (may_be_nan) store_kind(out_kind, out, i, value, count);
-    else store_number(out_kind, out, i, value, count);
+    if (may_be_nan) store_kind(kind, out, i, value, count);
+    else store_number(kind, out, i, value, count);
   });
   return largest_of(peak);
 }
@@ -87,31 +87,29 @@ INLINE void keep_unchanged(i64 width, const u8 *raw, const f32 *merged, u8 *out,
   }
 }
 
-INLINE u32 add_kinds(enum Kind kind, enum Kind out_kind, const void *raw, const f32 *merged, f32 scale,
-                     void *out, i64 size) {
-  u32 peak = add_and_round(kind, out_kind, 0, raw, merged, scale, out, size);
-  if (peak > INFINITE) add_and_round(kind, out_kind, 1, raw, merged, scale, out, size);
-  int is_decoded = kind == F32 && out_kind != F32;
-  if (!is_decoded && (peak > INFINITE || kind == F64)) {
-    keep_unchanged(width_of(kind), (const u8 *)raw, merged, (u8 *)out, size);
-  }
+// Do it for a tile whose base was decoded. Its stored elements count if they are of the same kind.
+static u32 round_tile(const f32 *base, const f32 *merged, f32 scale, enum Kind raw_kind, const void *raw,
+                    enum Kind kind, void *out, i64 first, i64 size) {
+  u32 peak = 0;
+  FOR_KIND(kind, {
+    u8 *to = (u8 *)out + first * width_of(K);
+    peak = add_and_round(K, 0, base, merged, scale, to, size);
+    if (peak > INFINITE) add_and_round(K, 1, base, merged, scale, to, size);
+    if (raw_kind == K && (peak > INFINITE || K == F64)) {
+      keep_unchanged(width_of(K), (const u8 *)raw + first * width_of(K), merged, to, size);
+    }
+  });
   return peak;
 }
 
-// Elements of another kind than the output's are decoded first, tile by tile.
 ENTRY(i64, add_to_base)(const Array *raw, const Array *merged, f32 scale, Array *out, void *room) {
+  f32 *base = (f32 *)room;
   u32 peak = 0;
-  if (raw->kind == out->kind) {
-    FOR_KIND(out->kind, peak = add_kinds(K, K, raw->data, AT(f32, merged), scale, out->data, raw->size));
-    return peak;
-  }
   for (i64 first = 0; first < raw->size; first += TILE) {
     i64 size = least_i64(TILE, raw->size - first);
-    decode_tile(raw, first, size, (f32 *)room);
-    FOR_KIND(out->kind, {
-      u8 *to = AT(u8, out) + first * width_of(K);
-      peak = most_u32(peak, add_kinds(F32, K, room, AT(f32, merged) + first, scale, to, size));
-    });
+    decode_tile(raw, first, size, base);
+    peak = most_u32(peak, round_tile(base, AT(f32, merged) + first, scale, (enum Kind)raw->kind, raw->data,
+                                   (enum Kind)out->kind, out->data, first, size));
   }
   return peak;
 }
@@ -236,7 +234,7 @@ enum { ROW = TILE + 16 };  // not a power of two, or rows of sums would share ca
 typedef struct {
   DrawRoom draw;
   u8 lanes[TILE];
-  f32 base[TILE], sums[4 * ROW];
+  f32 base[TILE], total[TILE], sums[4 * ROW];
 } CombineRoom;
 FITS(CombineRoom);
 
@@ -257,42 +255,49 @@ INLINE Extent take_tile(enum Kind kind, const Operand *model, i64 first, i64 siz
   return extent;
 }
 
-// Add up or elect the deltas of some models, all of one kind, over chunks that follow each other.
-// figures: for each chunk and model those of `combine` in reference.py.
+// Add up or elect the deltas of some models, all of one kind, of a tile whose base is in the room.
+// figures: for each model those of `combine` in reference.py.
+static void combine_tile(const Operand *models, i64 count_of_models, i64 kind, i64 start, i64 first,
+                         i64 size, i64 elects, u32 threshold, f32 *total, i64 *figures,
+                         CombineRoom *room) {
+  f32 *sums = room->sums;
+  if (elects) EACH(4 * ROW, store(sums + i, all_floats(0), count));
+  else EACH(size, store(total + i, all_floats(0), count));
+  for (i64 number = 0; number < count_of_models; number++) {
+    const Operand *model = models + number;
+    i64 *found = figures + 4 * number;
+    if (model->high < 256) {
+      found[2] += draw_tile(room->lanes, size, (u64)(start + first), (u32)model->key0,
+                            (u32)model->key1, (u32)model->high, (u32)model->low, &room->draw);
+    } else {
+      EACH(TILE, store_8(room->lanes + i, all_words(255), count));
+      found[2] += size;
+    }
+    Extent extent = {all_words(0), all_words(0)};
+    FOR_KIND(kind, {
+      if (model->band.least >= 0) {
+        found[3] += keep_in_band(K, model->tuned, first, size, room->base, room->lanes, start + first,
+                                 model->band);
+      }
+      if (elects) extent = take_tile(K, model, first, size, 1, threshold, total, room);
+      else extent = take_tile(K, model, first, size, 0, threshold, total, room);
+    });
+    found[0] = most_i64(found[0], largest_of(extent.peak));
+    found[1] += sum_of(extent.over);
+  }
+  if (elects) EACH(size, {
+    Sides sides = load_sides(sums, i, ROW, LANES);
+    store(total + i, outcome(sides, sides.above + sides.below), count);
+  });
+}
+
 ENTRY(void, combine)(const Array *base, const Operand *models, i64 count_of_models, i64 kind, i64 start,
                      i64 elects, i64 threshold, i64 chunk, Array *out, i64 *figures, void *given) {
   CombineRoom *room = (CombineRoom *)given;
   for (i64 first = 0; first < base->size; first += TILE) {
     i64 size = least_i64(TILE, base->size - first);
-    f32 *total = AT(f32, out) + first, *sums = room->sums;
     decode_tile(base, first, size, room->base);
-    if (elects) EACH(4 * ROW, store(sums + i, all_floats(0), count));
-    else EACH(size, store(total + i, all_floats(0), count));
-    for (i64 number = 0; number < count_of_models; number++) {
-      const Operand *model = models + number;
-      i64 *found = figures + 4 * (first / chunk * count_of_models + number);
-      if (model->high < 256) {
-        found[2] += draw_tile(room->lanes, size, (u64)(start + first), (u32)model->key0,
-                              (u32)model->key1, (u32)model->high, (u32)model->low, &room->draw);
-      } else {
-        EACH(TILE, store_8(room->lanes + i, all_words(255), count));
-        found[2] += size;
-      }
-      Extent extent = {all_words(0), all_words(0)};
-      FOR_KIND(kind, {
-        if (model->band.least >= 0) {
-          found[3] += keep_in_band(K, model->tuned, first, size, room->base, room->lanes,
-                                   start + first, model->band);
-        }
-        if (elects) extent = take_tile(K, model, first, size, 1, (u32)threshold, total, room);
-        else extent = take_tile(K, model, first, size, 0, (u32)threshold, total, room);
-      });
-      found[0] = most_i64(found[0], largest_of(extent.peak));
-      found[1] += sum_of(extent.over);
-    }
-    if (elects) EACH(size, {
-      Sides sides = load_sides(sums, i, ROW, LANES);
-      store(total + i, outcome(sides, sides.above + sides.below), count);
-    });
+    combine_tile(models, count_of_models, kind, start, first, size, elects, (u32)threshold,
+                 AT(f32, out) + first, figures + 4 * (first / chunk) * count_of_models, room);
   }
 }

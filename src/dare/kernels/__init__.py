@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +75,26 @@ class Operand(NamedTuple):
     band: Band | None  # the magnitudes that are kept; None keeps everything
     weight: np.float32
     share: float  # the model's addition to the divisor of its side, when signs are elected
+
+
+class Job(NamedTuple):
+    """Chunks of one tensor that follow each other, to be merged by `merge`."""
+
+    base: NDArray[Any]
+    operands: Sequence[Operand]  # all stored alike
+    start: int
+    elects: bool
+    scale: np.float32
+    out: NDArray[Any]
+    known: Sequence[bool]  # of base and models: whether their digests are not wanted
+
+
+class Done(NamedTuple):
+    """What is known of a job that was done."""
+
+    figures: NDArray[np.int64]  # as those of `combine`
+    peak: int  # the bits of the largest magnitude before rounding
+    digests: list[list[str]]  # of every chunk of base, models and result; none where not wanted
 
 
 def check_backend(backend: str) -> str:

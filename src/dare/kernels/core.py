@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError
-from dare.kernels import Operand, reference
+from dare.kernels import Done, Job, Operand, reference
 from dare.kernels.reference import Floats, Lanes, Raw
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
@@ -40,6 +40,7 @@ KINDS = {
     )
 }
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
+HASH_BYTES = 128  # of an array that is digested; `Hash` in digests.h is no larger
 MEASURING_BYTES = 11904  # of a tile of one model; `Measuring` in measuring.h
 
 # What each function takes and returns: a for an array or a list of some, i for an integer, f and d
@@ -105,6 +106,20 @@ class _Operand(ctypes.Structure):
     )
 
 
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "start", "size")),
+        ("models", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "models_kind", "elects")),
+        ("scale", ctypes.c_double),
+        ("out", ctypes.c_void_p),
+        ("out_kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("is_known", "figures", "digests")),
+        ("peak", ctypes.c_int64),
+    )
+
+
 class _Room(threading.local):
     """Scratch memory of a thread, used again for each call."""
 
@@ -129,10 +144,14 @@ _TYPES = {
 }
 
 
+def _address(array: NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
 def _described(array: NDArray[Any]) -> Array:
     columns = array.shape[-1] if array.ndim else 1
-    address = array.__array_interface__["data"][0]
-    return Array(address, array.size, columns, KINDS.get(array.dtype, -1))
+    return Array(_address(array), array.size, columns, KINDS.get(array.dtype, -1))
 
 
 def is_built() -> bool:
@@ -207,8 +226,12 @@ def _function(name: str) -> Callable[..., Any]:
                 table: Any = Array * len(arrays)
                 kept.append(arrays)
                 given.append(table(*map(_described, arrays)))
+            elif isinstance(argument, np.generic):
+                given.append(argument.item())
+            elif hasattr(argument, "__array__"):  # a note that becomes one
+                given.append(_described(np.asarray(argument)))
             else:
-                given.append(argument.item() if isinstance(argument, np.generic) else argument)
+                given.append(argument)
         if has_room:
             given.append(_room.address(max(ROOM_BYTES, size_of_room(*arguments))))
         returned = (ctypes.c_int64 * 2)()
@@ -241,14 +264,12 @@ def __getattr__(name: str) -> Callable[..., Any]:
     return found
 
 
-def combine(
-    base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
-) -> NDArray[np.int64]:
-    figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
-    models = (_Operand * len(operands))(
+def _operands(operands: Sequence[Operand]) -> Any:
+    table: Any = _Operand * len(operands)
+    return table(
         *(
             _Operand(
-                each.tuned.ctypes.data,
+                _address(each.tuned),
                 *(each.mask or (0, 0, 256, 0)),
                 *(each.band or (-1, 0, 0, 0)),
                 each.weight,
@@ -257,17 +278,66 @@ def combine(
             for each in operands
         )
     )
-    kind = KINDS[operands[0].tuned.dtype]
-    numbers = (len(operands), kind, start, elects, threshold_bits, CHUNK)
+
+
+def combine(
+    base: Raw, operands: list[Operand], start: int, elects: bool, threshold_bits: int, out: Floats
+) -> NDArray[np.int64]:
+    figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
+    numbers = (len(operands), _kind(operands), start, elects, threshold_bits, CHUNK)
     _entry("combine")(
         ctypes.byref(_described(base)),
-        models,
+        _operands(operands),
         *map(ctypes.c_int64, numbers),
         ctypes.byref(_described(out)),
         figures.ctypes.data_as(ctypes.c_void_p),
         ctypes.c_void_p(_room.address()),
     )
     return figures
+
+
+def merge(jobs: Sequence[Job], threshold_bits: int) -> list[Done]:
+    table: Any = (_Job * len(jobs))()
+    kept, made = [], []
+    for job, given in zip(jobs, table, strict=True):
+        chunks, inputs = chunk_count(job.base.size), 1 + len(job.operands)
+        figures = np.zeros((chunks, inputs - 1, 4), np.int64)
+        found = np.zeros((chunks, inputs + 1, 2), np.uint64)
+        models, known = _operands(job.operands), np.array(job.known, np.uint8)
+        kept += [models, known]
+        given.base, given.kind, given.start = _address(job.base), KINDS[job.base.dtype], job.start
+        given.size, given.models = job.base.size, ctypes.addressof(models)
+        given.count, given.models_kind, given.elects = inputs - 1, _kind(job.operands), job.elects
+        given.scale, given.out, given.out_kind = job.scale, _address(job.out), KINDS[job.out.dtype]
+        given.is_known, given.figures = _address(known), _address(figures)
+        given.digests = _address(found)
+        made.append((figures, found))
+    most = max((len(job.operands) for job in jobs), default=0)
+    room = _room.address(ROOM_BYTES + HASH_BYTES * (2 + most))
+    numbers = map(ctypes.c_int64, (len(jobs), threshold_bits, CHUNK))
+    _entry("merge")(table, *numbers, ctypes.c_void_p(room))
+    return [
+        Done(figures, given.peak, _texts(job, found))
+        for job, given, (figures, found) in zip(jobs, table, made, strict=True)
+    ]
+
+
+def _kind(operands: Sequence[Operand]) -> int:
+    return KINDS[operands[0].tuned.dtype] if operands else 0
+
+
+def _texts(job: Job, found: NDArray[np.uint64]) -> list[list[str]]:
+    """Return the digests of a job's arrays, those of short chunks computed here."""
+    raws = [job.base, *(operand.tuned for operand in job.operands), job.out]
+    texts = [
+        [f"{high:016x}{low:016x}" for high, low in column]
+        for column in found.swapaxes(0, 1).tolist()
+    ]
+    rest = (job.base.size - 1) % CHUNK + 1
+    for raw, own in zip(raws, texts, strict=True):
+        if rest * raw.itemsize <= SHORT_BYTES:
+            own[-1:] = reference.digests([raw[-rest:]])[0]
+    return [[] if known else own for own, known in zip(texts, (*job.known, False), strict=True)]
 
 
 SHORT_BYTES = 240  # bytes up to which a digest is computed in another way

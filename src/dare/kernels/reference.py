@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Operand
+from dare.kernels import Done, Job, Operand
 from dare.tensors import mask
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_spans
 from dare.tensors.dtypes import WEIGHT_TYPES
@@ -290,6 +290,20 @@ def combine(
                 balance = sums[:size] + sums[size : 2 * size]
             elect(sums, balance, total)
     return figures
+
+
+def merge(jobs: Sequence[Job], threshold_bits: int) -> list[Done]:
+    """Combine, add to the base, store and digest parts of a merge, in one call for all of them."""
+    done = []
+    for job in jobs:
+        total = np.empty(job.base.size, np.float32)
+        how = job.start, job.elects, threshold_bits, total
+        figures = combine(job.base, list(job.operands), *how)
+        peak = add_to_base(job.base, total, job.scale, job.out)
+        raws = [job.base, *(operand.tuned for operand in job.operands)]
+        asked = [raw[:0] if known else raw for raw, known in zip(raws, job.known, strict=True)]
+        done.append(Done(figures, peak, digests([*asked, job.out])))
+    return done
 
 
 def digests(raws: Sequence[Raw]) -> list[list[str]]:

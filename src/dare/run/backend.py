@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
+from dare.kernels import Done, Job
 from dare.kernels.reference import magnitude_bits
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
-from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Scratch
+from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Note, Scratch
 from dare.stages.dare import make_up_for
 from dare.stages.matrices import chunk_of_summary
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
@@ -141,6 +142,21 @@ def open_backend(plan: Plan) -> Backend:
 _ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
 
 
+class Noted(NamedTuple):
+    """A part of a merge of which nothing is computed yet."""
+
+    deltas: Deltas
+    note: Note
+    job: Job
+
+
+def _made_of(
+    inputs: Sequence[Sequence[str]], output: Sequence[str], figures: Sequence[Figures]
+) -> list[Made]:
+    read = zip(*inputs, strict=True)
+    return [Made(*found[:2], *found[2]) for found in zip(read, output, figures, strict=True)]
+
+
 class ArrayBackend(Backend):
     """Computes on NumPy arrays, with the kernels `cpu` or `reference`."""
 
@@ -161,35 +177,69 @@ class ArrayBackend(Backend):
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
+        parts = [part for chunk, room in batch for part in self._parts(chunk, room)]
+        prepared = [self._prepare(part, into) for part, into in parts]
+        jobs = [each.job for each in prepared if isinstance(each, Noted)]
+        done = iter(self._kernels.merge(jobs, self._threshold_bits))
         made: list[Made] = []
-        for chunk, room in batch:
-            width, carrier = chunk.tensor.dtype.itemsize, chunk.tensor.dtype.carrier
-            make = self._merge if chunk.tensor.is_merged else self._convert
-            for part in chunk.split(self._together):
-                first = (part.start - chunk.start) * width
-                into = room[first : first + part.size * width]
-                figures = make(part, into)
-                # hashed while it is in the cache
-                raws, known = [*part.inputs, into.view(carrier)], [*part.known, ()]
-                *inputs, output = self.digests(raws, known)
-                read = zip(*inputs, strict=True)
-                made += [
-                    Made(*found[:2], *found[2]) for found in zip(read, output, figures, strict=True)
-                ]
+        for (part, into), each in zip(parts, prepared, strict=True):
+            made += self._finish(part, into, each, next(done)) if isinstance(each, Noted) else each
         return made
 
-    def _merge(self, chunk: Chunk, into: Bytes) -> list[Figures]:
-        """Take chunks through all stages, add the result to the base, and store it there."""
-        deltas, tensor = self._deltas(chunk), chunk.tensor
+    def _parts(self, chunk: Chunk, room: Bytes) -> Iterator[tuple[Chunk, Bytes]]:
+        """Yield what can be merged as one, with its place."""
+        width = chunk.tensor.dtype.itemsize
+        for part in chunk.split(self._together):
+            first = (part.start - chunk.start) * width
+            yield part, room[first : first + part.size * width]
+
+    def _prepare(self, chunk: Chunk, into: Bytes) -> Noted | list[Made]:
+        """Take chunks through all stages: what is only noted down is left to be done."""
+        tensor = chunk.tensor
+        if not tensor.is_merged:
+            return self._made(chunk, into, self._convert(chunk, into))
+        deltas = self._deltas(chunk)
         if tensor.refine_stages:
             merged = chunk_of_summary(deltas)
         else:
             merged = tensor.combine_stage.apply(deltas, **tensor.combine)
-        base, sole = chunk.base, self._plan.sole_model(tensor)
+        sole = self._plan.sole_model(tensor)
+        if sole is None and isinstance(merged, Note) and not merged.is_array:
+            scale, known = np.float32(self._plan.recipe.scale), [bool(each) for each in chunk.known]
+            out = into.view(tensor.dtype.carrier)
+            how = merged.operands, chunk.start, merged.elects, scale, out, known
+            return Noted(deltas, merged, Job(chunk.base, *how))
+        base, merged = chunk.base, np.asarray(merged)
         if sole is not None:  # the stages were run for their figures
             merged.fill(0)
             base = chunk.tuned[sole]
-        exceptions = self._add(base, merged, tensor.dtype, into)
+        return self._made(chunk, into, self._store(deltas, base, merged, tensor.dtype, into))
+
+    def _finish(self, chunk: Chunk, into: Bytes, noted: Noted, done: Done) -> list[Made]:
+        """Take in what was done; do it once more, step by step, where something is not finite."""
+        dtype = chunk.tensor.dtype
+        if done.figures[..., 0].max() > INFINITY or done.peak >= dtype.overflow_bits:
+            found = self._store(noted.deltas, chunk.base, noted.note.array, dtype, into)
+            return self._made(chunk, into, found)
+        noted.deltas.measured(done.figures)
+        found = self._figures(noted.deltas, [(0, 0)] * chunk_count(chunk.size))
+        pairs = zip(chunk.known, done.digests, strict=False)  # that of the result has no other
+        inputs = [list(known) or digests for known, digests in pairs]
+        return _made_of(inputs, done.digests[-1], found)
+
+    def _made(self, chunk: Chunk, into: Bytes, figures: list[Figures]) -> list[Made]:
+        """Hash what was read and made, while it is in the cache."""
+        raws = [*chunk.inputs, into.view(chunk.tensor.dtype.carrier)]
+        *inputs, output = self.digests(raws, [*chunk.known, ()])
+        return _made_of(inputs, output, figures)
+
+    def _store(
+        self, deltas: Deltas, base: Raw, merged: Floats, dtype: StorageType, into: Bytes
+    ) -> list[Figures]:
+        """Add what was merged to the base, and store it."""
+        return self._figures(deltas, self._add(base, merged, dtype, into))
+
+    def _figures(self, deltas: Deltas, exceptions: list[tuple[int, int]]) -> list[Figures]:
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [
             (tuple(map(tuple, models)), counts)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from dare.kernels import GROUP, Band, Operand, reference
@@ -300,6 +301,51 @@ def _decoded(raw: NDArray[Any]) -> Floats:
     return values
 
 
+class Note(NDArrayOperatorsMixin):
+    """Deltas to be added up or elected, noted down.
+
+    It is an array as soon as somebody computes with it. One that a stage returns as it is, is
+    carried out together with what follows, in one call for a whole batch.
+    """
+
+    def __init__(
+        self, deltas: Deltas, weights: Sequence[float], shares: Sequence[float], *, elects: bool
+    ) -> None:
+        self.operands = deltas.operands(weights, shares)
+        self.elects = elects
+        self.is_array = False
+        self._deltas = deltas
+        self._again = weights, shares
+
+    @cached_property
+    def array(self) -> Floats:
+        """What comes out."""
+        self.is_array = True
+        return self._deltas.carry_out(self, *self._again)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.array, dtype, copy=copy)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **how: Any) -> Any:
+        arrays = [each.array if isinstance(each, Note) else each for each in inputs]
+        if "out" in how:
+            outs = (each.array if isinstance(each, Note) else each for each in how["out"])
+            how["out"] = tuple(outs)
+        return getattr(function, method)(*arrays, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.array, name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.array[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.array[place] = value
+
+    def __len__(self) -> int:
+        return self._deltas.size
+
+
 @dataclass(eq=False, repr=False)
 class Deltas:
     """The deltas of all models over one chunk, in recipe order, and ways to combine them."""
@@ -328,7 +374,12 @@ class Deltas:
     def sum(self, weights: Sequence[float], of_base: float = 0.0) -> Floats:
         """Return Σ weight·factor·delta + of_base·base, each product rounded once to float32."""
         total = self._scratch.merged[: self.size]
-        if not self._combine(weights, [0.0] * len(weights), total, elects=False):
+        if self._can_note(weights):
+            noted = Note(self, weights, [0.0] * len(weights), elects=False)
+            if not of_base:
+                return cast("Floats", noted)
+            total = noted.array
+        else:
             total.fill(0)
             for block, weight in zip(self.blocks, weights, strict=True):
                 if weight != 0:  # and not 0·∞
@@ -343,8 +394,8 @@ class Deltas:
         A side is divided by the sum of its models' shares.
         """
         merged = self._scratch.merged[: self.size]
-        if self._combine(weights, shares, merged, elects=True):
-            return merged
+        if self._can_note(weights):
+            return cast("Floats", Note(self, weights, shares, elects=True))
         sums = self.sides(weights, shares, of_all=True)
         with np.errstate(invalid="ignore", over="ignore"):
             balance = sums[0] + sums[1]
@@ -366,28 +417,43 @@ class Deltas:
                 self.kernels.vote(sums.reshape(-1), values, combined, np.float32(share))
         return sums
 
-    def _combine(
-        self, weights: Sequence[float], shares: Sequence[float], out: Floats, *, elects: bool
-    ) -> bool:
-        """Let one kernel do it all at once; return whether it could."""
+    def _can_note(self, weights: Sequence[float]) -> bool:
+        """Tell whether one kernel can do it all at once."""
         kinds = {block.tuned.dtype for block in self.blocks}
         noted = all(block.is_noted and block.origin is self._base for block in self.blocks)
-        if len(kinds) > 1 or not noted or 0 in weights:
-            return False
-        parts = [
+        return len(kinds) == 1 and noted and 0 not in weights
+
+    def operands(self, weights: Sequence[float], shares: Sequence[float]) -> list[Operand]:
+        """Return the blocks, of which nothing is computed yet, as operands of a kernel."""
+        return [
             Operand(block.tuned, block.mask, block.band, np.float32(weight * block.factor), share)
             for block, weight, share in zip(self.blocks, weights, shares, strict=True)
         ]
-        start = self.blocks[0].start
-        figures = self.kernels.combine(self._base, parts, start, elects, self._threshold_bits, out)
+
+    def carry_out(self, note: Note, weights: Sequence[float], shares: Sequence[float]) -> Floats:
+        """Compute what a note says, by itself."""
+        merged, start = self._scratch.merged[: self.size], self.blocks[0].start
+        figures = self._combine(note.operands, start, note.elects, merged)
         if figures[..., 0].max() > INFINITY:
             changed = [block.zero_common_infinities() for block in self.blocks]
             if any(changed):
                 self._base = self.blocks[0].origin
-                return self._combine(weights, shares, out, elects=elects)
+                figures = self._combine(self.operands(weights, shares), start, note.elects, merged)
+        self.measured(figures)
+        return merged
+
+    def _combine(
+        self, operands: list[Operand], start: int, elects: bool, out: Floats
+    ) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.kernels.combine(
+            self._base, operands, start, elects, self._threshold_bits, out
+        )
+        return found
+
+    def measured(self, figures: NDArray[np.int64]) -> None:
+        """Give each block its figures, chunk by chunk."""
         for number, block in enumerate(self.blocks):
             block.measured(figures[:, number])
-        return True
 
 
 # ---------------------------------------------------------------- whole tensors, for surveys
