@@ -6,7 +6,7 @@
 - `torch`: fewer figures than ours by torch, tensor after tensor (bench/torch_statistics.py).
 
 Every run is a process of its own, measured from its start to its end, with the inputs in the page
-cache; kernels are compiled beforehand.
+cache.
 
     python bench/analysis.py                          # 0.95 billion parameters, three fine-tunes
     python bench/analysis.py --parameters 20e6 --models 3 --skip torch
@@ -25,7 +25,6 @@ from typing import Any
 
 from compare import (
     PEERS_PYTHON,
-    SMALL_PARAMETERS,
     USUAL_MODELS,
     USUAL_PARAMETERS,
     Result,
@@ -54,19 +53,13 @@ def main() -> int:
     """Measure what was asked for; 1 if a job failed."""
     options = parse_arguments()
     chosen = [name for name in options.only if name not in options.skip]
-    inputs, small = provide_inputs(
-        [(options.parameters, options.models), (SMALL_PARAMETERS, options.models)]
-    )
-    for job in make_jobs(small, options.peers_python):
-        if job.name in ("analyze", "without-spectra"):
-            run_reader(job, small, 1)  # compiles
+    [inputs] = provide_inputs([(options.parameters, options.models)])
     jobs = make_jobs(inputs, options.peers_python)
     results = [run_reader(job, inputs, options.repeat) for job in jobs if job.name in chosen]
     if "merge" in chosen:
         with working_folders() as (work, output):
-            for each in (small, inputs):
-                job = make_our_job("ours-linear", each, work, output)
-                [merged] = run_rounds([job], each, output, options.repeat)
+            job = make_our_job("ours-linear", inputs, work, output)
+            [merged] = run_rounds([job], inputs, output, options.repeat)
         results.append(merged)
     print_table(results)
     if options.json:

@@ -3,9 +3,8 @@
 The models are made once, under bench/data. Every run is a process of its own, measured from its
 start to its end, with the inputs in the page cache and nothing left to write back. All jobs are run
 equally often, in rounds, so that a slow minute of the machine hits all of them; the figures are
-medians. Our kernels are compiled beforehand; how long that takes is given separately. The peers are
-taken from an environment of their own (requirements-peers.txt); a job that cannot be run is listed
-with the reason.
+medians. The peers are taken from an environment of their own (requirements-peers.txt); a job that
+cannot be run is listed with the reason.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jobs import BENCH, JOB_NAMES, OUR_JOBS, Inputs, Job, make_jobs, make_our_job
+from jobs import BENCH, JOB_NAMES, Inputs, Job, make_jobs, make_our_job
 from measure import Measurement, ProgramError, available_memory_bytes, measure, warm_page_cache
 from models import missing_folders, shape_for
 from rich import box
@@ -40,8 +39,7 @@ USUAL_PARAMETERS = 0.95e9
 SCALING_PARAMETERS = (0.1e9, 0.3e9, 0.95e9)
 SCALING_MODELS = (2, 3, 5, 8)
 USUAL_MODELS = 3
-SMALL_PARAMETERS = 1e6
-"""Of the merge that has the kernels compiled."""
+LEAST_PARAMETERS = 1e6
 
 console = Console()
 console.width = max(console.width, 100)
@@ -110,13 +108,12 @@ def main() -> int:
         document |= {"scaling": [point.to_dict() for point in points], "fit": fit}
         failed = False
     else:
-        results, compile_seconds = run_comparison(options)
-        print_comparison(results, compile_seconds)
+        results = run_comparison(options)
+        print_comparison(results)
         document |= {
             "parameters": shape_for(options.parameters).parameters,
             "models": options.models,
             "mergekit_flags": options.mergekit_flags,
-            "compile_seconds": compile_seconds,
             "jobs": [asdict(result) for result in results],
         }
         failed = any(result.problem and result.problem.startswith("failed") for result in results)
@@ -149,25 +146,23 @@ def parse_arguments() -> argparse.Namespace:
         help="instead, run dare+linear on models of 0.1, 0.3 and 0.95 billion parameters (or in "
         "these proportions up to --parameters), and on 2, 3, 5 and 8 of the largest")  # fmt: skip
     options = parser.parse_args()
-    if options.models < 1 or options.repeat < 1 or options.parameters < SMALL_PARAMETERS:
-        parser.error(f"at least 1 model, 1 run and {SMALL_PARAMETERS:g} parameters")
+    if options.models < 1 or options.repeat < 1 or options.parameters < LEAST_PARAMETERS:
+        parser.error(f"at least 1 model, 1 run and {LEAST_PARAMETERS:g} parameters")
     return options
 
 
 # ---------------------------------------------------------------- runs
 
 
-def run_comparison(options: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
-    """Run every job that was asked for; also say how long our kernels take to compile."""
+def run_comparison(options: argparse.Namespace) -> list[Result]:
+    """Run every job that was asked for."""
     chosen = [name for name in JOB_NAMES if name in options.only and name not in options.skip]
     inputs = provide_inputs([(options.parameters, options.models)])[0]
     with working_folders() as (work, output):
-        compile_seconds = measure_compilation(chosen)
         flags = options.mergekit_flags.split()
         jobs = make_jobs(inputs, work, output, options.peers_python, flags)
         chosen_jobs = [job for job in jobs if job.name in chosen]
-        results = run_rounds(chosen_jobs, inputs, output, options.repeat)
-    return results, compile_seconds
+        return run_rounds(chosen_jobs, inputs, output, options.repeat)
 
 
 def run_rounds(jobs: Sequence[Job], inputs: Inputs, output: Path, rounds: int) -> list[Result]:
@@ -215,26 +210,6 @@ def run_once(job: Job, inputs: Inputs, output: Path) -> Measurement:
     )
 
 
-def measure_compilation(chosen: Sequence[str]) -> dict[str, float]:
-    """Have our kernels compiled, and say how much longer a first merge takes for that reason."""
-    ours = [name for name in chosen if name in OUR_JOBS]
-    if not ours:
-        return {}
-    inputs = provide_inputs([(SMALL_PARAMETERS, USUAL_MODELS)])[0]
-    seconds = {}
-    with working_folders() as (work, output):
-        for name in ours:
-            job = make_our_job(name, inputs, work, output)
-            console.print(f"[dim]{job.title}, compiling …[/dim]")
-            run_once(job, inputs, output)
-            warm = run_once(job, inputs, output)
-            with tempfile.TemporaryDirectory() as empty:
-                uncached = replace(job, environment={"NUMBA_CACHE_DIR": empty})
-                cold = run_once(uncached, inputs, output)
-            seconds[name] = cold.wall_seconds - warm.wall_seconds
-    return seconds
-
-
 def run_scaling(options: argparse.Namespace) -> list[ScalingPoint]:
     """Measure our dare+linear at several sizes and several numbers of models."""
     largest = options.parameters
@@ -242,7 +217,6 @@ def run_scaling(options: argparse.Namespace) -> list[ScalingPoint]:
     asked = [(size, USUAL_MODELS) for size in sizes]
     asked += [(largest, models) for models in SCALING_MODELS if models != USUAL_MODELS]
     all_inputs = provide_inputs(asked)
-    measure_compilation(["ours-linear"])
     points = []
     with working_folders() as (work, output):
         for inputs in all_inputs:
@@ -313,7 +287,7 @@ def working_folders() -> Iterator[tuple[Path, Path]]:
 
 def describe_machine(peers_python: Path) -> dict[str, Any]:
     """What a reader of the figures must know."""
-    packages = {name: version(name) for name in ("dare-merge", "numpy", "numba")}
+    packages = {name: version(name) for name in ("dare-merge", "numpy")}
     if peers_python.exists():
         code = (
             "from importlib.metadata import version; "
@@ -336,7 +310,7 @@ def describe_machine(peers_python: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- tables
 
 
-def print_comparison(results: Sequence[Result], compile_seconds: dict[str, float]) -> None:
+def print_comparison(results: Sequence[Result]) -> None:
     """Print one line for each job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("job", no_wrap=True)
@@ -361,8 +335,6 @@ def print_comparison(results: Sequence[Result], compile_seconds: dict[str, float
         )
     console.print(table)
     console.print("medians of the runs, start-up included; memory: without mapped files")
-    for name, extra in compile_seconds.items():
-        console.print(f"{name}: the first merge ever takes {extra:.1f} s longer, to compile")
     for result in results:
         if result.problem:
             console.print(f"{result.name}: {result.problem}", style="red", markup=False)

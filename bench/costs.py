@@ -6,9 +6,9 @@
 Merges run in this process on one set of made-up models in FOLDER, which are made if they are not
 there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time
 counts, so that other work on the machine matters little; methods take turns, and the median of the
-rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, a
-refine stage follows it, and a stage that takes one or two models is held against `linear` of as
-many. Stages that are in the file already and are not asked for stay there.
+rounds is kept. Start-up is not in it. A delta stage is followed by `linear`, a refine stage
+follows it, and a stage that takes one or two models is held against `linear` of as many. Stages
+that are in the file already and are not asked for stay there.
 
 Passes are what a plan says: how often all weights are read. Stages that work on whole matrices take
 longer, for each element, the wider these are.
@@ -33,8 +33,6 @@ from dare.stages import STAGES, Stage
 ROOT = Path(__file__).parents[1]
 COSTS = ROOT / "docs" / "method-costs.json"
 PARAMETERS, MODELS, ROUNDS = 50e6, 3, 3
-SMALL_PARAMETERS = 1e6
-"""Of the models whose merges have the kernels compiled."""
 SLOW_SECONDS = 10
 """A method that takes longer is run once."""
 MEMORY = "4GiB"
@@ -50,16 +48,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE")
     parser.add_argument("--json", type=Path, default=COSTS, metavar="PATH")
     options = parser.parse_args()
-    shape, small = shape_for(options.parameters), shape_for(SMALL_PARAMETERS)
-    for size in (shape, small):
-        make_models(options.folder, size, MODELS)
+    shape = shape_for(options.parameters)
+    make_models(options.folder, shape, MODELS)
     work = options.folder / shape.folder_name
     stages = [STAGES[name] for name in options.only if STAGES[name].models != 0]
     measured = list(map(chain_of, stages))
     yardsticks = [("linear", models) for _, models in measured]
     chains = list(dict.fromkeys([*yardsticks, *measured]))
-    for method, models in chains:
-        merge(options.folder / small.folder_name, method, models)
     times: dict[str, list[float]] = {f"{method} of {models}": [] for method, models in chains}
     for _ in range(ROUNDS):
         for method, models in chains:

@@ -115,7 +115,7 @@ def switch(folders: list[Path], data: Path, variant: str) -> None:
     deltas = [dare.load_delta(name) for name in names]
     loading = time.perf_counter() - loading
     loaded = memory_bytes("VmRSS")
-    for delta in deltas[:2]:  # kernels are compiled, files in the page cache
+    for delta in deltas[:2]:  # files get into the page cache
         with delta.applied(model):
             pass
     forget_peak()

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="CPU seconds, for a busy machine")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu else time.perf_counter
-    merge("iso", [make_delta(16, 16, 0)])  # compiles
+    merge("iso", [make_delta(16, 16, 0)])  # imports, and finds LAPACK
     print(f"{'shape':>10} {'method':>11} {'torch s':>8} {'dare s':>8} {'ratio':>6}  errors")
     for shape in arguments.shapes:
         rows, columns = map(int, shape.split("x"))

@@ -1,7 +1,7 @@
 """Every method on one base and its fine-tunes: time and memory, beside mergekit where it has it.
 
 Methods are taken from the registry: each combine stage alone, and each delta stage before `linear`.
-Every run is a process of its own, as in `compare.py`. Our kernels are compiled beforehand.
+Every run is a process of its own, as in `compare.py`.
 
     python bench/methods.py                         # 0.3 billion parameters, four fine-tunes
     python bench/methods.py --parameters 20e6 --only ties della+linear
@@ -19,7 +19,6 @@ from typing import Any
 
 from compare import (
     PEERS_PYTHON,
-    SMALL_PARAMETERS,
     Result,
     console,
     describe_machine,
@@ -80,12 +79,10 @@ def main() -> int:
     """Measure what was asked for; 1 if a job failed."""
     options = parse_arguments()
     inputs = provide_inputs([(options.parameters, options.models)])[0]
-    small = provide_inputs([(SMALL_PARAMETERS, options.models)])[0]
     machine = describe_machine(options.peers_python)
     results: dict[str, tuple[Result, Result | None]] = {}
     with working_folders() as (work, output):
         for method in options.only:
-            run_rounds([our_job(method, fitting(method, small), work, output)], small, output, 1)
             chosen = fitting(method, inputs)
             jobs = [our_job(method, chosen, work, output)]
             if method in RIVALS and not options.without_mergekit:

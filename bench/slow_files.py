@@ -7,7 +7,7 @@
 Each row mounts the folder with another delay. Before every run, the kernel forgets what it has read
 of these files. Beside the merge stand `cat`, many readers at once, which shows what the file
 system can give, and one thread that only asks and reads. Seconds of a merge are those of its
-report: Python and the kernels are there already.
+report: Python has started already.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     output = given.output / "slow-files-merged.safetensors"
     names = sorted(path.name for path in given.folder.iterdir())
-    for method in METHODS:  # so that kernels are there
+    for method in METHODS:  # so that Python's modules are loaded
         merge([given.folder / name for name in names], method, output)
     columns = [f"{name:>11}" for name in ("cat", "at once", "asked", *METHODS)]
     print(f"{'ms':>5} {'MB':>5}", *(columns[3:] if given.only_merges else columns))

@@ -3,7 +3,7 @@
     python bench/startup.py --runs 9
 
 Programs take turns, and the figures are medians: wall time and processor time (user and system),
-beside the time of what nobody can do without (Python itself, importing NumPy, importing Numba).
+beside the time of what nobody can do without (Python itself, importing NumPy).
 Models are four tensors in bfloat16, in a temporary directory. A run before the first fills caches,
 those of Python too, as an installation does; PYTHONDONTWRITEBYTECODE does not count.
 """
@@ -31,7 +31,6 @@ METHODS = ("dare+linear", "trim+ties", "della+linear")
 FLOORS = {
     "python": "pass",
     "numpy": "import numpy",
-    "numba": "import numpy, numba",
 }
 MODELS = 3
 MERGES = 6
@@ -129,9 +128,9 @@ def show(runs: Sequence[Mapping[str, list[tuple[float, float]]]], file: Path | N
             "wall_seconds": statistics.median(wall),
             "processor_seconds": statistics.median(processor),
         }
-    floor = medians["numba"]["wall_seconds"]
+    floor = medians["numpy"]["wall_seconds"]
     print(f"{os.cpu_count()} cores, {len(runs)} runs, medians; ms")
-    print(f"{'':28} {'wall':>8} {'processor':>10} {'× numba':>8}")
+    print(f"{'':28} {'wall':>8} {'processor':>10} {'× numpy':>8}")
     for name, found in medians.items():
         wall, processor = (1000 * found[key] for key in ("wall_seconds", "processor_seconds"))
         print(f"{name:28} {wall:8.1f} {processor:10.1f} {wall / 1000 / floor:8.2f}")

@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, folder: Path, server: SwiftServer) -> dict[
             action()
             seconds = time.perf_counter() - started
             store = sum(processor_seconds(p) for p in server.processes) - sum(before)
-            if number:  # the first fills caches and loads kernels
+            if number:  # the first fills caches
                 rows.append(Row(way, seconds, time.process_time() - ours, store))
             if way.endswith("a file"):
                 digests.add(hashlib.sha256(local.read_bytes()).hexdigest())

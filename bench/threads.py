@@ -3,8 +3,8 @@
     python bench/models.py /dev/shm/models --parameters 0.95e9 --models 3
     python bench/threads.py /dev/shm/models/llama-950m /dev/shm/merged --threads 1 2 4 8 16
 
-Every merge is repeated in one process and the best counts, so that kernels are loaded and files
-are in memory. Beside it stand the processor time, and how often one thread's time goes into it.
+Every merge is repeated in one process and the best counts, so that files are in memory. Beside
+it stand the processor time, and how often one thread's time goes into it.
 """
 
 from __future__ import annotations

@@ -509,7 +509,7 @@ def _exceptions(kind: type[DareError], before: str) -> Iterable[tuple[str, str]]
 def versions() -> str:
     """The versions that tests were run with, listed by the runs: `pytest --record` in tests."""
     runs = json.loads((ROOT / "docs/versions-run.json").read_text("utf-8"))
-    head = ("Python", "machine", "NumPy", "Numba", "safetensors", "torch", "tests", "passed")
+    head = ("Python", "machine", "NumPy", "safetensors", "torch", "tests", "passed")
     return _table(head, [[str(run[name.lower()]) or "–" for name in head] for run in runs])
 
 

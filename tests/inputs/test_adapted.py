@@ -106,7 +106,7 @@ def test_magnitudes_take_the_memory_that_is_said(by_column):
     source = array_source({"m": floats(columns if by_column else rows)}, "adapter")
     made = Magnitudes("m", rows, columns, by_column)
     into = np.empty(adapted.CHUNK, np.float32)
-    made.fill(lambda _, block: block.fill(1), source, 0, into[:1])  # compiles
+    made.fill(lambda _, block: block.fill(1), source, 0, into[:1])  # fills caches
     made = Magnitudes("m", rows, columns, by_column)
     tracemalloc.start()
     made.fill(lambda _, block: block.fill(1), source, 5, into)

@@ -96,7 +96,7 @@ def test_memory_is_what_is_said(sides, experts, transposed, monkeypatch):
     source, _, _ = expert_factors(experts, *sides, transposed)
     product = Product("left", "right", transposed, 1.0, experts)
     into = np.empty(min(1 << 16, rows * columns), np.float32)
-    product.fill(source, 0, into[:1])  # compiles
+    product.fill(source, 0, into[:1])  # fills caches
     tracemalloc.start()
     product.fill(source, rows * columns - into.size, into)
     peak = tracemalloc.get_traced_memory()[1]

@@ -19,7 +19,7 @@ TYPE_PAIRS = [(carrier, carrier) for carrier in CARRIERS] + [
     (np.dtype("float32"), np.dtype("uint16")),
     (np.dtype("uint16"), np.dtype("float32")),
 ]
-"""Base and models: every type, and two pairs of different ones (each costs 3 s to compile)."""
+"""Base and models: every type, and two pairs of different ones."""
 THRESHOLD = np.float32(0.002).view(np.int32)
 
 

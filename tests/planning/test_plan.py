@@ -377,7 +377,7 @@ def test_a_merge_of_many_models_keeps_to_its_memory(method, is_bounded):
     settings = {"method": method, "threads": 1, "verbose": False}
     few, least = (plan_of(*tensors[:n], **settings).cost.least_memory for n in (7, 13))
     assert (least - few == 6 * 2 * CHUNK) == is_bounded  # what is read, and nothing else
-    merge_arrays({"w": np.ones(9)}, [{"w": np.arange(9.0)}] * 2, **settings)  # compiles and imports
+    merge_arrays({"w": np.ones(9)}, [{"w": np.arange(9.0)}] * 2, **settings)  # imports
     tracemalloc.start()
     merge_arrays(tensors[0], tensors[1:], max_memory=least, **settings)
     peak = tracemalloc.get_traced_memory()[1] - tensors[0]["w"].nbytes

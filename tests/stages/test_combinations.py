@@ -187,7 +187,7 @@ def test_buffers_stay_within_the_plan(chain):
     options["max_memory"] = plan.cost.least_memory
     plan = make_plan(recipe, sources[0], sources[1:], names, options=dare.RunOptions(**options))
     sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
-    execute(plan, sink)  # compiles, and fills caches
+    execute(plan, sink)  # fills caches
     tracemalloc.start()
     try:
         execute(plan, sink)

@@ -752,7 +752,7 @@ def read_floats(
 
 
 def decoded(raw: Raw, backend: str = "reference") -> Floats:
-    """Decode stored elements to float32; the backend `cpu` is faster, once Numba is loaded."""
+    """Decode stored elements to float32; the backend `cpu` is faster."""
     values = np.empty(raw.shape, np.float32)
     kernels.load(backend).decode(raw, values)
     return values

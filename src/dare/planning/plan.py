@@ -28,7 +28,7 @@ from dare.stages import IMPLIED, Stage
 from dare.stages.registry import LATER_PARAMETERS
 from dare.stores.uploading import sending_bytes
 
-INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and compiled kernels take
+INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and the library take
 
 # The draws of a chain that a block can note down: a mask or none, then a band or none.
 ONE_MASK_ONE_BAND: tuple[list[int | None], ...] = ([], [0], [None], [0, None])
