@@ -32,10 +32,9 @@ INLINE u64 joined(const u64 *sums, const u8 *secret, u64 start) {
   return start ^ start >> 32;
 }
 
-// Pieces have more than 240 bytes each; a digest is its upper and its lower half.
 typedef struct {
   const u8 *data;
-  i64 size;
+  i64 size;  // more than 240
 } Piece;
 typedef struct {
   u64 high, low;
@@ -46,7 +45,7 @@ typedef struct {
   Piece piece;
   i64 done;
   u64 sums[8];
-} Hash;
+} Hash;  // HASH_BYTES in core.py is as much or more
 
 static Hash begin_hash(const u8 *data, i64 size) {
   Hash hash = {{data, size}, 0, {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull,

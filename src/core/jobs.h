@@ -17,48 +17,40 @@ typedef struct {
   i64 peak;            // the largest magnitude's bits before rounding; set here
 } Job;
 
-#ifdef __cplusplus
-static_assert(sizeof(Hash) <= 128, "HASH_BYTES in core.py");
-#else
-_Static_assert(sizeof(Hash) <= 128, "HASH_BYTES in core.py");
-#endif
-
-INLINE void begin_piece(Hash *hash, const void *data, i64 width, i64 first, i64 size) {
-  i64 is_long = size * width > SHORTEST;
-  *hash = begin_hash((const u8 *)data + first * width, is_long ? size * width : 0);
+// Begin the hashes of base, models and result that are wanted; those of no size are left alone.
+static void begin_hashes(const Job *job, i64 first, i64 size, Hash *hashes) {
+  for (i64 i = 0; i < job->count + 2; i++) {
+    int is_model = i > 0 && i <= job->count, is_result = i > job->count;
+    i64 kind = is_result ? job->out_kind : is_model ? job->models_kind : job->kind;
+    const void *data = is_result ? job->out : is_model ? job->models[i - 1].tuned : job->base;
+    i64 width = width_of((enum Kind)kind);
+    int is_wanted = size * width > SHORTEST && (is_result || !job->is_known[i]);
+    hashes[i] = begin_hash((const u8 *)data + first * width, is_wanted ? size * width : 0);
+  }
 }
 
 static void merge_chunk(Job *job, i64 chunk, i64 from, i64 chunk_size, u32 threshold,
                         CombineRoom *room, Hash *hashes) {
-  i64 width = width_of((enum Kind)job->kind), tuned_width = width_of((enum Kind)job->models_kind);
-  i64 out_width = width_of((enum Kind)job->out_kind), inputs = 1 + job->count;
   Array base = {(void *)job->base, job->size, job->size, job->kind};
-  begin_piece(hashes, job->base, width, from, chunk_size);
-  for (i64 i = 1; i < inputs; i++) {
-    begin_piece(hashes + i, job->models[i - 1].tuned, tuned_width, from, chunk_size);
-  }
-  begin_piece(hashes + inputs, job->out, out_width, from, chunk_size);
+  begin_hashes(job, from, chunk_size, hashes);
   for (i64 first = from; first < from + chunk_size; first += TILE) {
     i64 size = least_i64(TILE, from + chunk_size - first), end = first + size - from;
     decode_tile(&base, first, size, room->base);
     combine_tile(job->models, job->count, job->models_kind, job->start, first, size, job->elects,
                  threshold, room->total, job->figures + 4 * chunk * job->count, room);
     u32 peak = round_tile(room->base, room->total, (f32)job->scale, (enum Kind)job->kind, job->base,
-                        (enum Kind)job->out_kind, job->out, first, size);
+                          (enum Kind)job->out_kind, job->out, first, size);
     job->peak = most_i64(job->peak, peak);
-    if (!job->is_known[0]) advance_hash(hashes, end * width);
-    for (i64 i = 1; i < inputs; i++) {
-      if (!job->is_known[i]) advance_hash(hashes + i, end * tuned_width);
+    for (i64 i = 0; i < job->count + 2; i++) {
+      advance_hash(hashes + i, hashes[i].piece.size / chunk_size * end);
     }
-    advance_hash(hashes + inputs, end * out_width);
   }
-  for (i64 i = 0; i <= inputs; i++) {
-    int is_wanted = (i == inputs || !job->is_known[i]) && hashes[i].piece.size;
-    if (is_wanted) job->digests[chunk * (inputs + 1) + i] = end_hash(hashes + i);
+  for (i64 i = 0; i < job->count + 2; i++) {
+    if (hashes[i].piece.size) job->digests[chunk * (job->count + 2) + i] = end_hash(hashes + i);
   }
 }
 
-// The hashes of a job's arrays are in the room behind ROOM_BYTES.
+// The hashes are in the room behind ROOM_BYTES.
 ENTRY(void, merge)(Job *jobs, i64 count, i64 threshold, i64 chunk, void *room) {
   Hash *hashes = (Hash *)((u8 *)room + ROOM_BYTES);
   for (Job *job = jobs; job < jobs + count; job++) {

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Operand, core, reference
+from dare.kernels import LANES_MULTIPLE, Band, Job, Operand, core, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -144,6 +144,56 @@ def test_everything_in_one_kernel(case):
         found = [list(map(comparable, of_models)) for of_models in figures]
         results.append((found, without_nan_payload(out).tobytes()))
     assert results[0] == results[1]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(merges(), st.lists(st.booleans(), min_size=5, max_size=5)), max_size=3),
+    WEIGHTS,
+    st.sampled_from(CARRIERS),
+)
+def test_jobs_of_a_batch(cases, scale, out_type):
+    results = []
+    for backend in (reference, core):
+        jobs = [
+            Job(
+                base,
+                parts,
+                start,
+                elects,
+                scale,
+                np.zeros(base.size, out_type),
+                known[: len(parts) + 1],
+            )
+            for (base, parts, start, elects), known in cases
+        ]
+        results.append(
+            [
+                (
+                    [list(map(comparable, row)) for row in each.figures],
+                    comparable([each.peak]),
+                    each.digests,
+                )
+                for each in backend.merge(jobs, THRESHOLD)
+            ]
+            + [job.out.tobytes() for job in jobs]
+        )
+    assert results[0] == results[1]
+
+
+def test_a_job_of_several_chunks():
+    size = 2 * CHUNK + 5
+    rng = np.random.default_rng(0)
+    base, tuned = rng.integers(0, 0x4000, (2, size), np.uint16)
+    part = Operand(tuned, (1, 2, 128, 0), None, np.float32(1), 0.0)
+    for known in ((False, False), (True, False), (False, True)):
+        found = []
+        for backend in (reference, core):
+            out = np.zeros(size, np.uint16)
+            job = Job(base, [part], 128, False, np.float32(0.5), out, known)
+            (done,) = backend.merge([job], THRESHOLD)
+            found.append((done.figures.tolist(), done.peak, done.digests, out.tobytes()))
+        assert found[0] == found[1]
 
 
 def test_figures_are_those_of_each_chunk():

@@ -40,7 +40,7 @@ KINDS = {
     )
 }
 ROOM_BYTES = 512 << 10  # scratch memory of a thread; `ROOM_BYTES` in types.h
-HASH_BYTES = 128  # of an array that is digested; `Hash` in digests.h is no larger
+HASH_BYTES = 128  # of an array that is digested; `Hash` in digests.h
 MEASURING_BYTES = 11904  # of a tile of one model; `Measuring` in measuring.h
 
 # What each function takes and returns: a for an array or a list of some, i for an integer, f and d
