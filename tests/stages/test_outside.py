@@ -46,6 +46,19 @@ def farthest(deltas: Deltas) -> Floats:
 '''
 
 
+SUMMING = '''
+import numpy as np
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
+
+@combine_stage()
+def summing(deltas: Deltas) -> Floats:
+    """Compute with a sum."""
+    total = deltas.sum([1.0, 1.0])
+    {}
+'''
+
+
 @pytest.fixture(autouse=True)
 def _forget():
     """What a test registers is gone after it."""
@@ -111,6 +124,32 @@ def test_from_python(folder):
     base, tuned = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}
     merged, _ = dare.merge_arrays(base, [tuned], method="shrink+sum", verbose=False)
     assert merged["w"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("return total", [3, 1, -2, 12]),
+        ("total *= 2; return total", [6, 2, -4, 24]),
+        ("return 1 - total", [-2, 0, 3, -11]),
+        ("total[total > 5] = 5; return total", [3, 1, -2, 5]),
+        ("np.clip(total, 0, 5, out=total); return total", [3, 1, 0, 5]),
+        ("return np.where(total < 0, total[0], total)", [3, 1, 3, 12]),
+        ("return np.full(len(total), total.max(), total.dtype)", [12] * 4),
+        ("return total - deltas.sum([1.0, -1.0])", [4, -2, 2, 16]),
+        ("deltas.kernels.add_scaled(total, total, np.float32(1)); return total", [6, 2, -4, 24]),
+        ("return deltas.elect([1.0, 1.0], [1.0, 1.0]) + total", [4.5, 3, -5, 18]),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sum_is_an_array_for_whoever_computes_with_it(folder, code, expected, backend):
+    (folder / "summing.py").write_text(SUMMING.format(code))
+    dare.load_stages(folder / "summing.py")
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    base, out = folder / "base.safetensors", folder / "out.safetensors"
+    how = {"method": "summing", "backend": backend, "verbose": False}
+    dare.merge(base=base, models=files, output=out, **how)
+    assert load_file(out)["w"].tolist() == expected
 
 
 def test_a_plan_takes_its_stages_along_to_another_process(folder):

@@ -432,7 +432,7 @@ class Deltas:
 
     def carry_out(self, note: Note, weights: Sequence[float], shares: Sequence[float]) -> Floats:
         """Compute what a note says, by itself."""
-        merged, start = self._scratch.merged[: self.size], self.blocks[0].start
+        merged, start = np.empty(self.size, np.float32), self.blocks[0].start
         figures = self._combine(note.operands, start, note.elects, merged)
         if figures[..., 0].max() > INFINITY:
             changed = [block.zero_common_infinities() for block in self.blocks]
