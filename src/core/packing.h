@@ -118,10 +118,11 @@ INLINE u16 round_scale(f32 *scale) {
   return rounded;
 }
 
-// Return the scale of a group, and write the integers that its values are rounded to.
-INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
+// Return the scale of a group, and write the integers that its values are rounded to. They lie where
+// the parts were, for the stack is small.
+INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u32 *parts) {
+  u8 *fields = (u8 *)parts;
   f32 shares[SCALE_GROUP], largest;
-  u32 parts[SCALE_GROUP];
   Words peak = all_words(0);
   EACH(SCALE_GROUP, peak = max_words(peak, magnitude_of(load(values + i, count))));
   peak = min_words(all_words(largest_of(peak)), bits_of(all_floats(LARGEST)));
@@ -177,17 +178,17 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
 }
 
 INLINE void quantise_all(const Array *values, u32 bits, u8 *codes, u16 *scales) {
-  u8 fields[SCALE_GROUP];
+  u32 parts[SCALE_GROUP];
   f32 padded[SCALE_GROUP];
   for (i64 first = 0; first < values->size; first += SCALE_GROUP) {
     const f32 *some = AT(f32, values) + first;
     i64 used = least_i64(SCALE_GROUP, values->size - first);
     EACH(SCALE_GROUP, store(padded + i, all_floats(0), count));
     EACH(used, store(padded + i, load(some + i, count), LANES));
-    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, fields);
+    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, parts);
     for (i64 i = 0; i < (used * bits + 7) / 8; i++) {
       u32 code = 0;
-      for (u32 j = 0; j < 8 / bits; j++) code |= (u32)fields[8 / bits * i + j] << bits * j;
+      for (u32 j = 0; j < 8 / bits; j++) code |= (u32)((u8 *)parts)[8 / bits * i + j] << bits * j;
       codes[first * bits / 8 + i] = (u8)code;
     }
   }
