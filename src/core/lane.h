@@ -12,6 +12,7 @@ typedef u32 Words;
 typedef f64 Doubles;
 
 #define ROLLED
+#define COUNT __attribute__((unused)) i64 count  // of lanes, which is always 1
 
 // ---------------------------------------------------------------- values
 
@@ -66,26 +67,26 @@ INLINE u32 flags_of(Words mask) { return mask & 1; }
   type stored = (type)value;    \
   __builtin_memcpy(to, &stored, sizeof(stored))
 
-INLINE Floats load(const f32 *from, i64) { LOAD(f32, from); return found; }
-INLINE Words load_words(const u32 *from, i64) { LOAD(u32, from); return found; }
-INLINE Words load_16(const u16 *from, i64) { LOAD(u16, from); return found; }
-INLINE Words load_8(const u8 *from, i64) { return *from; }
-INLINE Words load_mask(const u8 *from, i64) { return (u32)(i32)(i8)*from; }
-INLINE Doubles load_doubles(const f64 *from, i64) { LOAD(f64, from); return found; }
-INLINE void store(f32 *to, Floats value, i64) { STORE(f32, to, value); }
-INLINE void store_words(u32 *to, Words value, i64) { STORE(u32, to, value); }
-INLINE void store_16(u16 *to, Words value, i64) { STORE(u16, to, value); }
-INLINE void store_8(u8 *to, Words value, i64) { *to = (u8)value; }
-INLINE void store_doubles(f64 *to, Doubles value, i64) { STORE(f64, to, value); }
+INLINE Floats load(const f32 *from, COUNT) { LOAD(f32, from); return found; }
+INLINE Words load_words(const u32 *from, COUNT) { LOAD(u32, from); return found; }
+INLINE Words load_16(const u16 *from, COUNT) { LOAD(u16, from); return found; }
+INLINE Words load_8(const u8 *from, COUNT) { return *from; }
+INLINE Words load_mask(const u8 *from, COUNT) { return (u32)(i32)(i8)*from; }
+INLINE Doubles load_doubles(const f64 *from, COUNT) { LOAD(f64, from); return found; }
+INLINE void store(f32 *to, Floats value, COUNT) { STORE(f32, to, value); }
+INLINE void store_words(u32 *to, Words value, COUNT) { STORE(u32, to, value); }
+INLINE void store_16(u16 *to, Words value, COUNT) { STORE(u16, to, value); }
+INLINE void store_8(u8 *to, Words value, COUNT) { *to = (u8)value; }
+INLINE void store_doubles(f64 *to, Doubles value, COUNT) { STORE(f64, to, value); }
 INLINE Words places_from(u32 first) { return first; }
-INLINE Words first_lanes(i64) { return ~0u; }
+INLINE Words first_lanes(COUNT) { return ~0u; }
 
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
   u64 others = i % 64 ? bits[i / 64] : 0;
   bits[i / 64] = others | (u64)(mask & 1) << i % 64;
 }
 
-INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64) {
+INLINE Words load_fields(const u8 *from, i64 i, u32 bits, COUNT) {
   u32 field = (u32)from[i * bits / 8] >> i * bits % 8;
   return (u32)((i32)(field << (32 - bits)) >> (32 - bits));
 }

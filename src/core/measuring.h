@@ -262,7 +262,7 @@ ENTRY(void, measure)(const Array *base, const Array *raws, const Array *are_delt
   Measuring *own = room + models;
   f64 *pairs = (f64 *)(own + 1), *together = pairs + INTERLEAVED * pair_sums->size;
   for (i64 model = 0; model <= models; model++) {
-    for (int i = 0; i < 6 * INTERLEAVED; i++) room[model].sums[0][i] = 0;
+    for (int i = 0; i < 6 * INTERLEAVED; i++) room[model].sums[i / INTERLEAVED][i % INTERLEAVED] = 0;
   }
   for (i64 i = 0; i < INTERLEAVED * (pair_sums->size + 1); i++) pairs[i] = 0;
   for (i64 first = 0; first < base->size; first += ANALYSED) {

@@ -13,28 +13,33 @@ static i64 find_lanes(const u8 *lanes, i64 size, u16 *places) {
   return last ? found + list_bits(last, first, places + found) : found;
 }
 
-// Do something with `Carrier` as an integer of each width.
-#define FOR_WIDTH(width, ...)                       \
-  switch (width) {                                  \
-    case 8: { typedef u64 Carrier; __VA_ARGS__; break; } \
-    case 4: { typedef u32 Carrier; __VA_ARGS__; break; } \
-    case 2: { typedef u16 Carrier; __VA_ARGS__; break; } \
-    default: { typedef u8 Carrier; __VA_ARGS__; }        \
+// Copy elements of a width; those of files need not lie at a multiple of it.
+INLINE void gather_width(u64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
+  for (u64 i = 0; i < (u64)count; i++) {
+    __builtin_memcpy(to + width * i, from + width * places[i], width);
   }
-
-static void gather(i64 width, const void *from, i64 first, const u16 *places, i64 count, void *to) {
-  FOR_WIDTH(width, {
-    const Carrier *some = (const Carrier *)from + first;
-    for (i64 i = 0; i < count; i++) ((Carrier *)to)[i] = some[places[i]];
-  });
+}
+INLINE void scatter_width(u64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
+  for (u64 i = 0; i < (u64)count; i++) {
+    __builtin_memcpy(to + width * places[i], from + width * i, width);
+  }
 }
 
-static void scatter(i64 width, const void *from, const u16 *places, i64 count, void *to,
-                    i64 first) {
-  FOR_WIDTH(width, {
-    Carrier *some = (Carrier *)to + first;
-    for (i64 i = 0; i < count; i++) some[places[i]] = ((const Carrier *)from)[i];
-  });
+// So that each width is known to the compiler.
+#define FOR_WIDTH(width, copy, ...)     \
+  switch (width) {                      \
+    case 8: copy(8, __VA_ARGS__); break; \
+    case 4: copy(4, __VA_ARGS__); break; \
+    case 2: copy(2, __VA_ARGS__); break; \
+    default: copy(1, __VA_ARGS__);      \
+  }
+
+static void gather(i64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
+  FOR_WIDTH(width, gather_width, from, places, count, to);
+}
+
+static void scatter(i64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
+  FOR_WIDTH(width, scatter_width, from, places, count, to);
 }
 
 INLINE i64 clamp(i64 value, i64 most) { return value < 0 ? 0 : least_i64(value, most); }
@@ -44,7 +49,8 @@ ENTRY(i64, select)(const Array *raw, const Array *lanes, Array *out, i64 width, 
   for (i64 first = 0; first < raw->size; first += TILE) {
     i64 size = least_i64(TILE, raw->size - first);
     i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
-    gather(width, raw->data, first, (u16 *)room, found, AT(u8, out) + total * width);
+    i64 used = clamp(out->size - total, found);
+    gather(width, AT(u8, raw) + first * width, (u16 *)room, used, AT(u8, out) + total * width);
     total += found;
   }
   return total;
@@ -56,7 +62,7 @@ ENTRY(i64, expand)(const Array *packed, const Array *lanes, Array *into, i64 wid
     i64 size = least_i64(TILE, into->size - first);
     i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
     i64 used = clamp(packed->size - total, found);
-    scatter(width, AT(u8, packed) + total * width, (u16 *)room, used, into->data, first);
+    scatter(width, AT(u8, packed) + total * width, (u16 *)room, used, AT(u8, into) + first * width);
     total += found;
   }
   return total;
@@ -112,10 +118,11 @@ INLINE u16 round_scale(f32 *scale) {
   return rounded;
 }
 
-// Return the scale of a group, and write the integers that its values are rounded to.
-INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
+// Return the scale of a group, and write the integers that its values are rounded to. They lie where
+// the parts were, for the stack is small.
+INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u32 *parts) {
+  u8 *fields = (u8 *)parts;
   f32 shares[SCALE_GROUP], largest;
-  u32 parts[SCALE_GROUP];
   Words peak = all_words(0);
   EACH(SCALE_GROUP, peak = max_words(peak, magnitude_of(load(values + i, count))));
   peak = min_words(all_words(largest_of(peak)), bits_of(all_floats(LARGEST)));
@@ -171,17 +178,17 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u8 *fields) {
 }
 
 INLINE void quantise_all(const Array *values, u32 bits, u8 *codes, u16 *scales) {
-  u8 fields[SCALE_GROUP];
+  u32 parts[SCALE_GROUP];
   f32 padded[SCALE_GROUP];
   for (i64 first = 0; first < values->size; first += SCALE_GROUP) {
     const f32 *some = AT(f32, values) + first;
     i64 used = least_i64(SCALE_GROUP, values->size - first);
     EACH(SCALE_GROUP, store(padded + i, all_floats(0), count));
     EACH(used, store(padded + i, load(some + i, count), LANES));
-    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, fields);
+    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, parts);
     for (i64 i = 0; i < (used * bits + 7) / 8; i++) {
       u32 code = 0;
-      for (u32 j = 0; j < 8 / bits; j++) code |= (u32)fields[8 / bits * i + j] << bits * j;
+      for (u32 j = 0; j < 8 / bits; j++) code |= (u32)((u8 *)parts)[8 / bits * i + j] << bits * j;
       codes[first * bits / 8 + i] = (u8)code;
     }
   }
@@ -256,7 +263,7 @@ ENTRY(i64, apply_packed)(const Array *base, const Array *packed, i64 are_deltas,
     i64 taken = total + whole <= end ? whole : used;  // some are computed in vain, for speed
     u8 *stored = AT(u8, saved) + total * width;
     const u8 *values = AT(u8, packed) + total * width_of((enum Kind)packed->kind);
-    gather(width, base->data, first, room->places, used, stored);
+    gather(width, AT(u8, base) + first * width, room->places, used, stored);
     if (!is_same && packed->kind != F32) {
       decode_tile(packed, total, taken, room->change);
       values = (const u8 *)room->change;
@@ -266,7 +273,7 @@ ENTRY(i64, apply_packed)(const Array *base, const Array *packed, i64 are_deltas,
       if (is_same) apply_kind(K, K, stored, values, are_deltas, factor, change, room->fresh, taken);
       else apply_kind(K, F32, stored, values, are_deltas, factor, change, room->fresh, taken);
     });
-    scatter(width, room->fresh, room->places, used, out->data, first);
+    scatter(width, (u8 *)room->fresh, room->places, used, AT(u8, out) + first * width);
     total += found;
   }
   return total;

@@ -84,7 +84,8 @@ def test_agreement_under_the_sanitizers(folder: Path, request: pytest.FixtureReq
         **{"DARE_CORE_LIBRARY": str(library), "DARE_CORE_LEVEL": "any", "DARE_EXAMPLES": "20"},
         "PYTHONMALLOC": "malloc",
     }
-    tests = [f"tests/kernels/test_{part}.py" for part in ("agreement", "delta_kernels")]
+    parts = ("kernels/test_agreement", "kernels/test_delta_kernels", "analysis/test_measuring")
+    tests = [f"tests/{part}.py" for part in parts]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

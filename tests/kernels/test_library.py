@@ -19,8 +19,11 @@ from dare.kernels import core, reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-AGREEMENT = [HERE / f"test_{part}.py" for part in ("agreement", "delta_kernels")]
-EXAMPLES = "5"
+AGREEMENT = [
+    *(HERE / f"test_{part}.py" for part in ("agreement", "delta_kernels")),
+    ROOT / "tests" / "analysis" / "test_measuring.py",
+]
+EXAMPLES = "10"
 ONE_LANE = (
     *("-x", "c++", "-std=c++17", "-O1", "-DONE_LANE", "-DDIGEST=one_lane", "-ffp-contract=off"),
     *("-fvisibility=hidden", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
