@@ -13,15 +13,16 @@ RELEASE := .venv-release
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# The arithmetic of the playground: its language models, and the core that merges. The binaries are
-# committed; the compiler is pinned, so that they are the same ones each time.
+# The arithmetic of the playground: its language models, and of src/core what the page calls. The
+# binaries are committed; the compiler is pinned, so that they are the same ones each time.
 ENGINE := src/dare/web/page/engine
 WASM := $(ENGINE)
 WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 -std=c11 -nostdlib \
-	-Wall -Wextra -Werror -fvisibility=hidden -Wl,--no-entry -Wl,--export-dynamic \
+	-Wall -Wextra -Werror -fvisibility=hidden -Wl,--no-entry \
 	-Wl,--export=__heap_base -Wl,--strip-all -Wl,-z,stack-size=65536
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
+WASM_CORE := decode draw combine count_bins collect_keys add_scaled add_to_base sum_products
 
 CORE := hatch_build.py $(wildcard src/core/*.[ch])
 
@@ -179,9 +180,9 @@ bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
 
 wasm: $(VENV)/tools-ready
-	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM)/llama.wasm $(ENGINE)/llama.c
-	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -ffp-contract=off -ffreestanding -Wno-unused-function \
-		-o $(WASM)/core.wasm src/core/page.c
+	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -Wl,--export-dynamic -o $(WASM)/llama.wasm $(ENGINE)/llama.c
+	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -ffp-contract=off -ffreestanding -DONLY_KIND=BF16 \
+		$(WASM_CORE:%=-Wl,--export=dare_%_any) -o $(WASM)/core.wasm src/core/core.c src/core/levels.c
 	chmod 644 $(WASM)/llama.wasm $(WASM)/core.wasm
 
 # This machine's wheel is built from the sdist, so both are tried. Nothing is published.

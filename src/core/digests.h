@@ -40,12 +40,11 @@ typedef struct {
   u64 high, low;
 } Digest;
 
-// A piece of which a part is digested.
 typedef struct {
   Piece piece;
   i64 done;
   u64 sums[8];
-} Hash;  // HASH_BYTES in core.py is as much or more
+} Hash;  // of a piece of which a part is done; HASH_BYTES in core.py is as much or more
 
 static Hash begin_hash(const u8 *data, i64 size) {
   Hash hash = {{data, size}, 0, {0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9ull,

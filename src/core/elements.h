@@ -20,12 +20,7 @@ INLINE Floats magnitudes(Floats values) { return floats_of(magnitude_of(values))
 // ---------------------------------------------------------------- storage types
 
 // Two to a power that float32 has as a normal number.
-INLINE f32 power_of_two(int exponent) {
-  u32 bits = (u32)(exponent + 127) << 23;
-  f32 value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}
+INLINE f32 power_of_two(int exponent) { return f32_of_bits((u32)(exponent + 127) << 23); }
 
 // Widen floats of `width` bits; codes from `first_special` up become `special`.
 INLINE Floats widen(Words code, u32 width, u32 mantissa, u32 bias, u32 first_special, u32 special) {

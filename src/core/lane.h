@@ -16,22 +16,13 @@ typedef f64 Doubles;
 
 // ---------------------------------------------------------------- values
 
-INLINE Words bits_of(Floats value) {
-  Words bits;
-  __builtin_memcpy(&bits, &value, 4);
-  return bits;
-}
-INLINE Floats floats_of(Words bits) {
-  Floats value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}
+INLINE Words bits_of(Floats value) { return bits_of_f32(value); }
+INLINE Floats floats_of(Words bits) { return f32_of_bits(bits); }
 INLINE Floats all_floats(f32 value) { return value; }
 INLINE Words all_words(u32 value) { return value; }
 INLINE Floats to_floats(Words integer) { return (f32)(i32)integer; }
 INLINE Doubles to_doubles(Floats value) { return (f64)value; }
 INLINE Floats from_doubles(Doubles value) { return (f32)value; }
-
 INLINE Doubles all_doubles(f64 value) { return value; }
 
 INLINE Words is_less(Floats a, Floats b) { return a < b ? ~0u : 0u; }
@@ -91,11 +82,6 @@ INLINE Words load_fields(const u8 *from, i64 i, u32 bits, COUNT) {
   return (u32)((i32)(field << (32 - bits)) >> (32 - bits));
 }
 
-INLINE u64 bits_of_bytes(const u8 *from) {
-  u64 found = 0;
-  for (int i = 0; i < 64; i++) found |= (u64)(from[i] != 0) << i;
-  return found;
-}
 INLINE u64 bits_at_most(const u8 *from, u8 limit) {
   u64 found = 0;
   for (int i = 0; i < 64; i++) found |= (u64)(from[i] <= limit) << i;
@@ -127,7 +113,6 @@ INLINE u64 compare_calls(u8 *below, u8 *equal, Calls word, u8 limit) {
 // ---------------------------------------------------------------- digests
 
 #define WIDE
-
 INLINE void add_stripes(u64 *sums, const u8 *data, const u8 *secret, int stripes) {
   for (int i = 0; i < 8 * stripes; i++) {
     u64 value, key;

@@ -12,6 +12,7 @@ typedef f32 Floats __attribute__((vector_size(64)));
 typedef u32 Words __attribute__((vector_size(64)));
 typedef i32 Integers __attribute__((vector_size(64)));
 typedef f64 Doubles __attribute__((vector_size(128)));
+typedef i64 LongIntegers __attribute__((vector_size(128)));
 typedef u8 Bytes16 __attribute__((vector_size(16)));
 typedef i8 SignedBytes16 __attribute__((vector_size(16)));
 typedef u16 Halves __attribute__((vector_size(32)));
@@ -28,7 +29,6 @@ INLINE Words all_words(u32 value) { return (Words){} + value; }
 INLINE Floats to_floats(Words integers) { return __builtin_convertvector((Integers)integers, Floats); }
 INLINE Doubles to_doubles(Floats values) { return __builtin_convertvector(values, Doubles); }
 INLINE Floats from_doubles(Doubles values) { return __builtin_convertvector(values, Floats); }
-
 INLINE Doubles all_doubles(f64 value) { return (Doubles){} + value; }
 
 // Comparisons give all ones where they hold, and zero elsewhere.
@@ -43,8 +43,6 @@ INLINE Words choose(Words mask, Words when_set, Words when_clear) {
 
 // Both are below 2³¹: processors compare numbers with a sign faster.
 INLINE Words is_lower(Words a, Words b) { return (Words)((Integers)a < (Integers)b); }
-
-typedef i64 LongIntegers __attribute__((vector_size(128)));
 INLINE Words is_less_double(Doubles a, Doubles b) {
   return (Words)__builtin_convertvector((LongIntegers)(a < b), Integers);
 }
@@ -70,7 +68,7 @@ INLINE u32 sum_of(Words values) { return __builtin_reduce_add(values); }
 // The lanes of a mask as bits, the first one in the lowest.
 INLINE u32 flags_of(Words mask) {
   typedef _Bool Flags __attribute__((ext_vector_type(16)));
-  Flags flags = __builtin_convertvector(mask, Flags);
+  Flags flags = __builtin_convertvector((Integers)mask < 0, Flags);
   u16 found;
   __builtin_memcpy(&found, &flags, 2);
   return found;
@@ -122,8 +120,7 @@ INLINE Words first_lanes(i64 count) { return is_below(places_from(0), all_words(
 
 // Store a mask of lanes as bits, from the bit `i` on, a multiple of LANES.
 INLINE void store_bits(u64 *bits, i64 i, Words mask) {
-  typedef _Bool Flags __attribute__((ext_vector_type(16)));
-  Flags flags = __builtin_convertvector((Integers)mask < 0, Flags);
+  u16 flags = (u16)flags_of(mask);
   __builtin_memcpy((u8 *)bits + i / 8, &flags, 2);
 }
 
@@ -137,16 +134,13 @@ INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64 count) {
   return (Words)((Integers)(fields << (32 - bits - (place & 31u))) >> (32 - bits));
 }
 
-// The 64 bytes at an address as bits, the first one in the lowest: set where a byte is not zero, or
-// where it is at most a limit.
-typedef u8 Bytes64 __attribute__((vector_size(64)));
-INLINE Bytes64 load_64(const u8 *from) {
-  Bytes64 found;
-  __builtin_memcpy(&found, from, 64);
-  return found;
-}
-INLINE u64 bits_of_flags(Bytes64 bytes) {
+// The 64 bytes at an address as bits, the first one in the lowest: set where one is at most a limit.
+INLINE u64 bits_at_most(const u8 *from, u8 limit) {
+  typedef u8 Bytes64 __attribute__((vector_size(64)));
   u64 found = 0;
+  Bytes64 bytes;
+  __builtin_memcpy(&bytes, from, 64);
+  bytes = (Bytes64)(bytes <= limit);
 #ifdef __wasm__  // it has an instruction for this, which clang does not find
   SignedBytes16 parts[4];
   __builtin_memcpy(parts, &bytes, 64);
@@ -158,24 +152,19 @@ INLINE u64 bits_of_flags(Bytes64 bytes) {
 #endif
   return found;
 }
-INLINE u64 bits_of_bytes(const u8 *from) { return bits_of_flags((Bytes64)(load_64(from) != 0)); }
-INLINE u64 bits_at_most(const u8 *from, u8 limit) {
-  return bits_of_flags((Bytes64)(load_64(from) <= limit));
-}
 
 // ---------------------------------------------------------------- calls of Philox, side by side
 
+typedef u64 Products __attribute__((vector_size(64)));
 #ifdef __x86_64__
 // Each word lies in 64 bits, and its upper half is whatever it is: the processor multiplies the
 // lower halves alone, and to pack words would take longer than all the rest.
 typedef u64 Calls __attribute__((vector_size(64)));
-typedef u64 Products __attribute__((vector_size(64)));
 INLINE Products multiply_calls(Calls words, u32 factor) { return (words & 0xFFFFFFFFu) * (u64)factor; }
 INLINE Calls lower_half(Products products) { return products; }
 INLINE Calls upper_half(Products products) { return products >> 32; }
 #else
 typedef u32 Calls __attribute__((vector_size(32)));
-typedef u64 Products __attribute__((vector_size(64)));
 INLINE Products multiply_calls(Calls words, u32 factor) {
   return __builtin_convertvector(words, Products) * (u64)factor;
 }

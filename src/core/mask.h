@@ -2,9 +2,7 @@
 #ifndef MASK_H
 #define MASK_H
 
-enum { TILE = 8192 };  // elements whose lanes, values and sums stay in a close cache
-
-enum { PLACES_AT_ONCE = 8 };
+enum { PLACES_AT_ONCE = 8, TILE = 8192 };  // elements whose lanes, values and sums fit a close cache
 
 // Write the places of a word's set bits, the lowest of which is `first`; return how many there are,
 // with room for PLACES_AT_ONCE more. So many are written before it is asked for more: a branch for
@@ -20,6 +18,9 @@ INLINE i64 list_bits(u64 left, i64 first, volatile u16 *places) {
   } while (left);
   return found;
 }
+
+// The 64 bytes at an address as bits, set where one is not zero.
+INLINE u64 bits_of_bytes(const u8 *from) { return ~bits_at_most(from, 0); }
 
 // Room for what is drawn of a tile.
 typedef struct {

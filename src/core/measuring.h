@@ -21,11 +21,7 @@ typedef struct {
   u64 signs[SIGN_WORDS];
   f64 scale, sums[6][INTERLEAVED], unused[7];
 } Measuring;  // a tile of one model, or of the base; its size stands in `core.py` too
-#ifdef __cplusplus
-static_assert(sizeof(Measuring) == 11904, "");
-#else
 _Static_assert(sizeof(Measuring) == 11904, "");
-#endif
 
 // ---------------------------------------------------------------- one model
 
@@ -158,18 +154,15 @@ INLINE i64 count_changed(const u64 *signs, i64 words) {
   return found;
 }
 
-// Count the elements that both change, and those changed in the same direction.
-static void compare_signs(const u64 *left, const u64 *right, i64 words, i64 *counts) {
-  for (i64 i = 0; i < words; i++) {
-    counts[0] += __builtin_popcountll(changed_bits(left[i]) & changed_bits(right[i]));
-    counts[1] += __builtin_popcountll(changed_bits(left[i] & right[i]));
-  }
-}
-
+// Count the elements that both models of a pair change, and those changed in the same direction.
 static void compare_pairs(const Measuring *room, i64 models, i64 words, i64 *counts) {
   for (i64 one = 0; one < models; one++) {
     for (i64 other = one + 1; other < models; other++, counts += 2) {
-      compare_signs(room[one].signs, room[other].signs, words, counts);
+      for (i64 i = 0; i < words; i++) {
+        u64 left = room[one].signs[i], right = room[other].signs[i];
+        counts[0] += __builtin_popcountll(changed_bits(left) & changed_bits(right));
+        counts[1] += __builtin_popcountll(changed_bits(left & right));
+      }
     }
   }
 }
@@ -305,12 +298,11 @@ ENTRY(void, sample)(const Array *raw, const Array *base, i64 is_delta, i64 start
     i64 size = most_i64(0, least_i64(room_left, raw->size - first));
     f32 *to = AT(f32, out) + place * run;
     const void *from = from_place(raw, first), *base_from = from_place(base, first);
-    if (raw->kind == base->kind) {
-      FOR_KIND(raw->kind, subtract_kind(K, from, K, base_from, !is_delta, 1, size, to));
-    } else {
+    if (raw->kind != base->kind) {
       decode_tile(base, first, size, room->delta);
-      FOR_KIND(raw->kind, subtract_kind(K, from, F32, room->delta, !is_delta, 1, size, to));
+      base_from = room->delta;
     }
+    FOR_KINDS(raw->kind, base->kind, subtract_kind(K, from, L, base_from, !is_delta, 1, size, to));
     for (i64 i = size; i < room_left; i++) to[i] = 0;
   }
 }

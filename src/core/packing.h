@@ -13,59 +13,46 @@ static i64 find_lanes(const u8 *lanes, i64 size, u16 *places) {
   return last ? found + list_bits(last, first, places + found) : found;
 }
 
+enum Way { GATHER, SCATTER };  // into packed elements, and out of them
+
 // Copy elements of a width; those of files need not lie at a multiple of it.
-INLINE void gather_width(u64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
+INLINE void copy_width(u64 width, enum Way way, u8 *whole, const u16 *places, i64 count, u8 *packed) {
   for (u64 i = 0; i < (u64)count; i++) {
-    __builtin_memcpy(to + width * i, from + width * places[i], width);
-  }
-}
-INLINE void scatter_width(u64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
-  for (u64 i = 0; i < (u64)count; i++) {
-    __builtin_memcpy(to + width * places[i], from + width * i, width);
+    if (way == GATHER) __builtin_memcpy(packed + width * i, whole + width * places[i], width);
+    else __builtin_memcpy(whole + width * places[i], packed + width * i, width);
   }
 }
 
-// So that each width is known to the compiler.
-#define FOR_WIDTH(width, copy, ...)     \
-  switch (width) {                      \
-    case 8: copy(8, __VA_ARGS__); break; \
-    case 4: copy(4, __VA_ARGS__); break; \
-    case 2: copy(2, __VA_ARGS__); break; \
-    default: copy(1, __VA_ARGS__);      \
+INLINE void copy_places(i64 width, enum Way way, u8 *whole, const u16 *places, i64 count, u8 *packed) {
+  switch (width) {  // so that each one is known to the compiler
+    case 8: copy_width(8, way, whole, places, count, packed); break;
+    case 4: copy_width(4, way, whole, places, count, packed); break;
+    case 2: copy_width(2, way, whole, places, count, packed); break;
+    default: copy_width(1, way, whole, places, count, packed);
   }
-
-static void gather(i64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
-  FOR_WIDTH(width, gather_width, from, places, count, to);
-}
-
-static void scatter(i64 width, const u8 *from, const u16 *places, i64 count, u8 *to) {
-  FOR_WIDTH(width, scatter_width, from, places, count, to);
 }
 
 INLINE i64 clamp(i64 value, i64 most) { return value < 0 ? 0 : least_i64(value, most); }
 
-ENTRY(i64, select)(const Array *raw, const Array *lanes, Array *out, i64 width, void *room) {
+INLINE i64 copy_kept(enum Way way, const Array *whole, const Array *lanes, const Array *packed,
+                     i64 width, u16 *places) {
   i64 total = 0;
-  for (i64 first = 0; first < raw->size; first += TILE) {
-    i64 size = least_i64(TILE, raw->size - first);
-    i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
-    i64 used = clamp(out->size - total, found);
-    gather(width, AT(u8, raw) + first * width, (u16 *)room, used, AT(u8, out) + total * width);
+  for (i64 first = 0; first < whole->size; first += TILE) {
+    i64 size = least_i64(TILE, whole->size - first);
+    i64 found = find_lanes(AT(u8, lanes) + first, size, places);
+    i64 used = clamp(packed->size - total, found);
+    copy_places(width, way, AT(u8, whole) + first * width, places, used, AT(u8, packed) + total * width);
     total += found;
   }
   return total;
 }
 
+ENTRY(i64, select)(const Array *raw, const Array *lanes, Array *out, i64 width, void *room) {
+  return copy_kept(GATHER, raw, lanes, out, width, (u16 *)room);
+}
+
 ENTRY(i64, expand)(const Array *packed, const Array *lanes, Array *into, i64 width, void *room) {
-  i64 total = 0;
-  for (i64 first = 0; first < into->size; first += TILE) {
-    i64 size = least_i64(TILE, into->size - first);
-    i64 found = find_lanes(AT(u8, lanes) + first, size, (u16 *)room);
-    i64 used = clamp(packed->size - total, found);
-    scatter(width, AT(u8, packed) + total * width, (u16 *)room, used, AT(u8, into) + first * width);
-    total += found;
-  }
-  return total;
+  return copy_kept(SCATTER, into, lanes, packed, width, (u16 *)room);
 }
 
 // ---------------------------------------------------------------- values in few bits
@@ -112,21 +99,20 @@ INLINE f64 sum_of_whole(Doubles values) {  // in any order, for nothing is round
 
 // The bfloat16 nearest to a number; and, decoded, in its place.
 INLINE u16 round_scale(f32 *scale) {
-  u16 rounded;
-  store_number(BF16, &rounded, 0, all_floats(*scale), 1);
-  store(scale, load_kind(BF16, &rounded, 0, 1), 1);
-  return rounded;
+  u32 rounded = largest_of(round_bf16(all_words(bits_of_f32(*scale))));
+  *scale = f32_of_bits(rounded << 16);
+  return (u16)rounded;
 }
 
 // Return the scale of a group, and write the integers that its values are rounded to. They lie where
 // the parts were, for the stack is small.
 INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u32 *parts) {
   u8 *fields = (u8 *)parts;
-  f32 shares[SCALE_GROUP], largest;
+  f32 shares[SCALE_GROUP];
   Words peak = all_words(0);
   EACH(SCALE_GROUP, peak = max_words(peak, magnitude_of(load(values + i, count))));
   peak = min_words(all_words(largest_of(peak)), bits_of(all_floats(LARGEST)));
-  store(&largest, floats_of(peak), 1);
+  f32 largest = f32_of_bits(largest_of(peak));
   f32 divisor = largest == 0 ? 1 : largest;
   EACH(SCALE_GROUP, {
     Floats share = floats_of(min_words(magnitude_of(load(values + i, count)), peak)) / divisor;
@@ -170,9 +156,8 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u32 *parts) {
   // the scale that gives the stored values the same share of the values' direction
   f64 product = sum_of_whole(products);
   f64 fair = largest * (sum_of_whole(squares) / product) / FINE_PARTS;
-  f32 levels;
-  store(&levels, floats_of(all_words(largest_of(top))), 1);
-  if (fair > (f64)LARGEST / levels) fair = (f64)LARGEST / levels;
+  f64 most_fair = (f64)LARGEST / f32_of_bits(largest_of(top));
+  if (fair > most_fair) fair = most_fair;
   scale = product == 0 ? 0 : (f32)fair;
   return (u16)(round_scale(&scale) | odd << 15);
 }
@@ -263,17 +248,16 @@ ENTRY(i64, apply_packed)(const Array *base, const Array *packed, i64 are_deltas,
     i64 taken = total + whole <= end ? whole : used;  // some are computed in vain, for speed
     u8 *stored = AT(u8, saved) + total * width;
     const u8 *values = AT(u8, packed) + total * width_of((enum Kind)packed->kind);
-    gather(width, AT(u8, base) + first * width, room->places, used, stored);
+    copy_places(width, GATHER, AT(u8, base) + first * width, room->places, used, stored);
     if (!is_same && packed->kind != F32) {
       decode_tile(packed, total, taken, room->change);
       values = (const u8 *)room->change;
     }
     f32 *change = room->change;
-    FOR_KIND(base->kind, {
-      if (is_same) apply_kind(K, K, stored, values, are_deltas, factor, change, room->fresh, taken);
-      else apply_kind(K, F32, stored, values, are_deltas, factor, change, room->fresh, taken);
-    });
-    scatter(width, (u8 *)room->fresh, room->places, used, AT(u8, out) + first * width);
+    FOR_KINDS(base->kind, packed->kind,
+              apply_kind(K, L, stored, values, are_deltas, factor, change, room->fresh, taken));
+    u8 *to = AT(u8, out) + first * width;
+    copy_places(width, SCATTER, to, room->places, used, (u8 *)room->fresh);
     total += found;
   }
   return total;

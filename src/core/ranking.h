@@ -113,9 +113,9 @@ INLINE u64 key_at(const void *keys, i64 width, i64 i) {
 }
 
 // Take ranks in some short rows side by side, by comparing all pairs of their columns.
-INLINE void select_rows(const void *keys, i64 width, i64 first, i64 rows, i64 columns, int varies,
+INLINE void select_rows(const void *keys, i64 width, i64 first, i64 rows, i64 columns, int gone,
                         Taken taken, f32 *out, void *room) {
-  u32 *narrow = (u32 *)room, gone = 0;
+  u32 *narrow = (u32 *)room;
   u64 *wide = (u64 *)room;
   i32 *ranks = (i32 *)(wide + ROWS_AT_ONCE * SHORT_ROW), least[ROWS_AT_ONCE], end[ROWS_AT_ONCE];
   u32 factor[ROWS_AT_ONCE];
@@ -124,7 +124,6 @@ INLINE void select_rows(const void *keys, i64 width, i64 first, i64 rows, i64 co
       u64 key = key_at(keys, width, (first + row) * columns + i);
       if (width == 4) narrow[ROWS_AT_ONCE * i + row] = (u32)key;
       else wide[ROWS_AT_ONCE * i + row] = key;
-      gone |= key == 0;
     }
   }
   for (i64 i = 0; i < ROWS_AT_ONCE * columns; i++) ranks[i] = 0;
@@ -139,18 +138,18 @@ INLINE void select_rows(const void *keys, i64 width, i64 first, i64 rows, i64 co
   }
   for (i64 row = 0; row < ROWS_AT_ONCE; row++) {
     i64 left = columns;
-    if (varies && gone && row < rows) {
-      for (i64 i = 0; i < columns; i++) left -= key_at(room, width, ROWS_AT_ONCE * i + row) == 0;
+    for (i64 i = 0; gone && row < rows && i < columns; i++) {
+      left -= key_at(room, width, ROWS_AT_ONCE * i + row) == 0;
     }
     least[row] = (i32)taken.leasts[left];
     end[row] = (i32)taken.ends[left];
-    __builtin_memcpy(factor + row, taken.factors + left, 4);
+    factor[row] = bits_of_f32(taken.factors[left]);
   }
   for (i64 row = 0; row < rows; row++) {
     for (i64 i = 0; i < columns; i++) {
       i32 rank = ranks[ROWS_AT_ONCE * i + row];
-      u32 bits = factor[row] & (0 - (u32)((rank >= least[row]) & (rank < end[row])));
-      __builtin_memcpy(out + (first + row) * columns + i, &bits, 4);
+      u32 mask = 0 - (u32)((rank >= least[row]) & (rank < end[row]));
+      out[(first + row) * columns + i] = f32_of_bits(factor[row] & mask);
     }
   }
 }
@@ -158,8 +157,7 @@ INLINE void select_rows(const void *keys, i64 width, i64 first, i64 rows, i64 co
 // Do the same for rows of a length that is known to the compiler, with one entry of the tables.
 INLINE void select_few(const void *keys, i64 width, i64 rows, i64 columns, Taken taken, f32 *out) {
   i32 least = (i32)taken.leasts[columns], end = (i32)taken.ends[columns];
-  u32 factor;
-  __builtin_memcpy(&factor, taken.factors + columns, 4);
+  u32 factor = bits_of_f32(taken.factors[columns]);
   for (i64 first = 0; first < rows * columns; first += columns) {
     UNROLLED for (i64 i = 0; i < columns; i++) {
       u64 own = key_at(keys, width, first + i);
@@ -168,31 +166,21 @@ INLINE void select_few(const void *keys, i64 width, i64 rows, i64 columns, Taken
         u64 other = key_at(keys, width, first + j);
         rank += j < i ? other < own : j > i ? other <= own : 0;
       }
-      u32 bits = factor & (0 - (u32)((rank >= least) & (rank < end)));
-      __builtin_memcpy(out + first + i, &bits, 4);
+      out[first + i] = f32_of_bits(factor & (0 - (u32)((rank >= least) & (rank < end))));
     }
   }
 }
 
 INLINE void select_short(const void *keys, i64 width, i64 rows, i64 columns, int is_constant,
                          Taken taken, f32 *out, void *room) {
-  int varies = 0;
-  for (i64 left = 0; left < columns; left++) {
-    varies |= taken.leasts[left] != taken.leasts[columns];
-    varies |= taken.ends[left] != taken.ends[columns];
-    varies |= taken.factors[left] != taken.factors[columns];
-  }
   int gone = 0;
-  for (i64 i = 0; varies && i < rows * columns; i++) gone |= key_at(keys, width, i) == 0;
+  for (i64 i = 0; i < rows * columns; i++) gone |= key_at(keys, width, i) == 0;
   if (is_constant && !gone) {
     select_few(keys, width, rows, columns, taken, out);
-    return;
+  } else for (i64 row = 0; row < rows; row += ROWS_AT_ONCE) {
+    i64 some = least_i64(ROWS_AT_ONCE, rows - row);
+    select_rows(keys, width, row, some, columns, gone, taken, out, room);
   }
-  i64 row = 0;
-  for (; row + ROWS_AT_ONCE <= rows; row += ROWS_AT_ONCE) {
-    select_rows(keys, width, row, ROWS_AT_ONCE, columns, varies, taken, out, room);
-  }
-  if (row < rows) select_rows(keys, width, row, rows - row, columns, varies, taken, out, room);
 }
 
 // A number that orders like the keys of a row, and of equals takes the first for larger.
@@ -246,8 +234,7 @@ INLINE void select_of_width(const Array *keys, i64 width, Taken taken, f32 *out,
   i64 columns = keys->columns, rows = columns ? keys->size / columns : 0;
   if (columns == 4) select_short(keys->data, width, rows, 4, 1, taken, out, items);
   else if (columns == 8) select_short(keys->data, width, rows, 8, 1, taken, out, items);
-  else if (columns <= SHORT_ROW)
-    select_short(keys->data, width, rows, columns, 0, taken, out, items);
+  else if (columns <= SHORT_ROW) select_short(keys->data, width, rows, columns, 0, taken, out, items);
   else for (i64 row = 0; row < rows; row++) {
     select_long(keys->data, width, row * columns, columns, taken, out, items);
   }
@@ -290,13 +277,8 @@ INLINE u32 bucket_of(const Row *row, u32 spot) { return spot & ((1u << row->spot
 INLINE u32 find_buckets(const Row *row, const f32 *values, const u8 *left) {
   Words peak = all_words(0), finite = all_words(INFINITE - 1);
   EACH(row->columns, peak = max_words(peak, magnitude_of(load(values + i, count))));
-  f32 offset, largest;
-  u32 most = largest_of(min_words(peak, finite)), low, high;
-  __builtin_memcpy(&largest, &most, 4);
-  offset = largest * 0.07f;
-  largest += offset;
-  __builtin_memcpy(&low, &offset, 4);
-  __builtin_memcpy(&high, &largest, 4);
+  f32 largest = f32_of_bits(largest_of(min_words(peak, finite))), offset = largest * 0.07f;
+  u32 low = bits_of_f32(offset), high = bits_of_f32(largest + offset);
   u32 bits = (u32)least_i64(bits_below((u64)row->columns / 4), row->spot_bits - 1);
   u32 used = bits_below((u64)(high - low) + 1);
   u32 shift = used > bits ? used - bits : 0;
@@ -347,9 +329,8 @@ INLINE void arrange(Row *row, const f32 *values, const u8 *left) {
   row->left = begins[buckets];
   row->gone = buckets;
   for (i64 i = 0; i < row->columns; i++) {
-    u32 bits;
-    __builtin_memcpy(&bits, values + i, 4);
-    arranged[begins[bucket_of(row, spots[i])] + (spots[i] >> spot_bits)] = bits & MAGNITUDE;
+    u32 place = begins[bucket_of(row, spots[i])] + (spots[i] >> spot_bits);
+    arranged[place] = bits_of_f32(values[i]) & MAGNITUDE;
   }
   for (u32 i = 0; i < many && row->chosen[i] < buckets; i++) {
     settle(row, begins[row->chosen[i]], begins[row->chosen[i] + 1]);

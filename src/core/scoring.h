@@ -24,7 +24,6 @@ INLINE void mark_scoring(const f32 *values, const f32 *total, Competition by, f6
                     width < highest && over_floor > lowest && over_floor < highest;
   f32 to_share = (f32)scale, to_bound = (f32)over_floor, limit = (f32)above;
   f32 slope = (f32)(by.models / 16), top = 1 + slope;
-  u32 sign = by.factor < 0 ? 1u << 31 : 0;
   marks[size / 64] = 0;
   if (is_moderate) EACH(size, {
     Floats share = load(values + i, count) * to_share;
@@ -36,10 +35,8 @@ INLINE void mark_scoring(const f32 *values, const f32 *total, Competition by, f6
     store(scores + i, all_floats(0), count);
   });
   else EACH(size, {
-    Floats value = load(values + i, count);
-    Words against = bits_of(value) ^ bits_of(load(total + i, count)) ^ sign;
-    Words mark = is_below(against, all_words(1u << 31)) & ~is_equal(value, all_floats(0));
-    store_bits(marks, i, mark & first_lanes(count));
+    Words is_zero = is_equal(load(values + i, count), all_floats(0));
+    store_bits(marks, i, ~is_zero & first_lanes(count));
     store(scores + i, all_floats(0), count);
   });
 }

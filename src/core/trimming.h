@@ -49,15 +49,14 @@ INLINE Measures measure_kinds(enum Kind kind, enum Kind base_kind, const void *r
 static Measures measure(const Array *raw, const Array *base, const Array *lanes, i64 first,
                         i64 size, i64 low, i64 high, MeasureRoom *room) {
   Measures found = {0, 0, 0};
-  const u8 *base_data = AT(u8, base) + first * width_of((enum Kind)base->kind);
-  if (raw->kind != base->kind) decode_tile(base, first, size, room->base);
-  FOR_KIND(raw->kind, {
+  const void *from = AT(u8, base) + first * width_of((enum Kind)base->kind);
+  if (raw->kind != base->kind) {
+    decode_tile(base, first, size, room->base);
+    from = room->base;
+  }
+  FOR_KINDS(raw->kind, base->kind, {
     const u8 *data = AT(u8, raw) + first * width_of(K), *lane = AT(u8, lanes) + first;
-    if (raw->kind == base->kind) {
-      found = measure_kinds(K, K, data, base_data, lane, size, (u32)low, (u32)high, room);
-    } else {
-      found = measure_kinds(K, F32, data, room->base, lane, size, (u32)low, (u32)high, room);
-    }
+    found = measure_kinds(K, L, data, from, lane, size, (u32)low, (u32)high, room);
   });
   if (low > high) found.inside = 0;
   return found;

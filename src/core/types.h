@@ -31,9 +31,7 @@ typedef double f64;
 #ifndef LEVEL
 #define LEVEL any
 #endif
-#ifndef ENTRY
 #define ENTRY(result, name) EXTERN VISIBLE result JOIN(name, LEVEL)
-#endif
 
 // An array of NumPy. `columns` is the length of its last dimension; the kind says how weights are
 // stored, and means nothing for other arrays.
@@ -46,8 +44,10 @@ typedef struct {
 enum Kind { F64, F32, F16, BF16, F8_E4M3, F8_E5M2 };
 INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 : kind < F8_E4M3 ? 2 : 1; }
 
-// Do something with `K` as each kind, so that it is compiled for each.
-#ifndef FOR_KIND
+// Do something with `K` as each kind, so that it is compiled for each; the page has one.
+#ifdef ONLY_KIND
+#define FOR_KIND(kind, ...) do { const enum Kind K = ONLY_KIND; (void)(kind); __VA_ARGS__; } while (0)
+#else
 #define FOR_KIND(kind, ...)                                            \
   switch (kind) {                                                      \
     case F64: { const enum Kind K = F64; __VA_ARGS__; break; }         \
@@ -58,6 +58,12 @@ INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 :
     default: { const enum Kind K = F8_E5M2; __VA_ARGS__; break; }      \
   }
 #endif
+// Do something with `K` as a kind and `L` as another, which is the same, or was decoded to F32.
+#define FOR_KINDS(kind, other, ...)                             \
+  FOR_KIND(kind, {                                              \
+    if ((other) == K) { const enum Kind L = K; __VA_ARGS__; }   \
+    else { const enum Kind L = F32; __VA_ARGS__; }              \
+  })
 
 // Do something at each place `i` of an array, in lanes: `count` of them, which is less than LANES at
 // the end alone. It is compiled twice, so that the count is a constant before that.
@@ -77,11 +83,20 @@ INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 :
 // Scratch memory that the caller brings; a function that needs more says so in `core.py`.
 enum { ROOM_BYTES = 512 << 10 };
 #ifdef __cplusplus
-#define FITS(room) static_assert(sizeof(room) <= ROOM_BYTES, "")
-#else
-#define FITS(room) _Static_assert(sizeof(room) <= ROOM_BYTES, "")
+#define _Static_assert static_assert
 #endif
+#define FITS(room) _Static_assert(sizeof(room) <= ROOM_BYTES, "")
 
+INLINE u32 bits_of_f32(f32 value) {
+  u32 bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+INLINE f32 f32_of_bits(u32 bits) {
+  f32 value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
 INLINE i64 least_i64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 most_i64(i64 a, i64 b) { return a > b ? a : b; }
 INLINE u32 most_u32(u32 a, u32 b) { return a > b ? a : b; }

@@ -110,6 +110,22 @@ static Array *matrix(i64 n, i64 rank, i64 by_row) {
 
 static void *bytes(i64 size) { return take(size, 0); }
 
+static Job job(i64 size) {
+  Array *base = others(size), *out = others(size);
+  i64 chunks = tiles(size) / CHUNK;
+  u8 *are_known = (u8 *)take(models + 1, 0);
+  for (i64 i = 0; i <= models; i++) are_known[i] = (u8)below(2);
+  Job made = {base->data, base->kind, 128 * below(99), size, operands(models, size), models, kind,
+              below(2), scale(), out->data, out->kind, are_known, integers(4 * models * chunks),
+              (Digest *)take(16 * (models + 2) * chunks, 0), 0};
+  return made;
+}
+static Job *jobs(i64 size) {
+  Job *found = (Job *)take(2 * (i64)sizeof(Job), 0), one = job(size), other = job(odd_size());
+  found[0] = one, found[1] = other;
+  return found;
+}
+
 // The entry, a name for this way to call it, and the arguments.
 #define ENTRIES                                                                                    \
   CALL(decode, decode, (weights(n), a))                                                            \
@@ -130,6 +146,8 @@ static void *bytes(i64 size) { return take(size, 0); }
   CALL(combine, combine,                                                                           \
        (weights(n), operands(3, n), 3, kind, 128 * below(99), below(2), magnitude(), CHUNK, a,     \
         integers(12 * (tiles(n) / CHUNK)), room))                                                  \
+  CALL(merge, merge,                                                                               \
+       (jobs(n), 2, magnitude(), CHUNK, bytes(ROOM_BYTES + (models + 2) * (i64)sizeof(Hash))))     \
   CALL(collect_keys, collect_keys,                                                                 \
        (w, others(n + below(9)), lanes(n + below(9)), magnitude(), magnitude(), below(99),         \
         array(below(n + 1), 8, 7, 0), numbers(2, 8, 99), room))                                    \

@@ -76,7 +76,8 @@ def test_a_merge_runs_and_says_what_it_did(jobs, models, output):
         time.sleep(0.002)
     assert job.state == "done", job.problem
     merging = sorted(done for verb, done, _ in seen if verb == "merging")
-    assert len(merging) >= 3
+    assert len(merging) >= 2  # it says how far it is every tenth of a second
+    assert merging[-1] > merging[0]
     assert job.result["sha256"] == verify(output).sha256
     assert job.result["resumed_chunks"] == 0
     assert [model["name"] for model in job.result["models"]] == ["large-one", "large-two"]
