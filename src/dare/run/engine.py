@@ -21,7 +21,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Generic, TypeVar
 
-from dare import kernels
 from dare.checks.inputs import check_chunks, is_suspect
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.documents.shown import Display, Meter, show_progress
@@ -348,7 +347,7 @@ def _run_steps(
             list(steps),
             make_worker,
             plan.cost.threads,
-            batch_elements=CHUNK * kernels.DEVICES[plan.backend].chunks_at_once,
+            batch_elements=CHUNK * plan.cost.chunks_at_once,
             known=known,
             collect=collect,
             one_group=holds_matrices,
