@@ -37,13 +37,13 @@ def read(folder: Path, content: bytes) -> Header:
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """HeaderError with this message, within a second of the processor and a few megabytes."""
+    """HeaderError with this message, within seconds of the processor and a few megabytes."""
     tracemalloc.start()
-    started = time.process_time()
+    started = time.thread_time()
     try:
         with pytest.raises(HeaderError, match=match):
             yield
-        assert time.process_time() - started < 1
+        assert time.thread_time() - started < 3  # of which tracemalloc takes most
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from dare.demo.merges import BASE, TUNED
+from dare.output.journal import read_journal
 from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Request
+from dare.web.jobs import Job
 from helpers import PATIENCE_SECONDS, save
 
 
@@ -70,22 +72,21 @@ def recipe_of(document: Mapping[str, Any]) -> Request:
     return request_from_document(document, "test")
 
 
-def run_a_little(look: Callable[[], Mapping[str, Any]]) -> int:
-    """Let the process of a merge do some of its work and stand still; return its id.
-
-    `look` tells of the job what the server does.
-    """
-    wait_until(lambda: look()["state"] != "waiting", "the start")
-    pid = look()["pid"]
-    assert pid is not None, look()["problem"]
-    while not (seen := look())["done_bytes"]:
-        works = bool(seen["total_bytes"])
+def run_a_little(job: Job) -> int:
+    """Let the process of a merge journal some of its work and stand still; return its id."""
+    output = Path(job.request["recipe"]["models"]["output_file"])
+    journal = output.with_name(f"{output.name}.partial") / "journal.jsonl"
+    wait_until(lambda: job.state != "waiting", "the start")
+    pid = job.pid
+    assert pid is not None, job.problem
+    while not (journal.exists() and read_journal(journal.read_bytes()).records):
+        works = bool(job.total_bytes)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.01 if works else 0.03)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.03 if works else 0.005)  # in which the server hears of it
-    assert look()["done_bytes"] < look()["total_bytes"]
-    return int(pid)
+    assert job.done_bytes < job.total_bytes
+    return pid
 
 
 # ---------------------------------------------------------------- the page

@@ -86,7 +86,7 @@ def test_a_merge_runs_and_says_what_it_did(jobs, models, output):
 
 def test_a_cancelled_merge_goes_on_where_it_stopped(jobs, models, output, undisturbed):
     job = jobs.add(merge_of(models, output))
-    pid = run_a_little(job.to_dict)
+    pid = run_a_little(job)
     jobs.cancel(job)
     os.kill(pid, signal.SIGCONT)
     assert ended(job).state == "stopped"
@@ -101,7 +101,7 @@ def test_a_cancelled_merge_goes_on_where_it_stopped(jobs, models, output, undist
 
 def test_one_job_runs_and_the_others_wait(jobs, models, output, undisturbed):
     first = jobs.add(merge_of(models, output))
-    pid = run_a_little(first.to_dict)
+    pid = run_a_little(first)
     check = {"kind": "verify", "path": str(models / "undisturbed.safetensors")}
     second, third = jobs.add(check), jobs.add(check)
     time.sleep(0.3)
@@ -115,7 +115,7 @@ def test_one_job_runs_and_the_others_wait(jobs, models, output, undisturbed):
 
 def test_a_crash_takes_nothing_else_down(jobs, models, output, undisturbed):
     job = jobs.add(merge_of(models, output))
-    os.kill(run_a_little(job.to_dict), signal.SIGKILL)
+    os.kill(run_a_little(job), signal.SIGKILL)
     assert ended(job).state == "failed"
     assert "SIGKILL" in job.problem
     assert "memory" in job.problem
@@ -127,7 +127,7 @@ def test_a_server_that_stops_interrupts_its_job(models, output, undisturbed, tmp
     jobs = Jobs()
     job = jobs.add(merge_of(models, output))
     waiting = jobs.add(merge_of(models, output))
-    pid = run_a_little(job.to_dict)
+    pid = run_a_little(job)
     os.kill(pid, signal.SIGCONT)
     jobs.close()
     assert (job.state, waiting.state) == ("stopped", "stopped")
@@ -147,7 +147,7 @@ def test_jobs_that_wait_or_have_ended_are_bounded(jobs, models, output, monkeypa
     monkeypatch.setattr(web_jobs, "MOST_WAITING", 2)
     monkeypatch.setattr(web_jobs, "MOST_FINISHED", 3)
     first = jobs.add(merge_of(models, output))
-    pid = run_a_little(first.to_dict)
+    pid = run_a_little(first)
     monkeypatch.setattr(web_jobs, "COMMAND", [sys.executable, "-I", "-S", "-c", SHORT])
     waiting = [jobs.add({"kind": "verify"}) for _ in range(2)]
     with pytest.raises(InputError, match="2 jobs are waiting"):
