@@ -93,9 +93,12 @@ def test_from_models_to_a_merge(page, models):
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
     assert page.inner_text("#own-analysis .verdict h3") == HEADLINES[Verdict.NO_DEFECT]
+    page.fill("#own-method", "sum")
+    page.press("#own-method", "Enter")
+    wait_for_recipe(page, '"sum"')
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
-    wait_for_recipe(page, "tsv")
+    wait_for_recipe(page, '"linear"')
     assert page.evaluate("document.activeElement.id") == "own-method"
     shown = tomllib.loads(page.text_content("#own-toml"))
     assert shown == tomllib.loads(advised) | {"output": str(models / "merged")}
