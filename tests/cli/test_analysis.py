@@ -309,6 +309,13 @@ def test_a_spoilt_analysis_is_refused(folder, analysis):
     assert "is not a complete analysis: pairs is missing" in found.err
 
 
+def test_an_analysis_of_files_without_names_is_refused(folder, analysis):
+    document = json.loads(analysis.read_text())
+    analysis.write_text(json.dumps(document | {"base": ""}))
+    found = dare("advise", analysis)
+    assert (found.status, str(analysis) in found.err) == (1, True)
+
+
 def test_configurations_are_compared(folder):
     base = base_arrays()
     for name, theta in (("one", 10000.0), ("other", 500000.0)):

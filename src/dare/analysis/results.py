@@ -390,6 +390,8 @@ class AnalysisData:
         if unknown := {name for each in types for name in each} - STORAGE_TYPES.keys():
             name = f"{min(unknown)!a:.80}"
             raise InputError(f"{where}: is not a complete analysis: unknown dtype {name}")
+        if "" in (analysis.base, *(model.file for model in analysis.models)):
+            raise InputError(f"{where}: is not a complete analysis: a file's name is empty")
         return analysis
 
     @classmethod
