@@ -177,7 +177,7 @@ test-stores: $(VENV)/dev-ready $(STORES)/azurite-ready
 
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
-	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
+	$(BENCH)/bin/python bench/compare.py methods --peers-python $(PEERS)/bin/python
 
 wasm: $(VENV)/tools-ready
 	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -Wl,--export-dynamic -o $(WASM)/llama.wasm $(ENGINE)/llama.c
