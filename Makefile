@@ -220,6 +220,6 @@ clean:
 	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) $(RELEASE) dist .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
 
 experiment: $(VENV)/experiment-ready
-	$(BIN)/python experiments/again.py $(QUICK)
+	$(BIN)/python experiments/run.py --again $(QUICK)
 	$(BIN)/python experiments/choose.py
 	$(BIN)/python experiments/report.py
