@@ -226,9 +226,9 @@ def summary(document: Mapping[str, Any]) -> str:
         for name, own in against.items():
             cells = (f"{own[o][0]:+.1f} ± {own[o][1]:.1f}" if o in own else "" for o in others)
             gaps.append((way, name, *cells))
-        of_each = {o: [own[o] for own in against.values() if o in own] for o in others}
-        means = {o: np.mean([gap for gap, _ in found] or [0]) for o, found in of_each.items()}
-        counts.append((way, *(f"{balance(of_each[o])}, {means[o]:+.1f}" for o in others)))
+        each = [[own[other] for own in against.values() if other in own] for other in others]
+        means = [f", {np.mean([gap for gap, _ in some]):+.1f}" if some else "" for some in each]
+        counts.append((way, *map("".join, zip(map(balance, each), means, strict=True))))
     tables = (
         table(("set", "largest change", *columns), scores),
         table(("way", "set", *others), gaps),
