@@ -177,7 +177,7 @@ test-stores: $(VENV)/dev-ready $(STORES)/azurite-ready
 
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
-	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
+	$(BENCH)/bin/python bench/compare.py methods --peers-python $(PEERS)/bin/python
 
 wasm: $(VENV)/tools-ready
 	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -Wl,--export-dynamic -o $(WASM)/llama.wasm $(ENGINE)/llama.c
@@ -220,6 +220,6 @@ clean:
 	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) $(RELEASE) dist .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
 
 experiment: $(VENV)/experiment-ready
-	$(BIN)/python experiments/again.py $(QUICK)
+	$(BIN)/python experiments/run.py --again $(QUICK)
 	$(BIN)/python experiments/choose.py
 	$(BIN)/python experiments/report.py

@@ -6,13 +6,11 @@ rate, scored by its mean loss on the same held-out text. The ways take turns, in
   memory    dare.Candidates writes into a live transformers model, which is scored
   disk      dare.merge writes a model directory, transformers loads it, it is scored
   mergekit  the same, merged by mergekit in a process that stays (what mergekit-evolve does)
-  torch     the same, merged by a few lines of torch on the device, tensor by tensor
 
-Fine-tunes are real, by a few steps on Python's own library, and stored in bf16; with --random all
-weights are random and nothing but the shapes is SmolLM2's, for machines that do not have it.
+Fine-tunes are real, by a few steps on Python's own library, and stored in bf16.
 
     python bench/candidates.py /tmp/candidates --peers-python .venv-peers/bin/python
-    python bench/candidates.py /tmp/candidates --random --device cuda
+    python bench/candidates.py /tmp/candidates --device cuda
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ import difflib
 import inspect
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,103 +33,48 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from measure import print_table, write_json
+from models import made_once
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dare
 
 TOKENS, BATCH = 128, 16
 RATE = 1e-4
-DELTA_DEVIATION = 0.001
 SEED = 42
 FIRST_DROP_RATE, STEP = 0.5, 0.01
-
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-
-Seconds = dict[str, float]
-"""What the parts of a candidate took: make, load, score."""
+PARTS = "make", "load", "score"
+"""Of the seconds that a candidate takes."""
 
 
 # ---------------------------------------------------------------- models and text
 
 
-def real_models(data: Path) -> list[Path]:
+def make_models(data: Path) -> list[Path]:
     """SmolLM2 and three fine-tunes of it, made if they are not there."""
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "real"))
     from training import TEXTS, fine_tune, save_smollm2
 
-    texts = {**TEXTS, "tables": inspect.getsource(statistics)}
-    with made_once(data / "base") as folder:
-        if folder:
-            in_bfloat16(save_smollm2(folder))
+    texts = {"base": "", **TEXTS, "tables": inspect.getsource(statistics)}
     for name, text in texts.items():
         with made_once(data / name) as folder:
             if folder:
-                in_bfloat16(fine_tune(data / "base", folder, text, RATE))
-    return [data / name for name in ("base", *texts)]
-
-
-def random_models(data: Path) -> list[Path]:
-    """A model of the shapes of SmolLM2 and three that differ from it a little."""
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**SMOLLM2))
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    names = ("base", "first", "second", "third")
-    for name in names:
-        if name != "base":
-            for key, tensor in model.state_dict().items():
-                noise = DELTA_DEVIATION * torch.randn_like(tensor)
-                tensor.copy_(original[key] + noise)
-        with made_once(data / name) as folder:
-            if folder:
-                model.save_pretrained(folder)
-                in_bfloat16(folder)
-    return [data / name for name in names]
-
-
-@contextmanager
-def made_once(folder: Path) -> Iterator[Path | None]:
-    """Where to make a folder, which gets its name when it is complete; None if it is there."""
-    if folder.is_dir():
-        yield None
-        return
-    print(f"making {folder.name} …", flush=True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    partial.rename(folder)
+                made = (
+                    fine_tune(data / "base", folder, text, RATE) if text else save_smollm2(folder)
+                )
+                in_bfloat16(made)
+    return [data / name for name in texts]
 
 
 def in_bfloat16(folder: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def held_out(base: Path, windows: int, *, is_random: bool) -> torch.Tensor:
+def held_out(base: Path, windows: int) -> torch.Tensor:
     """Windows of tokens of a text that no fine-tune has seen."""
-    if is_random:
-        generator = torch.Generator().manual_seed(SEED)
-        return torch.randint(SMOLLM2["vocab_size"], (windows, TOKENS), generator=generator)
     text = inspect.getsource(difflib)
     tokens = AutoTokenizer.from_pretrained(base)(text, return_tensors="pt").input_ids[0]
     return tokens[: windows * TOKENS].reshape(windows, TOKENS)
-
-
-@torch.inference_mode()
-def loss_of(model: Any, windows: torch.Tensor) -> float:
-    """The mean loss over all windows."""
-    batches = windows.to(model.device).split(BATCH)
-    return float(sum(model(input_ids=b, labels=b).loss.double() for b in batches)) / len(batches)
 
 
 # ---------------------------------------------------------------- ways
@@ -143,15 +84,13 @@ class Search:
     """What all ways share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.data: Path = options.data
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
-        make = random_models if options.random else real_models
-        self.folders = make(self.data / ("random" if options.random else "smollm2"))
-        self.windows = held_out(self.folders[0], options.windows, is_random=options.random)
+        self.folders = make_models(options.data)
+        self.windows = held_out(self.folders[0], options.windows)
         self.digests: dict[str, str] = {}
         """Of the last candidate, by way."""
-        self.output = self.data / "merged"
+        self.output = options.data / "merged"
         self.recipe = dare.Request.of(
             base=self.folders[0],
             models=self.folders[1:],
@@ -165,31 +104,39 @@ class Search:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
         return model.to(self.device).eval()
 
+    @torch.inference_mode()
     def score(self, model: Any) -> float:
-        return loss_of(model, self.windows)
+        """The mean loss over all windows."""
+        batches = self.windows.to(self.device).split(BATCH)
+        losses = [model(input_ids=batch, labels=batch).loss.double() for batch in batches]
+        return float(sum(losses)) / len(losses)
+
+    def clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-Way = Callable[[float], tuple[float, Seconds]]
-"""From a drop rate to the loss of the candidate, and what it took."""
+Way = Callable[[float], tuple[float, Sequence[float]]]
+"""From a drop rate to the loss of the candidate, and the seconds of its parts."""
 
 
 def in_memory(search: Search) -> Way:
-    started = time.perf_counter()
+    started = search.clock()
     candidates = dare.Candidates(search.recipe)
-    read = time.perf_counter()
+    read = search.clock()
     model = search.load(search.folders[0])
     print(
         f"memory: {candidates.memory_bytes / 1e9:.2f} GB read in {read - started:.2f} s, "
-        f"the model loaded in {time.perf_counter() - read:.2f} s, once"
+        f"the model loaded in {search.clock() - read:.2f} s, once"
     )
 
-    def way(drop_rate: float) -> tuple[float, Seconds]:
-        began = time.perf_counter()
+    def way(drop_rate: float) -> tuple[float, Sequence[float]]:
+        began = search.clock()
         search.digests["memory"] = candidates.write_into(model, {"drop_rate": drop_rate})
-        synchronise(search.device)
-        made = time.perf_counter()
+        made = search.clock()
         loss = search.score(model)
-        return loss, {"make": made - began, "load": 0.0, "score": time.perf_counter() - made}
+        return loss, (made - began, 0.0, search.clock() - made)
 
     return way
 
@@ -197,35 +144,30 @@ def in_memory(search: Search) -> Way:
 def by_disk(search: Search, merge: Callable[[float], None]) -> Way:
     """Let something write a model directory, load it and score it."""
 
-    def way(drop_rate: float) -> tuple[float, Seconds]:
+    def way(drop_rate: float) -> tuple[float, Sequence[float]]:
         shutil.rmtree(search.output, ignore_errors=True)
-        began = time.perf_counter()
+        began = search.clock()
         merge(drop_rate)
-        made = time.perf_counter()
+        made = search.clock()
         model = search.load(search.output)
-        synchronise(search.device)
-        loaded = time.perf_counter()
+        loaded = search.clock()
         loss = search.score(model)
-        scored = time.perf_counter()
-        return loss, {"make": made - began, "load": loaded - made, "score": scored - loaded}
+        return loss, (made - began, loaded - made, search.clock() - loaded)
 
     return way
 
 
 def with_dare(search: Search) -> Way:
     def merge(drop_rate: float) -> None:
-        stages = {"dare": {"drop_rate": drop_rate}}
-        report = dare.merge(search.recipe.changed(stages=stages))
+        report = dare.merge(search.recipe.changed(stages={"dare": {"drop_rate": drop_rate}}))
         search.digests["disk"] = report.digests.output
 
     return by_disk(search, merge)
 
 
 def with_mergekit(search: Search, python: Path) -> Way:
-    worker = Path(__file__).with_name("mergekit_worker.py")
-    process = subprocess.Popen(
-        [python, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [python, Path(__file__).with_name("tools.py"), "mergekit"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     base, *tuned = map(str, search.folders)
 
     def merge(drop_rate: float) -> None:
@@ -247,82 +189,18 @@ def with_mergekit(search: Search, python: Path) -> Way:
     return by_disk(search, merge)
 
 
-def with_torch(search: Search) -> Way:
-    """Tensor by tensor on the device, with its random numbers, and stored as bf16."""
-
-    def merge(drop_rate: float) -> None:
-        search.output.mkdir()
-        shutil.copy(search.folders[0] / "config.json", search.output)
-        torch.manual_seed(SEED)
-        device, keep = str(search.device), 1 - drop_rate
-        files = [safe_open(f / "model.safetensors", "pt", device) for f in search.folders]
-        merged = {}
-        for name in files[0].keys():  # noqa: SIM118 (it is no dict)
-            base, *tuned = (file.get_tensor(name).float() for file in files)
-            total = torch.zeros_like(base)
-            for tensor in tuned:
-                kept = torch.bernoulli(torch.full_like(base, keep))
-                total += (tensor - base) * kept / keep / len(tuned)
-            merged[name] = (base + total).bfloat16().cpu()
-        save_file(merged, search.output / "model.safetensors", {"format": "pt"})
-
-    return by_disk(search, merge)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 # ---------------------------------------------------------------- the run
 
 
-def measure(search: Search, ways: dict[str, Way], rounds: int) -> list[dict[str, Any]]:
-    """Let the ways take turns; the first round warms up and does not count."""
-    rows = []
-    for number in range(rounds + 1):
-        drop_rate = FIRST_DROP_RATE + STEP * number
-        for name, way in ways.items():
-            loss, seconds = way(drop_rate)
-            total = sum(seconds.values())
-            print(
-                f"  p = {drop_rate:.2f}  {name:<9} loss {loss:.6f}  "
-                + "  ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
-                + f"  in all {total:.2f} s",
-                flush=True,
-            )
-            if number:
-                row = {"way": name, "drop_rate": drop_rate, "loss": loss}
-                rows.append({**row, **seconds, "total": total})
-        if search.digests["memory"] != search.digests["disk"]:
-            raise SystemExit("the weights in memory and on the disk must be the same")
-    return rows
-
-
-def show(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Print and return medians; scoring is the same work in all ways, and has one."""
-    score = statistics.median(row["score"] for row in rows)
-    medians = {}
-    print(f"\n{'':<10}{'make':>9}{'load':>9}{'score':>9}{'in all':>9}{'per hour':>10}")
-    for way in ways:
-        own = [row for row in rows if row["way"] == way]
-        make, load = (statistics.median(row[part] for row in own) for part in ("make", "load"))
-        total = make + load + score
-        medians[way] = {"make": make, "load": load, "score": score, "per_hour": 3600 / total}
-        seconds = "".join(f"{part:>8.3f}s" for part in (make, load, score, total))
-        print(f"{way:<10}{seconds}{3600 / total:>10.0f}")
-    return medians
-
-
 def main() -> None:
+    """Let the ways take turns; the first round warms up and does not count."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="a directory for models and merges")
     parser.add_argument("--device", default="cpu", help="where the model is scored")
     parser.add_argument("--dtype", default="float32", help="of the model that is scored")
-    parser.add_argument("--random", action="store_true", help="random weights, not SmolLM2's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=64, help=f"of {TOKENS} tokens, to score on")
-    parser.add_argument("--peers-python", type=Path, help="python that has mergekit; else torch")
+    parser.add_argument("--peers-python", type=Path, help="python that has mergekit")
     parser.add_argument("--json", type=Path, help="a file for all figures")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -330,20 +208,25 @@ def main() -> None:
     ways = {"memory": in_memory(search), "disk": with_dare(search)}
     if options.peers_python:
         ways["mergekit"] = with_mergekit(search, options.peers_python)
-    else:
-        ways["torch"] = with_torch(search)
-    rows = measure(search, ways, options.rounds)
-    machine = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if search.device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    medians = show(rows, list(ways))
+    found: dict[str, list[Sequence[float]]] = {name: [] for name in ways}
+    for number in range(options.rounds + 1):
+        drop_rate = FIRST_DROP_RATE + STEP * number
+        for name, way in ways.items():
+            loss, seconds = way(drop_rate)
+            told = ", ".join(f"{part} {s:.2f} s" for part, s in zip(PARTS, seconds, strict=True))
+            print(f"  p = {drop_rate:.2f}  {name:<9} loss {loss:.6f}  {told}", flush=True)
+            found[name] += [seconds] if number else []
+        if search.digests["memory"] != search.digests["disk"]:
+            raise SystemExit("the weights in memory and on the disk must be the same")
+    rows = []
+    score = statistics.median(seconds[2] for runs in found.values() for seconds in runs)
+    for name, runs in found.items():  # scoring is the same work in all ways, and has one median
+        make, load = (statistics.median(seconds[part] for seconds in runs) for part in (0, 1))
+        whole = make + load + score
+        rows.append([name, *(f"{s:.3f} s" for s in (make, load, score)), f"{3600 / whole:.0f}"])
+    print_table(("", *PARTS, "candidates per hour"), rows)
     if options.json:
-        found = {"machine": machine, "medians": medians, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=2))
+        write_json(options.json, {"cores": os.cpu_count(), "seconds": found})
 
 
 if __name__ == "__main__":

@@ -1,378 +1,412 @@
-"""Compare merges by dare, mergekit and plain torch: time, CPU and memory, in one go.
+"""Measure merges and more by several tools, or at several sizes: time, CPU and memory.
 
-The models are made once, under bench/data. Every run is a process of its own, measured from its
-start to its end, with the inputs in the page cache and nothing left to write back. All jobs are run
-equally often, in rounds, so that a slow minute of the machine hits all of them; the figures are
-medians. The peers are taken from an environment of their own (requirements-peers.txt); a job that
-cannot be run is listed with the reason.
+    python bench/compare.py                       # dare beside mergekit and others
+    python bench/compare.py methods               # every method, beside mergekit's where it has it
+    python bench/compare.py analysis              # beside torch, and what a merge takes
+    python bench/compare.py deltas                # delta files, beside copying and zstd
+    python bench/compare.py threads --data /dev/shm/models        # by the number of threads
+    python bench/compare.py growth                # by the size and the number of models
+
+Every run is a process of its own, measured from its start to its end, with the inputs in the page
+cache; jobs take turns, since machines are shared. Models are made in --data if they are not there
+(models.py). Other tools run in the environment of --peers-python (tools.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jobs import BENCH, JOB_NAMES, Inputs, Job, make_jobs, make_our_job
-from measure import Measurement, ProgramError, available_memory_bytes, measure, warm_page_cache
-from models import missing_folders, shape_for
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from measure import (
+    Job,
+    ProgramError,
+    Result,
+    available_memory_bytes,
+    describe_machine,
+    print_results,
+    take_turns,
+    write_json,
+)
+from models import Shape, missing_folders, model_folders, shape_for
 
-DATA = BENCH / "data"
+from dare.stages import STAGES
+
+BENCH = Path(__file__).parent
 PEERS_PYTHON = BENCH.parent / ".venv-peers" / "bin" / "python"
-USUAL_PARAMETERS = 0.95e9
-SCALING_PARAMETERS = (0.1e9, 0.3e9, 0.95e9)
-SCALING_MODELS = (2, 3, 5, 8)
-USUAL_MODELS = 3
+SEED = 42
+DROPPED = "[dare]\ndrop_rate = 0.9"
+"""Lines of a recipe."""
+MATRIX_MEMORY = 'max_memory = "8GiB"'
+"""What matrix stages may take; the others stay far below."""
+TORCH_ITSELF_BYTES = 1_000_000_000
+"""What plain torch takes besides its tensors, with some to spare."""
 LEAST_PARAMETERS = 1e6
-
-console = Console()
-console.width = max(console.width, 100)
-
-
-@dataclass
-class Result:
-    """The runs of one job, or why there are none."""
-
-    name: str
-    title: str
-    rival: str | None
-    runs: list[Measurement] = field(default_factory=list)
-    problem: str | None = None
-
-    @property
-    def median(self) -> Measurement:
-        """The medians of what the runs took."""
-        return Measurement(
-            statistics.median(run.wall_seconds for run in self.runs),
-            statistics.median(run.cpu_seconds for run in self.runs),
-            _median_or_none(run.peak_bytes for run in self.runs),
-            _median_or_none(run.own_peak_bytes for run in self.runs),
-        )
-
-    @property
-    def spread(self) -> str:
-        """The shortest and the longest run."""
-        seconds = [run.wall_seconds for run in self.runs]
-        return f"{min(seconds):.2f} – {max(seconds):.2f}"
-
-
-def _median_or_none(counts: Iterable[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return int(statistics.median(known)) if known else None
 
 
 @dataclass(frozen=True)
-class ScalingPoint:
-    """Our dare+linear on so many models of so many parameters."""
+class Inputs:
+    """A base and its fine-tunes on disk, and where merges of them go."""
 
-    parameters: int
-    models: int
-    wall_seconds: float
-    cpu_seconds: float
-    peak_bytes: int | None
+    shape: Shape
+    folders: Sequence[Path]
+    """The base first."""
+    work: Path
+    """For recipes, and for what one job leaves to another."""
+    output: Path
+    options: argparse.Namespace
 
     @property
-    def ns_per_element_and_model(self) -> float:
-        """Wall time for each element of each fine-tune."""
-        return self.wall_seconds * 1e9 / (self.parameters * self.models)
+    def files(self) -> list[Path]:
+        """The weights, base first."""
+        return [folder / "model.safetensors" for folder in self.folders]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The point as plain values, ready for JSON."""
-        return {**asdict(self), "ns_per_element_and_model": self.ns_per_element_and_model}
+    def ours(
+        self, name: str, method: str, *lines: str, models: Sequence[Path] = (), **more: Any
+    ) -> Job:
+        """One of our merges, by a recipe with further lines; TOML has strings as JSON has them."""
+        base, *tuned = self.folders
+        merged = [str(path) for path in models or tuned]
+        top = [line for line in lines if not line.startswith("[")]
+        recipe = self.work / f"{name.replace(' ', '-')}.toml"
+        recipe.write_text(
+            "\n".join(
+                [
+                    *(f"method = {json.dumps(method)}", f"seed = {SEED}", "verbose = false", *top),
+                    *(line for line in lines if line not in top),
+                    *("[models]", f"base_file = {json.dumps(str(base))}"),
+                    f"merge_files = {json.dumps(merged)}",
+                    f"output_file = {json.dumps(str(self.output / 'merged.safetensors'))}",
+                ]
+            )
+        )
+        command = (sys.executable, "-m", "dare", str(recipe), "--overwrite")
+        return Job(name, [command], self.files, self.shape.model_bytes, **more)
+
+    def mergekit(self, name: str, method: str, of_each: dict[str, float], **more: Any) -> Job:
+        """A run of mergekit's program, with parameters of each model; JSON is YAML."""
+        file, (base, *tuned) = self.work / f"{name}.yaml", map(str, self.folders)
+        models = [{"model": path, "parameters": of_each} for path in tuned]
+        types = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
+        what = {"merge_method": method, "base_model": base, "models": models}
+        file.write_text(json.dumps({**what, **types, **more}))
+        program = self.options.peers_python.with_name("mergekit-yaml")
+        how = ("--no-cuda", "--no-copy-tokenizer", "--quiet", "--random-seed", str(SEED))
+        flags = self.options.mergekit_flags.split()
+        return Job(
+            name,
+            [(str(program), str(file), str(self.output), *how, *flags)],
+            self.files,
+            self.shape.model_bytes,
+            environment={"HF_HUB_OFFLINE": "1"},
+            obstacle=None if program.exists() else "mergekit is not where --peers-python points",
+        )
+
+    def tool(self, name: str, tool: str, rival: str | None, *, writes: bool = True) -> Job:
+        """A run of a program of tools.py with other tools."""
+        python = self.options.peers_python
+        output = [str(self.output / "merged.safetensors")] if writes else []
+        command = (str(python), str(BENCH / "tools.py"), tool, *output, *map(str, self.files))
+        obstacle = None if python.exists() else "it is not where --peers-python points"
+        if tool == "torch" and not obstacle:
+            needed = self.shape.parameters * 4 * (len(self.folders) + 1) + TORCH_ITSELF_BYTES
+            if needed > (free := available_memory_bytes()):
+                obstacle = f"needs {needed / 1e9:.0f} GB of memory; {free / 1e9:.0f} GB are free"
+        least = self.shape.model_bytes if writes else 0
+        return Job(name, [command], self.files, least, rival, obstacle=obstacle)
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def tools(inputs: Inputs) -> list[Job]:
+    """DARE by every tool; `floor` reads every input once and writes one: no merge can beat it.
+
+    mergekit computes in bf16 as in its examples, and in float32 as we do. A copy that only shares
+    blocks (`reflink`) would write nothing.
+    """
+    share = {"weight": 1 / (len(inputs.folders) - 1), "density": 0.1}
+    trimmed = "[ties]\nkeep_ratio = 0.5"
+    floor = (
+        ("cat", *map(str, inputs.files)),
+        ("cp", "--reflink=never", str(inputs.files[0]), str(inputs.output / "copy.safetensors")),
+    )
+    return [
+        inputs.ours("linear", "dare+linear", DROPPED, rival="mergekit-linear"),
+        inputs.ours("ties", "dare+ties", DROPPED, rival="mergekit-ties"),
+        inputs.ours("ties-trimmed", "dare+ties", DROPPED, trimmed, rival="mergekit-ties"),
+        inputs.ours("trimmed", "trim+ties", "[trim]\nkeep_ratio = 0.1", rival="mergekit-trimmed"),
+        inputs.mergekit("mergekit-linear", "dare_linear", share),
+        inputs.mergekit("mergekit-ties", "dare_ties", share),
+        inputs.mergekit("mergekit-trimmed", "ties", share),
+        inputs.mergekit("mergekit-linear-f32", "dare_linear", share, dtype="float32"),
+        inputs.mergekit("mergekit-ties-f32", "dare_ties", share, dtype="float32"),
+        inputs.tool("peft-linear", "peft_linear", "mergekit-linear"),
+        inputs.tool("peft-ties", "peft_ties", "mergekit-ties"),
+        inputs.tool("sd-mecha-ties", "sd_mecha", "mergekit-ties"),
+        inputs.tool("torch", "torch", "mergekit-linear"),
+        Job("floor", floor, inputs.files, inputs.shape.model_bytes),
+    ]
+
+
+RIVALS: dict[str, tuple[str, dict[str, float]]] = {
+    "linear": ("task_arithmetic", {"weight": 0.25}),
+    "sum": ("task_arithmetic", {"weight": 1.0}),
+    "dare+linear": ("dare_linear", {"weight": 0.25, "density": 0.1}),
+    "dare+ties": ("dare_ties", {"weight": 0.25, "density": 0.1}),
+    "ties": ("ties", {"weight": 0.25, "density": 1.0}),
+    "trim+ties": ("ties", {"weight": 0.25, "density": 0.2}),
+    "breadcrumbs+linear": ("breadcrumbs", {"weight": 0.25, "density": 0.9, "gamma": 0.01}),
+    "della+linear": ("della_linear", {"weight": 0.25, "density": 0.1, "epsilon": 0.05}),
+    "slerp": ("slerp", {}),
+    "nuslerp": ("nuslerp", {"weight": 0.5}),
+    "karcher": ("karcher", {}),
+    "model_stock": ("model_stock", {}),
+}
+"""What mergekit calls a method, and each model's parameters that make it the same."""
+
+
+def methods(inputs: Inputs) -> list[Job]:
+    """Each combine stage, each delta stage with `linear` and usual chains, at their defaults."""
+    combines = [n for n, s in STAGES.items() if s.kind == "combine" and not s.takes_grams]
+    deltas = [f"{name}+linear" for name, stage in STAGES.items() if stage.kind == "delta"]
+    jobs = []
+    for method in (*combines, *deltas, "dare+ties", "trim+ties", "linear+svc"):
+        taken = STAGES[method.rpartition("+")[2]].models or len(inputs.folders) - 1
+        some = replace(inputs, folders=inputs.folders[: 1 + taken])
+        rival = f"mergekit-{method}" if method in RIVALS else None
+        jobs.append(some.ours(method, method, MATRIX_MEMORY, rival=rival))
+        if rival:
+            how: dict[str, Any] = {}
+            if method == "slerp":  # which interpolates between its base and one model
+                how = {"base_model": str(some.folders[1]), "parameters": {"t": 0.5}}
+            jobs.append(some.mergekit(rival, *RIVALS[method], **how))
+    return jobs
+
+
+ANALYZE = """
+import sys
+from dare.analysis.measure.analyzing import analyze
+analyze(sys.argv[2], sys.argv[3:], spectra=sys.argv[1], verbose=False)
+"""
+
+
+def analysis(inputs: Inputs) -> list[Job]:
+    """All of `dare.analyze`, beside reading alone, a merge, and fewer figures by torch."""
+    folders, ours = tuple(map(str, inputs.folders)), (sys.executable, "-c", ANALYZE)
+    read = (sys.executable, str(BENCH / "tools.py"), "read", *folders)
+    return [
+        Job("read", [read], inputs.files),
+        Job("analyze", [(*ours, "auto", *folders)], inputs.files, rival="torch"),
+        Job("without-spectra", [(*ours, "none", *folders)], inputs.files),
+        inputs.ours("merge", "dare+linear", DROPPED),
+        inputs.tool("torch", "statistics", None, writes=False),
+    ]
+
+
+KINDS = {
+    "native, p .9": "drop_rate=0.9",
+    "2 bits, p .6": "bits=2, drop_rate=0.6",
+    "4 bits, p .9": "bits=4, drop_rate=0.9",
+    "lossless": "lossless=True",
+}
+"""Of delta files, with what `dare.compress` is given."""
+
+
+def deltas(inputs: Inputs) -> list[Job]:
+    """Delta files of one fine-tune, and merges from three. What is written is synced.
+
+    Every file lies where the job that needs it finds it.
+    """
+
+    def python(name: str, code: str) -> Job:
+        return Job(name, [(sys.executable, "-W", "ignore", "-c", code)], inputs.files)
+
+    def of_dare(name: str, call: str, *given: object, settings: str = "") -> Job:
+        paths = "".join(f"{str(path)!r}, " for path in given)
+        return python(
+            name, f"import dare; dare.{call}({paths}{settings}verbose=False, overwrite=True)"
+        )
+
+    base, first, *_ = inputs.folders
+    file, copied, packed = inputs.files[1], inputs.work / "copied", inputs.work / "model.zst"
+    jobs = [
+        Job("cp and sync", [("cp", str(file), str(copied)), ("sync", str(copied))], inputs.files),
+        python(
+            "zstd -3",
+            f"import os, zstandard; source, sink = open({str(file)!r}, 'rb'), "
+            f"open({str(packed)!r}, 'wb'); zstandard.ZstdCompressor(level=3, threads=-1)"
+            ".copy_stream(source, sink); sink.flush(); os.fsync(sink.fileno())",
+        ),
+    ]
+    for kind, settings in KINDS.items():
+        delta = inputs.work / f"{settings}.delta.safetensors"
+        applied = inputs.work / "applied.safetensors"
+        compress = of_dare(
+            f"compress: {kind}", "compress", base, first, delta, settings=f"{settings}, "
+        )
+        jobs += [compress, of_dare(f"apply: {kind}", "apply_delta", base, delta, applied)]
+    jobs.append(inputs.ours("merge one model, dare+sum", "dare+sum", models=[first]))
+    files = []
+    for number, folder in enumerate(inputs.folders[1:]):
+        files.append(inputs.work / f"{number}.delta.safetensors")
+        seed = f"drop_rate=0.9, seed={SEED + number}, "
+        job = of_dare("", "compress", base, folder, files[-1], settings=seed)
+        subprocess.run(job.commands[0], check=True)
+    for method in ("dare+linear", "dare+ties"):
+        rival = f"merge models, {method}"
+        jobs.append(inputs.ours(rival, method, DROPPED))
+        jobs.append(
+            inputs.ours(f"merge delta files, {method}", method, DROPPED, models=files, rival=rival)
+        )
+    return jobs
+
+
+def threads(inputs: Inputs) -> list[Job]:
+    """Merges on 1, 2, 4, … threads, up to the number of cores."""
+    counts = [1 << n for n in range(len(os.sched_getaffinity(0)).bit_length())]
+    return [
+        inputs.ours(
+            f"{method} on {count}",
+            method,
+            f"threads = {count}",
+            'max_memory = "16GB"',
+            *((DROPPED,) if method.startswith("dare") else ()),
+            rival=f"{method} on 1",
+        )
+        for method in ("dare+linear", "dare+ties", "trim+ties", "della+linear")
+        for count in counts
+    ]
+
+
+def growth(inputs: Inputs) -> list[Job]:
+    """A merge; it is run for models of several sizes, and for several numbers of them."""
+    name = f"{inputs.shape.parameters / 1e6:.1f} million × {len(inputs.folders) - 1}"
+    return [inputs.ours(name, "dare+linear", DROPPED)]
+
+
+SUITES: dict[str, tuple[Callable[[Inputs], list[Job]], float, int, str | None]] = {
+    "tools": (tools, 0.95e9, 3, "floor"),
+    "methods": (methods, 0.3e9, 4, None),
+    "analysis": (analysis, 0.95e9, 3, "read"),
+    "deltas": (deltas, 0.95e9, 3, None),
+    "threads": (threads, 0.95e9, 3, None),
+    "growth": (growth, 0.95e9, 3, None),
+}
+"""With the usual size of a model, the number of fine-tunes, and the job that the others are held
+against."""
+GROWTH = ((2 / 19, 3), (6 / 19, 3), (1, 3), (1, 2), (1, 5), (1, 8))
+"""Shares of the size, and numbers of models."""
+
+
+# ---------------------------------------------------------------- the run
 
 
 def main() -> int:
-    """Compare or scale, as asked; 1 if a job failed."""
-    options = parse_arguments()
-    document: dict[str, Any] = {"machine": describe_machine(options.peers_python)}
-    if options.scaling:
-        points = run_scaling(options)
-        fit = fit_scaling(points)
-        print_scaling(points, fit)
-        document |= {"scaling": [point.to_dict() for point in points], "fit": fit}
-        failed = False
-    else:
-        results = run_comparison(options)
-        print_comparison(results)
-        document |= {
-            "parameters": shape_for(options.parameters).parameters,
-            "models": options.models,
-            "mergekit_flags": options.mergekit_flags,
-            "jobs": [asdict(result) for result in results],
-        }
-        failed = any(result.problem and result.problem.startswith("failed") for result in results)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    return int(failed)
-
-
-def parse_arguments() -> argparse.Namespace:
+    """Measure what is asked for; 1 if a job failed."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example:\n"
-        "  python bench/compare.py --repeat 5 --skip torch --json bench/results/compare.json\n"
-        "  python bench/compare.py --parameters 20e6 --only ours-linear mergekit-linear floor\n\n"
-        f"jobs: {', '.join(JOB_NAMES)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parameters", type=float, default=USUAL_PARAMETERS, help="size of a model (0.95e9)")
-    add("--models", type=int, default=USUAL_MODELS, help="how many fine-tunes (3)")
+    add("suite", nargs="?", choices=SUITES, default="tools")
+    add("--parameters", type=float, help="size of a model (0.95e9; methods: 0.3e9)")
+    add("--models", type=int, help="how many fine-tunes (3; methods: 4)")
     add("--repeat", type=int, default=3, help="rounds, in each of which every job runs once (3)")
     add("--mergekit-flags", default="", metavar="FLAGS", help="such as '--num-threads 2'")
     add("--peers-python", type=Path, default=PEERS_PYTHON, metavar="PATH",
         help="python that has mergekit and torch (.venv-peers/bin/python)")  # fmt: skip
-    add("--only", nargs="+", choices=JOB_NAMES, default=JOB_NAMES, metavar="JOB")
-    add("--skip", nargs="+", choices=JOB_NAMES, default=(), metavar="JOB")
+    add("--only", nargs="+", metavar="JOB")
+    add("--skip", nargs="+", default=(), metavar="JOB")
+    add("--data", type=Path, default=BENCH / "data", help="where models and outputs are")
     add("--json", type=Path, metavar="PATH", help="also write all figures to this file")
-    add("--scaling", action="store_true",
-        help="instead, run dare+linear on models of 0.1, 0.3 and 0.95 billion parameters (or in "
-        "these proportions up to --parameters), and on 2, 3, 5 and 8 of the largest")  # fmt: skip
     options = parser.parse_args()
-    if options.models < 1 or options.repeat < 1 or options.parameters < LEAST_PARAMETERS:
-        parser.error(f"at least 1 model, 1 run and {LEAST_PARAMETERS:g} parameters")
-    return options
+    options.data = options.data.absolute()
+    make, parameters, models, floor = SUITES[options.suite]
+    options.parameters = options.parameters or parameters
+    options.models = options.models or models
+    if options.repeat < 1 or options.parameters < LEAST_PARAMETERS:
+        parser.error(f"at least 1 run and {LEAST_PARAMETERS:g} parameters")
+    sizes = [(options.parameters, options.models)]
+    if options.suite == "growth":
+        sizes = [(part * options.parameters, models) for part, models in GROWTH]
+    provide_models(options.data, sizes)
+    with tempfile.TemporaryDirectory(dir=options.data, prefix="work-") as name:
+        work = Path(name)
+        jobs = []
+        for size, models in sizes:
+            shape = shape_for(size)
+            folders = model_folders(options.data, shape, models)
+            inputs = Inputs(shape, folders, work, work / "output", options)
+            jobs += make(inputs)
+        chosen = [job for job in jobs if job.name in (options.only or [job.name])]
+        chosen = [job for job in chosen if job.name not in options.skip]
+        if not chosen:
+            parser.error(f"the jobs are {', '.join(job.name for job in jobs)}")
+        results = take_turns(chosen, work / "output", options.repeat)
+        left = {file.name: file.read_bytes() for file in sorted(work.glob("*.delta.safetensors"))}
+    print_results(results, floor)
+    for file, data in left.items():
+        print(f"{file}: {len(data):,} bytes, SHA-256 {hashlib.sha256(data).hexdigest()[:16]}…")
+    document = {"machine": describe_machine(options.peers_python), "suite": options.suite}
+    document |= {"parameters": shape_for(options.parameters).parameters, "models": options.models}
+    document["jobs"] = [result.to_dict() for result in results]
+    if options.suite == "growth" and not any(result.problem for result in results):
+        document["fit"] = fit_growth(sizes, results)
+    if options.json:
+        write_json(options.json, document)
+    return int(any((result.problem or "").startswith("failed") for result in results))
 
 
-# ---------------------------------------------------------------- runs
-
-
-def run_comparison(options: argparse.Namespace) -> list[Result]:
-    """Run every job that was asked for."""
-    chosen = [name for name in JOB_NAMES if name in options.only and name not in options.skip]
-    inputs = provide_inputs([(options.parameters, options.models)])[0]
-    with working_folders() as (work, output):
-        flags = options.mergekit_flags.split()
-        jobs = make_jobs(inputs, work, output, options.peers_python, flags)
-        chosen_jobs = [job for job in jobs if job.name in chosen]
-        return run_rounds(chosen_jobs, inputs, output, options.repeat)
-
-
-def run_rounds(jobs: Sequence[Job], inputs: Inputs, output: Path, rounds: int) -> list[Result]:
-    """Run every job once, then again, until there were so many rounds."""
-    results = [
-        Result(job.name, job.title, job.rival, problem=job.obstacle and f"skipped: {job.obstacle}")
-        for job in jobs
-    ]
-    for number in range(1, rounds + 1):
-        for job, result in zip(jobs, results, strict=True):
-            if result.problem is None:
-                run_again(job, result, inputs, output, f"round {number} of {rounds}")
-    return results
-
-
-def run_again(job: Job, result: Result, inputs: Inputs, output: Path, place: str) -> None:
-    """Add a run to a job's result, or why it failed."""
-    what = f"{place}: {job.title}, {len(inputs.tuned)} of {inputs.shape.folder_name}"
-    try:
-        result.runs.append(run_once(job, inputs, output))
-    except ProgramError as error:
-        result.problem = f"failed: {error}"
-        return
-    console.print(f"[dim]{what}: {result.runs[-1].wall_seconds:.2f} s[/dim]")
-
-
-def run_once(job: Job, inputs: Inputs, output: Path) -> Measurement:
-    """Run a job once, from a clean start, and throw its output away."""
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir()
-    os.sync()
-    warm_page_cache(inputs.files)
-    parts = [measure(command, job.environment) for command in job.commands]
-    written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-    shutil.rmtree(output)
-    if written < inputs.shape.model_bytes:
-        raise ProgramError(f"wrote {written:,} bytes; {inputs.shape.model_bytes:,} are expected")
-    peaks = [part.peak_bytes for part in parts if part.peak_bytes is not None]
-    own_peaks = [part.own_peak_bytes for part in parts if part.own_peak_bytes is not None]
-    return Measurement(
-        sum(part.wall_seconds for part in parts),
-        sum(part.cpu_seconds for part in parts),
-        max(peaks, default=None),
-        max(own_peaks, default=None),
-    )
-
-
-def run_scaling(options: argparse.Namespace) -> list[ScalingPoint]:
-    """Measure our dare+linear at several sizes and several numbers of models."""
-    largest = options.parameters
-    sizes = [largest * size / SCALING_PARAMETERS[-1] for size in SCALING_PARAMETERS]
-    asked = [(size, USUAL_MODELS) for size in sizes]
-    asked += [(largest, models) for models in SCALING_MODELS if models != USUAL_MODELS]
-    all_inputs = provide_inputs(asked)
-    points = []
-    with working_folders() as (work, output):
-        for inputs in all_inputs:
-            job = make_our_job("ours-linear", inputs, work, output)
-            [result] = run_rounds([job], inputs, output, options.repeat)
-            if result.problem:
-                raise SystemExit(f"{job.title}: {result.problem}")
-            middle = result.median
-            points.append(
-                ScalingPoint(
-                    inputs.shape.parameters,
-                    len(inputs.tuned),
-                    middle.wall_seconds,
-                    middle.cpu_seconds,
-                    middle.own_peak_bytes,
-                )
-            )
-    return points
-
-
-def fit_scaling(points: Sequence[ScalingPoint]) -> dict[str, float]:
-    """Fit wall = start + elements·(base + models·model) by least squares."""
-    terms = [[1.0, p.parameters * 1e-9, p.parameters * p.models * 1e-9] for p in points]
-    seconds = [point.wall_seconds for point in points]
-    start, base, model = np.linalg.lstsq(np.array(terms), np.array(seconds))[0].tolist()
-    return {"start_seconds": start, "base_ns_per_element": base, "model_ns_per_element": model}
-
-
-# ---------------------------------------------------------------- what runs need
-
-
-def provide_inputs(asked: Sequence[tuple[float, int]]) -> list[Inputs]:
+def provide_models(data: Path, sizes: Sequence[tuple[float, int]]) -> None:
     """Make the models that are not there yet, in a process of its own; refuse if the disk is full.
 
     Our own memory must stay small: see `measure`.
     """
-    found = [Inputs.find(DATA, shape_for(size), models) for size, models in asked]
+    shapes = [(shape_for(size), models) for size, models in sizes]
     missing = {
-        folder: inputs.shape.model_bytes
-        for inputs in found
-        for folder in missing_folders(DATA, inputs.shape, len(inputs.tuned))
+        folder: shape.model_bytes
+        for shape, models in shapes
+        for folder in missing_folders(data, shape, models)
     }
-    output_bytes = max(inputs.shape.model_bytes for inputs in found)
+    output_bytes = max(shape.model_bytes for shape, _ in shapes)
     needed = int(1.02 * (sum(missing.values()) + output_bytes)) + (100 << 20)
-    DATA.mkdir(exist_ok=True)
-    free = shutil.disk_usage(DATA).free
-    if free < needed:
+    data.mkdir(exist_ok=True, parents=True)
+    if (free := shutil.disk_usage(data).free) < needed:
         raise SystemExit(
-            f"{DATA} needs {needed / 1e9:.1f} GB of free disk ({len(missing)} models to make, one "
+            f"{data} needs {needed / 1e9:.1f} GB of free disk ({len(missing)} models to make, one "
             f"merged model at a time), and has {free / 1e9:.1f} GB; ask for fewer --parameters or "
             "--models"
         )
-    for size, models in asked if missing else ():
-        command = [sys.executable, BENCH / "models.py", DATA]
+    for size, models in sizes if missing else ():
+        command = [sys.executable, BENCH / "models.py", data]
         subprocess.run([*command, "--parameters", str(size), "--models", str(models)], check=True)
-    input_bytes = max(inputs.shape.model_bytes * (1 + len(inputs.tuned)) for inputs in found)
+    input_bytes = max(shape.model_bytes * (1 + models) for shape, models in shapes)
     if input_bytes + output_bytes > available_memory_bytes():
-        console.print("note: the page cache may not hold all inputs, so times include the disk's")
-    return found
+        print("note: the page cache may not hold all inputs, so times include the disk's")
 
 
-@contextmanager
-def working_folders() -> Iterator[tuple[Path, Path]]:
-    """Lend a folder for recipes and one for outputs, on the disk that holds the inputs."""
-    with tempfile.TemporaryDirectory(dir=DATA, prefix="work-") as name:
-        yield Path(name), Path(name) / "output"
-
-
-def describe_machine(peers_python: Path) -> dict[str, Any]:
-    """What a reader of the figures must know."""
-    packages = {name: version(name) for name in ("dare-merge", "numpy")}
-    if peers_python.exists():
-        code = (
-            "from importlib.metadata import version; "
-            "print(*(n + '=' + version(n) for n in ('torch', 'mergekit')))"
-        )
-        told = subprocess.run(
-            [peers_python, "-c", code], capture_output=True, text=True, check=False
-        )
-        packages |= dict(item.split("=", 1) for item in told.stdout.split())
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "architecture": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": packages,
-    }
-
-
-# ---------------------------------------------------------------- tables
-
-
-def print_comparison(results: Sequence[Result]) -> None:
-    """Print one line for each job."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("job", no_wrap=True)
-    headings = ("runs", "wall s", "from – to", "CPU s", "memory MB")
-    for heading in (*headings, "mergekit ÷ this", "this ÷ floor"):
-        table.add_column(heading, justify="right")
-    seconds = {result.name: result.median.wall_seconds for result in results if result.runs}
-    for result in results:
-        if not result.runs:
-            table.add_row(result.name, "–")
-            continue
-        middle = result.median
-        table.add_row(
-            result.name,
-            str(len(result.runs)),
-            f"{middle.wall_seconds:.2f}",
-            result.spread,
-            f"{middle.cpu_seconds:.2f}",
-            megabytes(middle.own_peak_bytes),
-            ratio(seconds.get(result.rival or ""), middle.wall_seconds),
-            ratio(middle.wall_seconds, seconds.get("floor")),
-        )
-    console.print(table)
-    console.print("medians of the runs, start-up included; memory: without mapped files")
-    for result in results:
-        if result.problem:
-            console.print(f"{result.name}: {result.problem}", style="red", markup=False)
-
-
-def print_scaling(points: Sequence[ScalingPoint], fit: dict[str, float]) -> None:
-    """Print one line for each size, and the line through them."""
-    table = Table(title="dare+linear, drop rate 0.9", box=box.SIMPLE_HEAD)
-    for heading in (
-        "parameters", "models", "wall s", "CPU s", "ns per element and model", "peak MB",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for point in points:
-        table.add_row(
-            f"{point.parameters / 1e9:.3f} billion",
-            str(point.models),
-            f"{point.wall_seconds:.2f}",
-            f"{point.cpu_seconds:.2f}",
-            f"{point.ns_per_element_and_model:.2f}",
-            megabytes(point.peak_bytes),
-        )
-    console.print(table)
-    console.print(
-        f"wall ≈ {fit['start_seconds']:.2f} s + elements × ({fit['base_ns_per_element']:.2f} ns + "
-        f"models × {fit['model_ns_per_element']:.2f} ns)"
-    )
-
-
-def megabytes(count: int | None) -> str:
-    return "–" if count is None else f"{count / 1e6:,.0f}"
-
-
-def ratio(above: float | None, below: float | None) -> str:
-    return f"{above / below:.1f}" if above and below else "–"
+def fit_growth(sizes: Sequence[tuple[float, int]], results: Sequence[Result]) -> dict[str, float]:
+    """Fit wall = start + elements·(base + models·model) by least squares."""
+    elements = [1e-9 * shape_for(size).parameters for size, _ in sizes]
+    terms = [[1.0, e, e * models] for e, (_, models) in zip(elements, sizes, strict=True)]
+    seconds = [result.median("wall_seconds") for result in results]
+    start, base, model = np.linalg.lstsq(np.array(terms), np.array(seconds, float))[0].tolist()
+    print(f"wall ≈ {start:.2f} s + elements × ({base:.2f} ns + models × {model:.2f} ns)")
+    return {"start_seconds": start, "base_ns_per_element": base, "model_ns_per_element": model}
 
 
 if __name__ == "__main__":
     try:
-        raise SystemExit(main())
+        sys.exit(main())
     except ProgramError as error:
-        raise SystemExit(str(error)) from None
+        sys.exit(str(error))

@@ -21,7 +21,6 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from models import make_models, shape_for
@@ -55,16 +54,23 @@ def main() -> None:
     measured = list(map(chain_of, stages))
     yardsticks = [("linear", models) for _, models in measured]
     chains = list(dict.fromkeys([*yardsticks, *measured]))
-    times: dict[str, list[float]] = {f"{method} of {models}": [] for method, models in chains}
+    times: dict[tuple[str, int], list[float]] = {chain: [] for chain in chains}
     for _ in range(ROUNDS):
-        for method, models in chains:
-            found = times[f"{method} of {models}"]
+        for chain, found in times.items():
             if not found or found[0] < SLOW_SECONDS:
-                found.append(merge(work, method, models))
-                print(f"{method} of {models}: {found[-1]:.2f} s", flush=True)
-    medians = {name: statistics.median(found) for name, found in times.items()}
+                started = time.process_time()
+                dare.merge(recipe_of(work, *chain), overwrite=True)
+                found.append(time.process_time() - started)
+                print(f"{chain[0]} of {chain[1]}: {found[-1]:.2f} s", flush=True)
+    medians = {chain: statistics.median(found) for chain, found in times.items()}
     known = json.loads(options.json.read_text("utf-8")) if options.json.is_file() else {}
-    known |= {stage.name: cost_of(stage, work, medians, shape.parameters) for stage in stages}
+    for stage in stages:
+        method, models = chain_of(stage)
+        known[stage.name] = {
+            "time": round(medians[method, models] / medians["linear", models], 2),
+            "passes": dare.plan(recipe_of(work, method, models)).cost.passes,
+            "parameters": shape.parameters,
+        }
     found = {name: known[name] for name in STAGES if name in known}
     options.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
@@ -73,17 +79,6 @@ def chain_of(stage: Stage) -> tuple[str, int]:
     """The method that a stage is measured by, and the number of its models."""
     methods = {"delta": f"{stage.name}+linear", "combine": stage.name}
     return methods.get(stage.kind, f"linear+{stage.name}"), stage.models or MODELS
-
-
-def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int) -> dict[str, Any]:
-    """Time relative to `linear`, and passes, of a stage."""
-    method, models = chain_of(stage)
-    planned = dare.plan(recipe_of(work, method, models))
-    return {
-        "time": round(medians[f"{method} of {models}"] / medians[f"linear of {models}"], 2),
-        "passes": planned.cost.passes,
-        "parameters": parameters,
-    }
 
 
 def recipe_of(work: Path, method: str, models: int) -> dare.Request:
@@ -115,13 +110,6 @@ def gather(work: Path, models: int) -> Path:
         }
         write_gathered(file, tensors, rows=dict.fromkeys(names, 256))
     return file
-
-
-def merge(work: Path, method: str, models: int) -> float:
-    """Merge once; the seconds of processor time that it took."""
-    started = time.process_time()
-    dare.merge(recipe_of(work, method, models), overwrite=True)
-    return time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ candidate has the same result on nine of ten, and a new one on the tenth.
 import argparse
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes share the cores
@@ -31,13 +32,7 @@ import numpy as np
 
 from dare.recipe.search import Objective
 from dare.studies.results import Entry, Scored, State, Trial
-from dare.studies.statistics import (
-    BETTER,
-    NO_DIFFERENCE,
-    resample,
-    verdict,
-    visible_difference,
-)
+from dare.studies.statistics import BETTER, NO_DIFFERENCE, resample, verdict, visible_difference
 
 PAGE = Path(__file__).parent.parent / "docs" / "search.md"
 MARKERS = ("<!-- by bench/luck.py -->", "<!-- end of bench/luck.py -->")
@@ -54,49 +49,60 @@ class Setup:
 
     items: int
     agreement: float
-    candidates: int
+    candidates: int = 8
     gain: float = 0.0  # of the first candidate over all others
     cluster: int = 1  # items that belong together
     is_told: bool = True  # whether their ids say so
 
+    @property
+    def answers(self) -> int:
+        """Those that make an item's result."""
+        return 1 if self.agreement > 0.5 else ANSWERS
 
-def spread(agreement: float, answers: int) -> float:
-    """Return the sum of the beta distribution's parameters that makes two agree so often."""
+    @property
+    def spread(self) -> float:
+        """The sum of the beta distribution's parameters that makes two agree so often."""
+        answers = self.answers
 
-    def log_beta(a: float, b: float) -> float:
-        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+        def log_beta(a: float, b: float) -> float:
+            return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
-    def agreed(total: float) -> float:
-        a, b = MEAN * total, (1 - MEAN) * total
-        return sum(
-            math.comb(answers, k) ** 2
-            * math.exp(log_beta(a + 2 * k, b + 2 * (answers - k)) - log_beta(a, b))
-            for k in range(answers + 1)
-        )
+        def agreed(total: float) -> float:
+            a, b = MEAN * total, (1 - MEAN) * total
+            return sum(
+                math.comb(answers, k) ** 2
+                * math.exp(log_beta(a + 2 * k, b + 2 * (answers - k)) - log_beta(a, b))
+                for k in range(answers + 1)
+            )
 
-    low, high = 1e-6, 1e6
-    while high / low > 1 + 1e-9:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if agreed(middle) > agreement else (low, middle)
-    return low
+        low, high = 1e-6, 1e6
+        while high / low > 1 + 1e-9:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if agreed(middle) > self.agreement else (low, middle)
+        return low
+
+    @property
+    def visible(self) -> float:
+        """The gain that the program says can be seen."""
+        total = self.spread
+        variance = MEAN * (1 - MEAN) * total / (total + 1) / ANSWERS  # of an item's results
+        variance = 1 - self.agreement if self.answers == 1 else 2 * variance
+        return visible_difference(self.items, self.candidates, agreement=1 - variance)
+
+    def results(self, random: np.random.Generator) -> np.ndarray:
+        """Return a result for each item and candidate."""
+        total, answers, clusters = self.spread, self.answers, self.items // self.cluster
+        chances = random.beta(MEAN * total, (1 - MEAN) * total, (clusters, 1, 1))
+        right = random.binomial(answers, chances, (clusters, self.cluster, self.candidates))
+        copied = random.random(right.shape) < COPIED
+        right = np.where(copied, right[:, :1], right).reshape(self.items, self.candidates)
+        right[:, 0] += random.binomial(answers - right[:, 0], self.gain / (1 - MEAN))
+        return right / answers
 
 
-def results(random: np.random.Generator, setup: Setup) -> np.ndarray:
-    """Return a result for each item and candidate."""
-    answers = 1 if setup.agreement > 0.5 else ANSWERS
-    total = spread(setup.agreement, answers)
-    clusters = setup.items // setup.cluster
-    chances = random.beta(MEAN * total, (1 - MEAN) * total, (clusters, 1, 1))
-    right = random.binomial(answers, chances, (clusters, setup.cluster, setup.candidates))
-    copied = random.random(right.shape) < COPIED
-    right = np.where(copied, right[:, :1], right).reshape(setup.items, setup.candidates)
-    right[:, 0] += random.binomial(answers - right[:, 0], setup.gain / (1 - MEAN))
-    return right / answers
-
-
-def searched(setup: Setup, seed: int, resamples: int) -> tuple[bool, bool]:
+def search(setup: Setup, resamples: int, seed: int) -> tuple[bool, bool]:
     """Make a search: does the best differ from any other, is the first better than the second?"""
-    values = results(np.random.default_rng([seed, setup.items, setup.candidates]), setup)
+    values = setup.results(np.random.default_rng([seed, setup.items, setup.candidates]))
     names = [
         f"a/{n // setup.cluster}/{n}" if setup.cluster > 1 and setup.is_told else f"a/{n}"
         for n in range(setup.items)
@@ -113,83 +119,52 @@ def searched(setup: Setup, seed: int, resamples: int) -> tuple[bool, bool]:
     return any(v != NO_DIFFERENCE for v in verdicts), is_found
 
 
-def several(task: tuple[Setup, int, int, int]) -> np.ndarray:
-    setup, first, count, resamples = task
-    found = [searched(setup, seed, resamples) for seed in range(first, first + count)]
-    return np.sum(found, axis=0)
-
-
-class Simulation:
-    """Shares of searches that find something, made when they are asked for."""
-
-    def __init__(self, pool: ProcessPoolExecutor, searches: int, resamples: int) -> None:
-        self.pool, self.searches, self.resamples = pool, searches, resamples
-
-    def shares(self, setup: Setup) -> np.ndarray:
-        """Return in how many searches the best differs from any, and the first from the second."""
-        chunk = min(CHUNK, self.searches)
-        tasks = [(setup, n, chunk, self.resamples) for n in range(0, self.searches, chunk)]
-        return sum(self.pool.map(several, tasks)) / (len(tasks) * chunk)
+Shares = Callable[[Setup], tuple[str, str]]
+"""In how many searches the best differs from any, and the first from the second, in percent."""
 
 
 def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|---" * len(head) + "|"
-    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    lines = [head, ["---"] * len(head), *rows]
+    yield from (f"| {' | '.join(line)} |".replace(" --- ", "---") for line in lines)
     yield ""
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def of_nothing(simulation: Simulation) -> Iterator[str]:
+def of_nothing(shares: Shares) -> Iterator[str]:
     """How often a search finds a difference where there is none."""
     rows = []
     for items in ITEMS:
         for agreement in AGREEMENTS:
-            setups = [Setup(items, agreement, candidates) for candidates in CANDIDATES]
-            found = [percent(simulation.shares(setup)[0]) for setup in setups]
+            found = [shares(Setup(items, agreement, candidates))[0] for candidates in CANDIDATES]
             differing = f"{items * (1 - agreement):.0f}"
             rows.append([f"{items:,}", f"{agreement:g}", differing, *found])
     head = [f"found among {candidates} candidates" for candidates in CANDIDATES]
     yield from table(["items", "agreement", "items that differ", *head], rows)
 
 
-def of_gains(simulation: Simulation, candidates: int = 8) -> Iterator[str]:
+def of_gains(shares: Shares) -> Iterator[str]:
     """How often a real difference is found, and what was expected to be."""
     rows = []
     for items in ITEMS:
         for agreement in AGREEMENTS:
-            same = Setup(items, agreement, candidates)
-            variance = 1 - agreement if agreement > 0.5 else 2 * results_variance(agreement)
-            visible = visible_difference(items, candidates, agreement=1 - variance)
-            gains = [g for g in (0.05, 0.1, visible) if g < 1 - MEAN]
-            found = [simulation.shares(replace(same, gain=gain)) for gain in gains]
-            cells = [f"{percent(given)} ({percent(some)})" for some, given in found]
-            cells += ["–"] * (3 - len(cells))
-            rows.append(
-                [f"{items:,}", f"{agreement:g}", *cells[:2], f"{100 * visible:.1f}", cells[2]]
-            )
+            same = Setup(items, agreement)
+            gains = [g for g in (0.05, 0.1, same.visible) if g < 1 - MEAN]
+            found = [shares(replace(same, gain=gain)) for gain in gains]
+            cells = [f"{given} ({some})" for some, given in found] + ["–"] * (3 - len(gains))
+            visible = f"{100 * same.visible:.1f}"
+            rows.append([f"{items:,}", f"{agreement:g}", *cells[:2], visible, cells[2]])
     head = ["items", "agreement", "5 points: found", "10 points: found"]
     yield from table([*head, "visible, in points", "of these found"], rows)
 
 
-def of_clusters(simulation: Simulation, candidates: int = 8) -> Iterator[str]:
+def of_clusters(shares: Shares) -> Iterator[str]:
     """How often nothing is found where five items each belong together."""
     rows = []
     for items in ITEMS[1:]:
         for agreement in AGREEMENTS[1:]:
-            told = Setup(items, agreement, candidates, cluster=5)
-            found = [simulation.shares(replace(told, is_told=is_told)) for is_told in (True, False)]
-            rows.append([f"{items:,}", f"{agreement:g}", *(percent(some) for some, _ in found)])
+            told = Setup(items, agreement, cluster=5)
+            found = [shares(replace(told, is_told=is_told))[0] for is_told in (True, False)]
+            rows.append([f"{items:,}", f"{agreement:g}", *found])
     yield from table(["items", "agreement", "groups given", "groups not given"], rows)
-
-
-def results_variance(agreement: float) -> float:
-    """Return the mean variance of an item's results, if the item is the share of some answers."""
-    total = spread(agreement, ANSWERS)
-    return MEAN * (1 - MEAN) * total / (total + 1) / ANSWERS
 
 
 def main() -> None:
@@ -202,9 +177,14 @@ def main() -> None:
     searches = 100 if arguments.quick else arguments.searches
     lines = []
     with ProcessPoolExecutor() as pool:
-        simulation = Simulation(pool, searches, arguments.resamples)
+
+        def shares(setup: Setup) -> tuple[str, str]:
+            one = partial(search, setup, arguments.resamples)
+            means = np.mean(list(pool.map(one, range(searches), chunksize=CHUNK)), axis=0)
+            return tuple(f"{100 * share:.1f} %" for share in means)
+
         for part in (of_nothing, of_gains, of_clusters):
-            for line in part(simulation):
+            for line in part(shares):
                 print(line, flush=True)
                 lines.append(line)
     if arguments.write:

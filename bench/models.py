@@ -13,15 +13,17 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 SEED = 1
 WEIGHT_DEVIATION = 0.02
@@ -143,35 +145,47 @@ def missing_folders(data: Path, shape: Shape, models: int) -> list[Path]:
     return [path for path in model_folders(data, shape, models) if not path.is_dir()]
 
 
-def make_models(data: Path, shape: Shape, models: int) -> None:
-    """Make what is missing of a base and its fine-tunes."""
+def make_models(data: Path, shape: Shape, models: int) -> list[Path]:
+    """Make what is missing of a base and its fine-tunes; return where they are."""
     folders = model_folders(data, shape, models)
     for index, folder in enumerate(folders):
-        if folder.is_dir():
-            continue
-        print(f"making {folder.parent.name}/{folder.name} …", flush=True)
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "config.json").write_text(json.dumps(shape.config(), indent=2))
-        base = folders[0] / "model.safetensors" if index else None
-        write_weights(partial / "model.safetensors", shape, index, base)
-        partial.rename(folder)
+        with made_once(folder) as partial:
+            if partial:
+                (partial / "config.json").write_text(json.dumps(shape.config(), indent=2))
+                base = folders[0] / "model.safetensors" if index else None
+                write_weights(partial / "model.safetensors", shape, index, base)
+    return folders
+
+
+@contextmanager
+def made_once(folder: Path) -> Iterator[Path | None]:
+    """Where to make a folder, which gets its name when it is complete; None if it is there."""
+    if folder.is_dir():
+        yield None
+        return
+    print(f"making {folder.parent.name}/{folder.name} …", flush=True)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
 
 
 def write_weights(path: Path, shape: Shape, model: int, base: Path | None) -> None:
     """Write a base, or with `base` a fine-tune of it, as a safetensors file."""
     header = safetensors_header(shape)
-    with path.open("wb") as file:
+    with path.open("wb") as file, ExitStack() as stack:
         file.write(header)
-        if base is None:
-            for piece in base_pieces(shape, model):
-                piece.tofile(file)
-            return
-        with base.open("rb") as base_file:
-            base_file.seek(len(header))
-            for piece in tuned_pieces(shape, model, base_file):
-                piece.tofile(file)
+        start = stack.enter_context(base.open("rb")) if base else None
+        if start:
+            start.seek(len(header))
+        for name, piece in noise(shape, model):
+            if start:  # the base's weights, in the same order
+                weights = np.fromfile(start, ml_dtypes.bfloat16, piece.size).astype(np.float32)
+                weights += DELTA_DEVIATION * piece
+            else:
+                weights = WEIGHT_DEVIATION * piece + name.endswith("norm.weight")
+            weights.astype(ml_dtypes.bfloat16).tofile(file)
 
 
 def safetensors_header(shape: Shape) -> bytes:
@@ -199,18 +213,18 @@ def noise(shape: Shape, model: int) -> Iterator[tuple[str, NDArray[Any]]]:
             yield name, piece
 
 
-def base_pieces(shape: Shape, model: int) -> Iterator[NDArray[Any]]:
-    """The weights of the base."""
-    for name, piece in noise(shape, model):
-        center = 1 if name.endswith("norm.weight") else 0
-        yield (WEIGHT_DEVIATION * piece + center).astype(ml_dtypes.bfloat16)
-
-
-def tuned_pieces(shape: Shape, model: int, base: BinaryIO) -> Iterator[NDArray[Any]]:
-    """The weights of a fine-tune, from the base's, which are read in the same order."""
-    for _, piece in noise(shape, model):
-        start = np.fromfile(base, ml_dtypes.bfloat16, piece.size).astype(np.float32)
-        yield (start + DELTA_DEVIATION * piece).astype(ml_dtypes.bfloat16)
+def make_files(folder: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Make files of tensors of any shapes: a base, and fine-tunes of it."""
+    generator = np.random.default_rng(SEED)
+    base = {n: generator.normal(0, WEIGHT_DEVIATION, shape) for n, shape in shapes.items()}
+    for name in names:
+        moved = {
+            tensor: weights
+            + (name != names[0]) * generator.normal(0, DELTA_DEVIATION, weights.shape)
+            for tensor, weights in base.items()
+        }
+        stored = {tensor: weights.astype(ml_dtypes.bfloat16) for tensor, weights in moved.items()}
+        save_file(stored, folder / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

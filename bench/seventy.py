@@ -20,6 +20,14 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
 HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 8192, 28672, 80, 128256, 1024
+OF_LAYER = {
+    "self_attn.q_proj self_attn.o_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj self_attn.v_proj": (KEYS, HIDDEN),
+    "mlp.gate_proj mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+    "input_layernorm post_attention_layernorm": (HIDDEN,),
+}
+"""The shapes of a layer's tensors."""
 MODELS = ("math", "code", "chat")
 MEASURED_ELEMENTS = 0.95e9
 MEASURED_SECONDS = {
@@ -61,16 +69,10 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
     yield "lm_head.weight", (VOCABULARY, HIDDEN)
     yield "model.norm.weight", (HIDDEN,)
-    of_layer = {
-        **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN)),
-        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (KEYS, HIDDEN)),
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (INNER, HIDDEN)),
-        "mlp.down_proj": (HIDDEN, INNER),
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
-    }
     for layer in range(LAYERS):
-        for name, shape in of_layer.items():
-            yield f"model.layers.{layer}.{name}.weight", shape
+        for names, shape in OF_LAYER.items():
+            for name in names.split():
+                yield f"model.layers.{layer}.{name}.weight", shape
 
 
 class Described(Source):

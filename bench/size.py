@@ -14,8 +14,11 @@ from pathlib import Path
 PAGES = {".js", ".css", ".html", ".jinja"}
 LIMITS = {
     **{"lines": 51_350, "code": 32_370, "modules": 213, "pages": 6_470, "C": 2_600},
-    "tests": 61_790,
+    **{"tests": 61_790, "rest": 6_500},
 }
+REST = ("bench", "experiments", "training")
+"""Folders beside the package whose programs, all lines of them, are its `rest`."""
+PROGRAMS = {".py", ".mjs", ".js", ".c"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -37,7 +40,7 @@ def code_lines(source: str) -> int:
 
 
 def sizes(root: Path) -> dict[str, Counter[str]]:
-    """Return lines, code lines, modules, pages, C and tests, by folder and in all."""
+    """Return lines, code lines, modules, pages, C, tests and the rest, by folder and in all."""
     package = root / "src" / "dare"
     folders: dict[str, Counter[str]] = {}
     for path in sorted(package.rglob("*")):
@@ -54,11 +57,18 @@ def sizes(root: Path) -> dict[str, Counter[str]]:
     count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core)
     folders["src/core"] = Counter(C=count)
     folders["in all"] = sum(folders.values(), Counter())
-    tests = (path for path in (root / "tests").rglob("*.py") if "__pycache__" not in path.parts)
-    folders["in all"]["tests"] = sum(
-        len(path.read_text(encoding="utf-8").splitlines()) for path in tests
-    )
+    folders["in all"]["tests"] = lines_below(root / "tests", {".py"})
+    for name in REST:
+        folders[name] = Counter(rest=lines_below(root / name, PROGRAMS))
+    folders["in all"]["rest"] = sum(folders[name]["rest"] for name in REST)
     return folders
+
+
+def lines_below(folder: Path, endings: set[str]) -> int:
+    """Return the number of lines of all files below a folder that end so."""
+    found = (path for path in folder.rglob("*") if path.suffix in endings)
+    texts = (p.read_text(encoding="utf-8") for p in found if "__pycache__" not in p.parts)
+    return sum(len(text.splitlines()) for text in texts)
 
 
 def main(arguments: list[str]) -> int:

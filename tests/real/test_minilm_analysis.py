@@ -1,16 +1,22 @@
-"""Fine-tunes of all-MiniLM-L6-v2, each made in its own way: the analysis tells how.
+"""Fine-tunes of all-MiniLM-L6-v2, each made in its own way: the analysis tells how."""
 
-They are trained here, shortly, unless DARE_MINILM is a folder that training/minilm.py has filled.
-"""
-
-import os
-import sys
+import ast
+import inspect
+import shutil
+import subprocess
+import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.numpy import load_file
+from torch.nn import functional
+from training import minilm
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import dare
 from dare.analysis.judge.advice import advise
@@ -20,39 +26,62 @@ from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Kind, Origin
 
-sys.path.append(str(Path(__file__).parents[2] / "training"))
-
-from minilm import Settings, make, make_probe, minilm, save_others
-from minilm_data import Examples, docstrings
-
 MODELS = ("docstrings", "lora", "lora-adapter", "overtrained", "reinitialised", "copy", "bf16")
 DROP_RATE = 0.9
 MERGES = 10
+ROWS = 8
 
 
-def thinned(task, every):
-    """One text in so many, so that it is quickly read."""
-    parts = [
-        Examples(part.texts[::every], part.targets[::every]) for part in (task.train, task.held_out)
+def docstrings():
+    """Docstrings of some of Python's modules, and whether each is a class's."""
+    trees = [
+        ast.parse(inspect.getsource(m)) for m in (ast, inspect, subprocess, textwrap, threading)
     ]
-    return replace(task, train=parts[0], held_out=parts[1])
+    nodes = [n for tree in trees for n in ast.walk(tree)]
+    nodes = [n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    return [(doc, isinstance(n, ast.ClassDef)) for n in nodes if (doc := ast.get_docstring(n))]
+
+
+def train(model, steps, rate):
+    """Teach a model and a linear head on the mean of its tokens to tell the docstrings apart."""
+    torch.manual_seed(0)
+    tokenizer, examples = AutoTokenizer.from_pretrained(minilm()), docstrings()
+    head = torch.nn.Linear(model.config.hidden_size, 2)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [{"params": trained}, {"params": head.parameters(), "lr": 10 * rate}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=0.0)
+    for _ in range(steps):
+        texts, labels = zip(
+            *(examples[i] for i in torch.randperm(len(examples))[:ROWS]), strict=True
+        )
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=16, return_tensors="pt")
+        mask = tokens["attention_mask"][..., None]
+        means = (model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
+        optimizer.zero_grad()
+        functional.cross_entropy(head(means), torch.tensor(labels).long()).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return model
+
+
+def read(folder, dtype=torch.float32):
+    return AutoModel.from_pretrained(folder, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    if made := os.environ.get("DARE_MINILM"):
-        return Path(made)
     output = tmp_path_factory.mktemp("minilm")
-    task = thinned(docstrings(), 8)  # the other task's package need not be installed
-    probe = make_probe(minilm(), task)
-    settings = {
-        "docstrings": Settings(12, 2e-4, rows=8),
-        "lora": Settings(12, 2e-3, rows=8, lora_rank=8),
-        "overtrained": Settings(40, 3e-3, rows=8),
-    }
-    for name, each in settings.items():
-        make(minilm(), output, name, each, task, probe)
-    save_others(minilm(), output)
+    train(read(minilm()), 12, 2e-4).save_pretrained(output / "docstrings")
+    train(read(minilm()), 40, 3e-3).save_pretrained(output / "overtrained")
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value", "dense"])
+    torch.manual_seed(0)
+    adapted = train(get_peft_model(read(minilm()), config), 12, 2e-3)
+    adapted.save_pretrained(output / "lora-adapter")
+    adapted.merge_and_unload().save_pretrained(output / "lora")
+    shutil.copytree(minilm(), output / "copy")
+    fresh = AutoModel.from_config(AutoConfig.from_pretrained(minilm()), dtype=torch.float32)
+    fresh.save_pretrained(output / "reinitialised")
+    read(output / "docstrings", torch.bfloat16).save_pretrained(output / "bf16")
     return output
 
 

@@ -45,7 +45,7 @@ CONFIG = BASE / "config.json"
 WEIGHTS = "model.safetensors"
 TUNED = {task.name: MODELS / task.name for task in TASKS}
 
-# λ by method and drop rate, found on validation prompts by training/choose_scales.py. A `linear`
+# λ by method and drop rate, found on validation prompts (training/README.md). A `linear`
 # merge is the plain average; with another scale it would be a `sum`.
 SCALES: dict[str, dict[float, float]] = {
     "linear": {0.0: 1.0},

@@ -11,8 +11,6 @@ equal chunk is an empty blob, and no blob is longer than the chunk and one byte.
 The first byte of a blob says how the chunk is coded (`RAW` to `DIFFERENCE`), and in front of each
 plane one says how it is stored (`ZEROS` to `SCATTERED`). The choice depends on the bytes and on the
 version of zstd alone. Any choice can be read: a reader needs no rule that the writer went by.
-
-bench/lossless.py measures size and speed.
 """
 
 from __future__ import annotations
