@@ -16,7 +16,8 @@ from calling import BASE, TO, TWO, asked_recipe, base_arrays, contents, dare, da
 from safetensors.numpy import load_file
 
 from dare import merge, plan
-from dare.cli import COMMANDS, build_app
+from dare.cli import COMMANDS, TEXTS
+from dare.cli.completion import write_script
 from dare.documents.notices import catalogue
 from dare.documents.words import exact_text
 from dare.output.targets import MARK, MARK_NAME
@@ -292,7 +293,7 @@ def test_every_command_has_help_with_examples(command):
 
 
 def test_completion_is_valid_bash():
-    script = build_app().generate_completion(shell="bash")
+    script = write_script("bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     asked = f"""{script}
 COMP_WORDS=(dare merge --drop); COMP_CWORD=2
@@ -304,13 +305,22 @@ COMP_WORDS=(dare merge --drop); COMP_CWORD=2
         assert word in script
 
 
-HEAVY = ("numpy", "pydantic", "torch", "dare.api", "dare.recipe.recipe")
+HEAVY = (
+    "numpy",
+    "pydantic",
+    "torch",
+    "rich.console",
+    "dare.api",
+    "dare.stages",
+    "dare.recipe.recipe",
+)
 
 
 def test_help_imports_nothing_heavy():
+    lines = ["", "--version", *(f"{name} --help" for name in TEXTS)]
     asked = (
-        "import sys; from dare.cli import main; status = main(['--help']); "
-        f"print([name for name in {HEAVY} if name in sys.modules], status)"
+        f"import sys; from dare.cli import main; status = {{main(l.split()) for l in {lines}}}; "
+        f"print([name for name in {HEAVY} if name in sys.modules], *status)"
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"

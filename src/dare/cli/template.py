@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare import api
 from dare.cli import HELP
+from dare.cli.analysis import SEARCH
 from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
@@ -23,8 +24,6 @@ from dare.tensors.files import is_there
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
-# The command that measures; the examples are the user's.
-SEARCH = "dare search {} --data math.jsonl code.jsonl"
 COMPARED = (
     "# Measure before you rely on it: this scores the base, each model, this recipe and others on",
     "# examples of yours, a file for each task, and says which one to use:",
