@@ -21,6 +21,8 @@ USUAL_WIDTH = 80
 CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34"}
 CODES |= {"cyan": "36", "grey": "38;5;246"}
 WITHOUT_COLOUR = {"bold", "dim"}
+# What stands for the lines of boxes where they cannot be written.
+PLAIN_LINES = str.maketrans("─│╭╮╰╯", "-|++++")
 TAG = re.compile(rf"\[(/?)({'|'.join(CODES)})\]")
 
 # A text, or a text with the names of its styles: "bold", "bold red".
@@ -46,6 +48,7 @@ class Console:
         has_colours = not os.environ.get("NO_COLOR")
         self._styles = {name for name in CODES if has_colours or name in WITHOUT_COLOUR}
         self._styles = self._styles if has_styles else set()
+        self._lines = {} if self.can_write("─") else PLAIN_LINES
         self.width = width or find_width()
 
     @property
@@ -60,7 +63,7 @@ class Console:
         width = self.width - indent if wraps else None
         for line in split_lines(texts, width):
             styled = (self.style(text, style) for text, style in line)
-            self.write(f"{' ' * indent}{''.join(styled)}\n")
+            self.write(f"{' ' * indent}{''.join(styled)}\n".translate(self._lines))
 
     def style(self, text: str, style: str) -> str:
         """Return a text with the codes of a style, if the terminal has them."""

@@ -137,12 +137,15 @@ def _print_table(console: Console, table: Table, names: Names) -> None:
     console.print()
     for number, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
         texts = [column.split(text) for column, (text, _) in zip(columns, cells, strict=True)]
+        if not number:  # the header stands above the line
+            highest = max(map(len, texts))
+            texts = [[""] * (highest - len(lines)) + lines for lines in texts]
         for lines in zip_longest(*texts, fillvalue=""):
             pieces: list[Piece] = []
             for column, line, (_, style) in zip(columns, lines, cells, strict=True):
                 pieces += [gap if pieces else " ", (column.align(line), style)]
             console.print(*pieces, wraps=False)
-        if not number:  # the header
+        if not number:
             whole = sum(column.width for column in columns) + len(gap) * (len(columns) - 1)
             console.print(f" {'─' * whole}", wraps=False)
     console.print()
@@ -210,7 +213,7 @@ def _fit(columns: Sequence[Column], room: int) -> None:
     """Make the widest columns of texts narrower, until there is room for all."""
     texts = [column for column in columns if not column.is_number and not column.is_cut]
     while texts and sum(column.width for column in columns) > room:
-        widest = max(texts, key=lambda column: column.width)
+        widest = max(reversed(texts), key=lambda column: column.width)
         if widest.width <= 1:
             return
         widest.width -= 1
