@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dare.cli import DONE, FAILED, UsageError
+from dare.cli import DONE, FAILED, HELP, UsageError
 from dare.cli.flags import (
     FIELDS,
     RESOURCES,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     Judged = tuple[Analysis, Readiness, Advice]
 
 WRITES = "What to write"
-# The command that measures; the examples are the user's.
-SEARCH = "dare search {} --data math.jsonl code.jsonl"
 
 Inputs = Annotated[Path, Flag(help="The base and models; or a recipe with them, or an analysis.")]
 Steps = Annotated[int | None, Flag(help="Number of fine-tuning steps; guidelines use it.")]
@@ -113,7 +111,7 @@ def _next_steps(same: Sequence[str], *, offers_merge: bool) -> dict[str, str]:
     recipe = next((name for name in names if not Path(name).exists()), names[0])
     steps = {
         "advise": f"dare advise {{}} > {recipe}",
-        "measure": SEARCH.format(recipe),
+        "measure": HELP["measure"].format(recipe),
         "merge": f"dare {recipe}",
     }
     steps = (steps if offers_merge else {}) | {"more": "dare report {} # all figures, and reasons"}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dare import api
 from dare.cli import HELP
-from dare.cli.analysis import SEARCH
 from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 COMPARED = (
     "# Measure before you rely on it: this scores the base, each model, this recipe and others on",
     "# examples of yours, a file for each task, and says which one to use:",
-    f"#   {SEARCH.format('THIS_FILE')}",
+    f"#   {HELP['measure'].format('THIS_FILE')}",
 )
 
 # Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
