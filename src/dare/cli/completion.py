@@ -79,18 +79,22 @@ def write_script(shell: Shell) -> str:
 
 def _cases(options: Mapping[str, Iterable[Option]]) -> Iterator[str]:
     """Yield lines that bash and zsh both read; the first command that fits counts."""
+    flags = {name: shlex.join(_flags(options[name])) for name in options}
     yield '  case "$asked" in'
     for name in sorted(options, key=lambda name: -len(name.split())):
-        flags = [flag for option in options[name] for flag in (*option.names, *option.negatives)]
-        yield f'    "{name}"*) flags=({shlex.join([*flags, "--help"])})'
+        yield f'    "{name}"*) flags=({flags[name]} --help)'
+        yield f"      commands=({' '.join(SUBCOMMANDS.get(name, ()))})"
         yield '      case "$before" in'
         for option in options[name]:
             if option.choices and option.names:
                 yield f"        {'|'.join(option.names)}) choices=({shlex.join(option.choices)}) ;;"
-        yield "      esac"
-        yield f"      commands=({shlex.join(SUBCOMMANDS.get(name, ()))}) ;;"
-    yield f"    *) commands=({shlex.join(COMMANDS)}) flags=(--help --version) ;;"
+        yield "      esac ;;"
+    yield f"    *) commands=({' '.join(COMMANDS)}) flags=({flags['merge']} --help --version) ;;"
     yield "  esac"
+
+
+def _flags(options: Iterable[Option]) -> list[str]:
+    return [name for option in options for name in (*option.names, *option.negatives)]
 
 
 def _fish_lines(options: Mapping[str, Iterable[Option]]) -> Iterator[str]:
@@ -98,15 +102,15 @@ def _fish_lines(options: Mapping[str, Iterable[Option]]) -> Iterator[str]:
         about = shlex.quote(text.strip().partition("\n")[0])
         yield f"complete -c dare -n __fish_use_subcommand -a {name} -d {about}"
     for name in options:
-        *outer, last = name.split()
-        used = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in [*outer, last])
-        inner = SUBCOMMANDS.get(name, ())
-        if inner:
-            yield f"complete -c dare -n '{used}' -a {shlex.quote(' '.join(inner))}"
+        seen = [f"__fish_seen_subcommand_from {word}" for word in name.split()]
+        outer = [word for word, inner in SUBCOMMANDS.items() if name in inner]
+        seen += [f"not __fish_seen_subcommand_from {word}" for word in outer]
+        start = f"complete -c dare -n '{'; and '.join(seen)}'"
+        if inner := SUBCOMMANDS.get(name, ()):
+            yield f"{start} -a '{' '.join(inner)}'"
         for option in options[name]:
-            words = [f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.names]
-            words += [] if option.is_switch else ["-r"]
-            words += [f"-a {shlex.quote(' '.join(option.choices))}"] if option.choices else []
             about = shlex.quote(option.help.partition("\n")[0])
-            if option.names:
-                yield f"complete -c dare -n '{used}' {' '.join(words)} -d {about}"
+            values = "" if option.is_switch else f" -r -a '{' '.join(option.choices)}'"
+            for flag in _flags([option]):
+                word = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+                yield f"{start} {word}{values} -d {about}"
