@@ -65,15 +65,15 @@ AnyPath = str | PathLike[str]
 
 
 class HasRecipe(Protocol):
-    """An advice, or another result that has the tables of a recipe."""
+    """A request, an advice, or another result that has a recipe or its tables."""
 
     @property
-    def recipe(self) -> Mapping[str, Any]:
-        """The tables; empty if nothing is to be merged."""
+    def recipe(self) -> Recipe | Mapping[str, Any]:
+        """The recipe; empty tables if nothing is to be merged."""
 
 
-# A request, a recipe, its tables, the advice that has them, or where to load one from.
-AnyRecipe = Request | Recipe | HasRecipe | Mapping[str, Any] | AnyPath
+Written = Mapping[str, Any] | AnyPath  # the tables of a recipe, or where to load it from
+AnyRecipe = Recipe | HasRecipe | Written
 # One model or several; one that has settings is an entry or a table.
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
 
