@@ -142,7 +142,7 @@ def every_option(command: Command) -> list[Option]:
     staged = stage_options()
     names, known = {option.name for option in staged}, described()
     own = (option for option in options if option.name not in names)
-    return [*(replace(own, help=own.help or known[own.name]) for own in own), *staged]
+    return [*(replace(own, help=own.help or known.get(own.name, "")) for own in own), *staged]
 
 
 def described() -> dict[str, str]:

@@ -15,18 +15,9 @@ from dare.documents.console import Console, read_tags, split_lines
 LABELS_SHARE = 0.35  # of the width: a longer label takes two lines
 GAP = "  "
 
-# The boxes of flags in their order, with what is said at the top of one.
-GROUPS = {
-    **dict.fromkeys(("Arguments", "Parameters", "What is searched", "What decides"), ""),
-    **dict.fromkeys(("What to write", "Files", "Method"), ""),
-    "Parameters of stages": "One value, or for delta stages one for each model.",
-    "What does not fit together": "",
-    **dict.fromkeys(("Resources", "This run", "What is shown"), ""),
-}
-
 
 @dataclass(frozen=True)
-class Entry:
+class HelpRow:
     """A command or a flag in a box."""
 
     label: str
@@ -55,13 +46,13 @@ def print_command(
     if inner := SUBCOMMANDS.get(name, ()):
         texts = {word: HELP["subcommands"][f"{name} {word}"] for word in sorted(inner)}
         _print_box(console, "Commands", [_of_command(*item) for item in texts.items()])
-    boxes: dict[str, list[Entry]] = {title: [] for title in GROUPS}
+    boxes: dict[str, list[HelpRow]] = {title: [] for title in HELP["boxes"]}
     for option in options:
         if not is_short or not option.names or not set(main).isdisjoint(option.names):
             group = option.flag.group or ("Parameters" if option.names else "Arguments")
             boxes[group].append(_of_option(option))
     for title, entries in boxes.items():
-        _print_box(console, title, entries, GROUPS[title])
+        _print_box(console, title, entries, HELP["boxes"][title])
 
 
 def _print_text(console: Console, text: str) -> None:
@@ -80,18 +71,18 @@ def _usage(name: str, options: Sequence[Option]) -> str:
     return "".join(f" {word}" for word in words)
 
 
-def _of_command(name: str, text: str) -> Entry:
-    return Entry(name, text.strip().partition("\n")[0])
+def _of_command(name: str, text: str) -> HelpRow:
+    return HelpRow(name, text.strip().partition("\n")[0])
 
 
-def _of_option(option: Option) -> Entry:
+def _of_option(option: Option) -> HelpRow:
     labels = [*([option.label] if option.is_place else []), *option.names, *option.negatives]
     label = " ".join(labels if option.is_place else [*labels, option.metavar])
     notes = [f"choices: {', '.join(option.choices)}"] if option.choices else []
     if option.default not in (EMPTY, None) and option.flag.shows_default:
         notes.append(f"default: {option.default}")
     notes += ["required"] if option.is_required else []
-    return Entry(
+    return HelpRow(
         label.strip(), option.help, " ".join(f"[{note}]" for note in notes), option.is_required
     )
 
@@ -99,7 +90,7 @@ def _of_option(option: Option) -> Entry:
 # ---------------------------------------------------------------- boxes
 
 
-def _print_box(console: Console, title: str, entries: Sequence[Entry], note: str = "") -> None:
+def _print_box(console: Console, title: str, entries: Sequence[HelpRow], note: str = "") -> None:
     if not entries:
         return
     room = console.width - 4

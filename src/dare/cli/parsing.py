@@ -235,7 +235,7 @@ def takes_stage_flags(command: Command) -> bool:
 # ---------------------------------------------------------------- what is given
 
 
-class Line:
+class CommandLine:
     """The words of a command line, sorted by what they belong to."""
 
     def __init__(
@@ -381,7 +381,7 @@ def call(
 ) -> Callable[[], Any]:
     """Return the call of a command that the words ask for."""
     options = read_options(command)
-    line = Line(name, options, more if takes_stage_flags(command) else list)
+    line = CommandLine(name, options, more if takes_stage_flags(command) else list)
     line.read(words)
     placed, named = line.finish()
     return lambda: command(*placed, **_with_tables(command, options, named))
