@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import get_type_hints
+
 import numpy as np
 import pytest
 
 import dare
 from dare import ModelEntry, Recipe, RecipeError
 from dare.analysis.judge.judgement import Advice
-from dare.api import make_request
+from dare.api import Settings, make_request
+from dare.recipe.document import parameter_names
 from dare.recipe.entries import OTHER_NAMES
+from dare.recipe.options import RunOptions
 from helpers import save
 
 FILES = {"base": "b", "models": ["m", "n"], "output": "o"}
@@ -39,6 +44,30 @@ SAME = {
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_is_the_same_recipe(form):
     assert SAME[form]().recipe == WHOLE
+
+
+def test_every_setting_has_a_type():
+    known = {*Recipe.model_fields, *RunOptions.model_fields, *parameter_names()}
+    explicit = {"base", "models", "output", "method"}
+    assert {*get_type_hints(Settings)} == (known | {"weight", "model_seed"}) - explicit
+    for function in (dare.merge, dare.plan, dare.merge_arrays):
+        parameters = inspect.signature(function).parameters
+        assert parameters["settings"].annotation == "Unpack[Settings]"
+
+
+def test_progress_is_told_to_a_callback(tmp_path, capsys):
+    base = {f"w{number}": np.ones((300, 400), np.float32) for number in range(5)}
+    save(tmp_path / "base.safetensors", base)
+    save(tmp_path / "math.safetensors", {name: 2 * array for name, array in base.items()})
+    files = {"base": tmp_path / "base.safetensors", "models": [tmp_path / "math.safetensors"]}
+    told = []
+    how = {"drop_rate": 0.5, "verbose": False, "progress": lambda *counts: told.append(counts)}
+    report = dare.merge(**files, output=tmp_path / "merged.safetensors", **how)
+    amounts, totals = zip(*told, strict=True)
+    assert sorted(amounts) == list(amounts)
+    assert amounts[-1] == report.bytes_read == 2 * 5 * 300 * 400 * 4
+    assert set(totals) == {report.bytes_read}
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("ours", OTHER_NAMES)

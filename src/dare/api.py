@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from dare.checks.inputs import with_base_among_models
+from dare.documents.shown import Progress, progress_to
 from dare.documents.words import times
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
@@ -27,7 +28,7 @@ from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
-from dare.recipe.recipe import ModelEntry, Recipe, Request
+from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
 from dare.run.nested import plan_inputs, plan_request
@@ -64,17 +65,108 @@ AnyPath = str | PathLike[str]
 
 
 class HasRecipe(Protocol):
-    """An advice, or another result that has the tables of a recipe."""
+    """A request, an advice, or another result that has a recipe or its tables."""
 
     @property
-    def recipe(self) -> Mapping[str, Any]:
-        """The tables; empty if nothing is to be merged."""
+    def recipe(self) -> Recipe | Mapping[str, Any]:
+        """The recipe; empty tables if nothing is to be merged."""
 
 
-# A request, a recipe, its tables, the advice that has them, or where to load one from.
-AnyRecipe = Request | Recipe | HasRecipe | Mapping[str, Any] | AnyPath
+Written = Mapping[str, Any] | AnyPath  # the tables of a recipe, or where to load it from
+AnyRecipe = Recipe | HasRecipe | Written
 # One model or several; one that has settings is an entry or a table.
 AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
+
+Numbers = float | Sequence[float]  # one for all models, or one for each
+Words = str | Sequence[str]
+
+
+class RunSettings(TypedDict, total=False):
+    """How a merge is run: the fields of `RunOptions`."""
+
+    verbose: bool
+    max_memory: int | str | None
+    threads: int | None
+    cluster: str | None
+    scratch: AnyPath | None
+    backend: str | None
+
+
+class StageSettings(TypedDict, total=False):
+    """Parameters of stages, as `dare methods` explains them; of your own by `stages`."""
+
+    drop_rate: Numbers
+    keep_ratio: Numbers
+    rescale: bool | str | Sequence[bool | str]
+    agree: int
+    alpha: Numbers
+    boost: float
+    choose: Words
+    common_share: float
+    divide_by: Literal["weights", "signed", "count", "nothing"]
+    drop_largest: Numbers
+    each: Literal["tensor", "row", "column"]
+    embeddings: Words
+    epsilon: Numbers
+    keep_middle: Numbers
+    m: int | Sequence[int]
+    max_ratio: float
+    max_variance: Numbers
+    most: float
+    n: int | Sequence[int]
+    normalize: bool
+    on: Literal["deltas", "weights"]
+    per: Words
+    q: Numbers
+    radius: Numbers
+    rank_share: float
+    scope: Words
+    score_ratio: float
+    select_ratio: float
+    selectivity: float
+    singular_share: Numbers
+    t: float
+    threshold: float
+    time: float
+    turn: int | Sequence[int]
+    variant: Literal["c", "cts"]
+    vote: str  # sum or count
+    weighted: bool
+    window: Numbers
+
+
+class Settings(RunSettings, StageSettings, total=False):
+    """All that may be set by name beside files and method: also the fields of a `Recipe`."""
+
+    weight: Numbers
+    model_seed: int | Sequence[int]
+    seed: int
+    scale: float
+    dtype: str | None
+    format: Literal["input"] | None
+    embedding_drop_rate: float | None
+    stages: Mapping[str, Mapping[str, Any]]
+    tensors: Sequence[TensorRule | Mapping[str, Any]]
+    merges: Mapping[str, Recipe | Mapping[str, Any]]
+    layers: Sequence[Mapping[str, Any]]
+    gathered: AnyPath | None
+    on_missing: Literal["error", "base"]
+    on_extra: Literal["error", "drop", "average", "first"]
+    on_mismatch: Literal["error", "base"]
+    on_integer_mismatch: Literal["error", "base"]
+    vocabulary: str
+    tokens: Mapping[str, Any]
+    new_rows: Literal["mean", "merge", "merge_all"]
+    pad_to_multiple_of: int | None
+    copy_from: str | None
+    chat_template: str
+    allow_pickle: bool
+    allow_not_finite: bool
+    delta_threshold: float
+    shard_size: int | str | None
+    input_digests: Sequence[str] | None
+    output_digest: str | None
+    search: Mapping[str, Any] | None
 
 
 def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
@@ -114,7 +206,7 @@ def plan(
     output: AnyPath | None = None,
     method: str | None = None,
     fetches: bool = False,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights.
 
@@ -137,7 +229,8 @@ def merge(
     overwrite: bool = False,
     resume: bool = True,
     measured: str = "",
-    **settings: Any,
+    progress: Progress | None = None,
+    **settings: Unpack[Settings],
 ) -> Report:
     """Merge models: write the merged one and say what was done.
 
@@ -149,11 +242,13 @@ def merge(
 
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
     replaced with `overwrite`; an input never is. The model card has `measured`, which is Markdown.
+    `progress(bytes_done, bytes_in_all)` is called while weights are read, in place of a bar.
     """
-    given = {"base": base, "models": models, "output": output, "method": method, **settings}
-    planned = plan_to_run(recipe, overwrite=overwrite, **given)
+    files = {"base": base, "models": models, "output": output}
+    planned = plan_to_run(recipe, overwrite=overwrite, **files, method=method, **settings)
     planned = replace(planned, measured=measured) if measured else planned
-    return run(Merge(planned), overwrite=overwrite, resume=resume)
+    with progress_to(progress):
+        return run(Merge(planned), overwrite=overwrite, resume=resume)
 
 
 def plan_to_run(
@@ -232,7 +327,8 @@ def merge_arrays(
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     model_settings: Sequence[Mapping[str, Any]] | None = None,
-    **settings: Any,
+    method: str | None = None,
+    **settings: Unpack[Settings],
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
 
@@ -256,7 +352,7 @@ def merge_arrays(
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names, originals = [f"model {n}" for n in range(len(models))], named_arrays(base, "base")
-    request = _array_request(names, weights, seeds, model_settings, settings)
+    request = _array_request(names, weights, seeds, model_settings, {"method": method, **settings})
     recipe = request.recipe
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)

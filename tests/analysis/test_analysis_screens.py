@@ -15,8 +15,9 @@ from dare.analysis.document import make_document
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.readiness import body_of
 from dare.analysis.results import Origin
+from dare.documents.console import Console
 from dare.documents.notices import catalogue
-from dare.documents.terminal import SafeConsole, print_document
+from dare.documents.terminal import print_document
 from dare.documents.words import share
 
 WIDTHS = pytest.mark.parametrize("width", [80, 100, 120])
@@ -75,7 +76,7 @@ def three():
 
 def printed(judged, width):
     file = io.StringIO()
-    console = SafeConsole(width=width, file=file, highlight=False, markup=False, emoji=False)
+    console = Console(file, width=width)
     print_document(console, make_document(*judged))
     return file.getvalue()
 

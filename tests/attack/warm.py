@@ -6,7 +6,6 @@ in every way a process of its own: it can be killed, and what it leaves on the d
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
@@ -15,15 +14,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError
 from interposing import ACTIONS, CANNOT_MOUNT, ERRORS, Struct
-from rich.console import Console
 
-from dare.cli import build_app, main, with_command
+from dare.cli import main
 from dare.tensors.files import OutputFile
 
 HANGS_AFTER_S = 120
@@ -137,40 +133,9 @@ def call(job: dict[str, Any]) -> int:
     return main(job["arguments"])
 
 
-def remember_parsing() -> None:
-    """Parse each command line once: that takes longer than a small merge."""
-    parse = App.parse_args
-    parsed: dict[tuple[str, ...], Any] = {}
-
-    def parse_once(self: App, tokens: Sequence[str], **settings: Any) -> Any:
-        key = tuple(tokens)
-        if key not in parsed:
-            parsed[key] = parse(self, tokens, **settings)
-        return parsed[key]
-
-    App.parse_args = parse_once  # type: ignore[method-assign,assignment]
-
-
-def print_nothing_quietly() -> None:
-    """A quiet console lays its tables out before it drops them, which takes as long."""
-    show = Console.print
-
-    def show_aloud(self: Console, *things: Any, **settings: Any) -> None:
-        if not self.quiet:
-            show(self, *things, **settings)
-
-    Console.print = show_aloud  # type: ignore[method-assign]
-
-
 def write_by_calls() -> None:
     """A file that is mapped is written without a call that could be counted, failed or lost."""
     OutputFile.place = lambda _file, _position, _nbytes: None  # type: ignore[method-assign]
-
-
-def parse(arguments: Sequence[str]) -> None:
-    """Parse a command line before the fork, so that it is remembered."""
-    with contextlib.suppress(CycloptsError):
-        build_app().parse_args(with_command(arguments), exit_on_error=False, print_error=False)
 
 
 def serve() -> None:
@@ -178,16 +143,12 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     library = ctypes.CDLL(sys.argv[1])
-    remember_parsing()
-    print_nothing_quietly()
     write_by_calls()
     for line in sys.stdin:
         request = json.loads(line)
         if "warm" in request:
             answer: Any = call(request["warm"])
         else:
-            for job in request["jobs"]:
-                parse(job["arguments"])
             children = [Child(library, job) for job in request["jobs"]]
             if len(children) == 1 and children[0].dies_at is None:
                 children[0].wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -11,10 +10,12 @@ from pathlib import Path
 import pytest
 from calling import TWO, asked_recipe, dare_succeeds
 
-from dare.cli import commands
-from dare.cli.flags import FIELDS, KNOWN, PER_MODEL
+from dare.cli import HELP, MAIN_FLAGS, commands, find_command
+from dare.cli.flags import DROP_RATE, FIELDS, PER_MODEL, described, every_option, stage_options
+from dare.cli.parsing import read_options
 from dare.recipe.document import parameter_names
-from dare.recipe.recipe import ModelEntry, Request, TensorRule
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from dare.stages import STAGES
 
 TOML = """
@@ -50,14 +51,38 @@ def recipe_file(folder: Path) -> Path:
 def test_every_field_of_a_recipe_has_a_flag():
     # each parameter's own flag; --quiet; dare search; a table of a recipe
     elsewhere = {"stages", "verbose", "search", "tokens", "merges", "layers"}
-    assert set(FIELDS) | elsewhere == set(KNOWN) - {"backend"}  # which is for Python alone
+    known = {*Recipe.model_fields, *RunOptions.model_fields}
+    assert set(FIELDS) | elsewhere == known - {"backend"}  # which is for Python alone
     assert not set(FIELDS) & elsewhere
 
 
 @pytest.mark.parametrize("command", [commands.merge, commands.plan, commands.init])
 def test_the_commands_that_take_a_recipe_take_all_of_it(command):
-    flags = inspect.signature(command).parameters
-    assert {*FIELDS, *PER_MODEL, *parameter_names(), "config"} <= flags.keys()
+    flags = {option.name for option in every_option(command)}
+    assert {*FIELDS, *PER_MODEL, *parameter_names(), "config"} <= flags
+
+
+OWN_MEANING = {"method", "tensors"}  # which say more on the command line
+
+
+def test_what_help_says_without_the_schema_is_what_the_schema_says():
+    known = described()
+    for field, (_, flag) in FIELDS.items():
+        assert flag.help in ("", known[field]) or field in OWN_MEANING
+    (rate,) = (option for option in stage_options() if option.name == "drop_rate")
+    assert DROP_RATE[1].help == rate.help
+    for field in ("minutes", "seeds"):
+        assert HELP["search"][field] == known[field]
+
+
+@pytest.mark.parametrize("command", MAIN_FLAGS)
+def test_every_flag_that_help_lists_has_a_meaning(command):
+    main = set(MAIN_FLAGS[command])
+    options = {
+        name: option for option in read_options(find_command(command)) for name in option.names
+    }
+    assert main <= options.keys()
+    assert [name for name in main if not options[name].help] == []
 
 
 GIVEN = {
@@ -226,10 +251,11 @@ def test_the_recipe_can_be_named_in_every_way(place, word, recipe_file):
 def test_help_explains_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     text = " ".join(dare_succeeds("merge", "--help-all").out.replace("│", " ").split())
-    for field, flag in FIELDS.items():
+    known = described()
+    for field, (_, flag) in FIELDS.items():
         for name in flag.names or (f"--{field.replace('_', '-')}",):
             assert name in text
-        assert (flag.help or KNOWN[field].description) in text
+        assert (flag.help or known[field]) in text
     for stage in STAGES.values():
         for name in stage.parameters:
             assert f"--{name.replace('_', '-')} VALUE..." in text

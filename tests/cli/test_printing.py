@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calling import dare, dare_succeeds
-from rich.text import Text
 
 import dare as library
-from dare.documents.terminal import make_console
+from dare.documents.console import make_console
 from dare.errors import ACTS, DareWarning, InputError, MismatchError, printable
 from helpers import save
 
@@ -87,7 +86,7 @@ def test_the_console_lets_nothing_through_whatever_prints_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console = make_console()
-    console.print(EVIL, Text(EVIL), Text.assemble((EVIL, "bold")))
+    console.print(EVIL, (EVIL, "bold"))
     printed = capsys.readouterr().out
     assert_harmless(printed)
     assert "\\x1b[2J" in printed

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dare import load_recipe
-from dare.cli.flags import FIELDS, KNOWN
+from dare.cli.flags import FIELDS, described
 from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
 from helpers import sha256
@@ -155,7 +155,7 @@ def test_every_setting_is_in_it_with_what_it_means(folder):
         (place,) = [
             n for n, line in enumerate(lines) if line.startswith((f"{name} =", f"# {name} ="))
         ]
-        assert lines[place - 1] == f"# {KNOWN[name].description}"
+        assert lines[place - 1] == f"# {described()[name]}"
 
 
 @pytest.mark.parametrize("method", ["dare+ties", "slerp", "trim+linear"])

@@ -15,9 +15,9 @@ import pexpect
 import pytest
 from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
-from rich.text import Text
 
-from dare.cli import COMMANDS, HELP, MAIN_FLAGS
+from dare.cli import COMMANDS, HELP, MAIN_FLAGS, TEXTS
+from dare.documents.console import read_tags
 from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from helpers import save, sha256
@@ -95,7 +95,7 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Call the command in this process, as wide as a terminal would be; all lines must fit."""
 
     def call(columns: int, *arguments: str) -> str:
-        monkeypatch.setattr("dare.documents.terminal.PIPE_WIDTH", columns)
+        monkeypatch.setattr("dare.documents.console.PIPE_WIDTH", columns)
         monkeypatch.setenv("COLUMNS", str(columns))
         text = dare_succeeds(*arguments).out
         assert [line for line in text.splitlines() if cell_len(line) > columns] == []
@@ -130,7 +130,7 @@ def test_main_flags_are_on_one_screen_and_the_others_behind_help_all(command, pa
 @pytest.mark.parametrize("command", [*COMMANDS, *HELP["subcommands"]])
 def test_help_breaks_no_line_of_its_text(command, page):
     shown = page(80, *command.split(), "--help").splitlines()
-    text = Text.from_markup({**COMMANDS, **HELP["subcommands"]}[command]).plain
+    text = "".join(text for text, _ in read_tags(TEXTS[command]))
     assert [line for line in text.strip().splitlines() if line not in shown] == []
 
 

@@ -6,14 +6,14 @@ import signal
 from dataclasses import asdict, replace
 
 import pytest
-from rich.console import Console
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from dare.demo import merges, story
 from dare.demo.llama import Llama
 from dare.demo.merges import TUNED, Curve, Figure, Measurement, Merge, Row, Score, Writing, measure
 from dare.demo.story import run_demo
-from dare.documents.terminal import SafeConsole, print_document
+from dare.documents.console import Console
+from dare.documents.terminal import print_document
 from dare.errors import OutputError, install_command
 
 SMALL = replace(story.QUICK, prompts=12, english_bytes=512, drop_rates=(0.5,), table_rates=(0.5,))
@@ -29,7 +29,7 @@ def ran(tmp_path_factory):
         patch.setattr(
             merges, "MEASUREMENTS_PER_PROCESS", 99
         )  # a process takes longer than its measurements
-        result = run_demo(Console(file=written, width=80), output=folder, quick=True)
+        result = run_demo(Console(written, width=80), output=folder, quick=True)
     return result, written.getvalue(), folder
 
 
@@ -126,7 +126,7 @@ def test_figures_by_hand():
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_nothing_is_wider_than_the_terminal(ran, width):
     written = io.StringIO()
-    console = SafeConsole(file=written, width=width)
+    console = Console(written, width=width)
     curve = Curve("dare+ties of all three", ((0.0, Figure(100.0, None)), (0.95, Figure(3.2, 1.0))))
     result = replace(ran[0], curves=(curve,) * 3, output=None)
     print_document(console, replace(story.outcome(result, ""), steps={}))

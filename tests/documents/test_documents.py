@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from dare.documents.console import Console
 from dare.documents.document import (
     Code,
     Document,
@@ -24,7 +25,7 @@ from dare.documents.notebook import make_chart, render_card
 from dare.documents.notices import Severity, catalogue, notice
 from dare.documents.page import render_page
 from dare.documents.shown import Shown
-from dare.documents.terminal import SafeConsole, print_document
+from dare.documents.terminal import print_document
 from dare.errors import RecipeError
 
 HOSTILE = "<b>\x1b[2J"
@@ -74,7 +75,7 @@ def sample() -> Document:
 
 def printed(document: Document, width: int = 80) -> str:
     file = io.StringIO()
-    print_document(SafeConsole(file=file, width=width), document)
+    print_document(Console(file, width=width), document)
     return file.getvalue()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import study_sample as sample
-from rich.console import Console
 
 import dare
 from dare.cli import main
 from dare.cli.search import parse_over
+from dare.documents.console import Console
 from dare.documents.terminal import print_document
 from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.recipe import Recipe
@@ -93,7 +93,7 @@ def test_no_digit_of_a_score_is_cut():
     found = sample.make_conclusion(data)
     small = replace(found.ranking[0], objective=Estimate(-0.003206, -0.003395, -0.003012))
     small = replace(small, scores=dict.fromkeys(small.scores, -0.00256))
-    console = Console(width=100, file=io.StringIO(), highlight=False, markup=False, emoji=False)
+    console = Console(io.StringIO(), width=100)
     print_document(console, study_document(data, replace(found, ranking=(small,)), rows=5))
     (row,) = (line for line in console.file.getvalue().splitlines() if "-0.00256" in line)
     assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row

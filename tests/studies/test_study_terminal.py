@@ -8,9 +8,10 @@ import pytest
 import study_sample as sample
 from rich.cells import cell_len
 
+from dare.documents.console import Console
 from dare.documents.document import Tone
 from dare.documents.notices import notice
-from dare.documents.terminal import SafeConsole, print_document
+from dare.documents.terminal import print_document
 from dare.studies.document import headline, study_document
 from dare.studies.results import Difference, Estimate, State, TaskScores, Trial
 from dare.studies.searching import live_line
@@ -21,9 +22,7 @@ HOSTILE = "[red]x[/red]\x1b[2J\nline"
 def shown(data, conclusion=None, width=100, encoding="utf-8", **options):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
-    console = SafeConsole(
-        width=width, file=file, highlight=False, markup=False, emoji=False, legacy_windows=False
-    )
+    console = Console(file, width=width)
     conclusion = conclusion or sample.make_conclusion(data)
     print_document(console, study_document(data, conclusion, **options))
     file.flush()

@@ -15,16 +15,14 @@ import codecs
 import contextlib
 import gc
 import io
-import json
 import os
 import re
 import shlex
 import sys
 import tomllib
-import traceback
-from collections.abc import Collection, Iterator, Sequence
-from importlib.resources import files
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +30,7 @@ from dare import __version__
 from dare.errors import DareError, ExistsError, did_you_mean, printable
 
 if TYPE_CHECKING:
-    from cyclopts import App
-    from cyclopts.help import DefaultFormatter, HelpPanel
-    from rich.console import Console
+    from dare.cli.parsing import Command
 
 # Variables by which a user sets the number of OpenBLAS's threads; the first counts most.
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
@@ -43,20 +39,27 @@ USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the mai
 ESCAPE = "dare-escape"
 HELP_ALL = "--help-all"
 
-HELP: dict[str, Any] = tomllib.loads(files("dare.cli").joinpath("help.toml").read_text("utf-8"))
+HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text("utf-8"))
 # Each command's help; the first line is what the list of commands shows.
 COMMANDS: dict[str, str] = HELP["commands"]
+SUBCOMMANDS = {"lora": ["merge", "extract"], "search": ["show", "best"]}
 
 # The flags that `--help` lists, by command; `--help-all` lists the others too.
 MAIN_FLAGS: dict[str, list[str]] = HELP["main_flags"]
-
-WITH_COMMANDS = ("lora", "search")  # commands that have subcommands
+COMPLETION = "--install-completion"
+HELP_FLAGS = {"--help", "-h", HELP_ALL}
+LIGHT = {"verify", "methods", "playground", COMPLETION}  # commands that plan no merge
+TEXTS = {**COMMANDS, **HELP["subcommands"], COMPLETION: HELP["completion"]}
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(DareError):
     """The command line makes no sense."""
+
+
+class WrongLineError(UsageError):
+    """It cannot even be read; the message ends with the help to look at."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,34 +119,23 @@ def _uncollected_start(*, owns_process: bool) -> Iterator[None]:
 
 def _run(given: Sequence[str], *, owns_process: bool) -> int:
     try:
-        from cyclopts import CycloptsError, UnusedCliTokensError
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    try:
         with _uncollected_start(owns_process=owns_process):
             if any(re.fullmatch("(--[^=]+=)?", word) for word in given):
                 raise UsageError(f"an argument is empty: {shlex.join(given)}; is a variable unset?")
             _load_stages(given)
-            words = with_command(given)
-            plain = ["--help" if word == HELP_ALL else word for word in words]
-            command, bound, _ = build_app(words).parse_args(
-                plain, exit_on_error=False, print_error=False
-            )
-        outcome = command(*bound.args, **bound.kwargs)
+            command = read_words(with_command(given))
+        outcome = command()
         sys.stdout.flush()
-    except CycloptsError as error:
-        asked = with_command(given)[0]
-        where = f"{asked} --help" if asked in COMMANDS else "--help"
-        unused = isinstance(error, UnusedCliTokensError) and shlex.join(error.unused_tokens or ())
-        fault = f"too many arguments: {unused}." if unused else error
-        return _fail(f"{fault} See `dare {where}`.", error, given, WRONG_USAGE)
     except ExistsError as error:
         again = shlex.join([*given, "--overwrite"])
         message = f"{error.fault} (--output OTHER), or replace it with --overwrite:\n  dare {again}"
         return _fail(printable(message, keep="\n"), error, given, FAILED)
     except DareError as error:
         status = WRONG_USAGE if isinstance(error, UsageError) else FAILED
-        return _fail(str(error), error, given, status)
+        asked = with_command(given)[0]
+        where = f"{asked} --help" if asked in COMMANDS else "--help"
+        help_text = f" See `dare {where}`." if isinstance(error, WrongLineError) else ""
+        return _fail(f"{error}{help_text}", error, given, status)
     except KeyboardInterrupt:
         print(f"dare: interrupted{_resuming(given)}", file=sys.stderr)
         return INTERRUPTED
@@ -171,57 +163,67 @@ def _load_stages(arguments: Sequence[str]) -> None:
             load_stages(file)
 
 
-def build_app(words: Sequence[str] = ("",)) -> App:
-    """Return the commands with their help; what completes them only if no other is asked for."""
-    from cyclopts import App, Group
+def read_words(words: Sequence[str]) -> Callable[[], Any]:
+    """Return what the words ask for, a command or help, ready to be called."""
+    from dare.cli.parsing import END, call, unknown_command
 
-    name = " ".join(words[:2]) if " ".join(words[:2]) in MAIN_FLAGS else words[0]
-    flags = MAIN_FLAGS.get(name, [])
-    is_short = flags and HELP_ALL not in words and not {"--help", "-h"}.isdisjoint(words)
+    flags = words[: words.index(END)] if END in words else words
+    if "--version" in flags:
+        return lambda: print(f"dare {__version__}")
+    asked = [word for word in words if word not in HELP_FLAGS] or [""]
+    inner = SUBCOMMANDS.get(asked[0], [])
+    name = " ".join(asked[: 2 if asked[1:2] and asked[1] in inner else 1])
+    if not HELP_FLAGS.isdisjoint(flags) or asked == ["lora"]:
+        return partial(_help, name if name in TEXTS else "", with_all=HELP_ALL in flags)
+    if name == "lora":
+        raise unknown_command(asked[1], inner)
+    if name not in TEXTS:
+        raise unknown_command(name, chain(*HELP["groups"].values()))
+    from dare.cli.flags import stage_options
 
-    app = App(
-        name="dare",
-        version=f"dare {__version__}",
-        usage=HELP["usage"],
-        help=HELP["summary"],
-        help_epilogue=HELP["examples"],
-        help_flags=["--help", "-h"],
-        help_format="rich",
-        help_formatter=_short_help(name, flags) if is_short else None,
-        suppress_keyboard_interrupt=False,
-    )
-    for place, (title, names) in enumerate(HELP["groups"].items()):
-        group = Group(title, sort_key=place)
-        for order, name in enumerate(names):
-            home = name if name in WITH_COMMANDS else HELP["homes"].get(name, "commands")
-            how = {} if name in WITH_COMMANDS else {"help_epilogue": ""}
-            texts = {"name": name, "help": COMMANDS[name], **how}
-            app.command(f"dare.cli.{home}:{name}", group=group, sort_key=order, **texts)
-    if words[0] not in COMMANDS:  # it takes a while to import
-        app.register_install_completion_command(help="Set up completion in the shell you are in.")
-        app["--install-completion"].show = False
-    for flag in ("--help", "--version"):
-        app[flag].show = False
-    return app
+    command = call(name, find_command(name), words[len(name.split()) :], stage_options)
+    if asked[0] not in LIGHT:
+        from dare import api  # noqa: F401 (now, as nothing is collected)
+    return command
 
 
-def _short_help(command: str, flags: Collection[str]) -> DefaultFormatter:
-    """Return a formatter that leaves out all flags but some, and says how to see the others."""
-    from cyclopts.help import DefaultFormatter
+def _help(name: str, *, with_all: bool) -> None:
+    from dare.cli.flags import every_option
+    from dare.cli.help import print_command, print_program
+    from dare.cli.parsing import read_options
+    from dare.documents.console import Console
 
-    def is_main(names: Sequence[str]) -> bool:
-        return not names or any(name in flags or not name.startswith("--") for name in names)
+    if not name:
+        print_program(Console())
+        return
+    read = every_option if with_all else read_options
+    options = [] if name == "lora" else read(find_command(name))
+    print_command(Console(), name, options, with_all=with_all)
 
-    class ShortHelp(DefaultFormatter):
-        def render_description(self, console: Console, options: Any, description: Any) -> None:
-            super().render_description(console, options, description)
-            console.print(HELP["more"].format(command=command), highlight=False)
 
-        def __call__(self, console: Console, options: Any, panel: HelpPanel) -> None:
-            entries = [entry for entry in panel.entries if is_main(entry.names)]
-            super().__call__(console, options, panel.copy(entries=entries))
-
-    return ShortHelp()
+def find_command(name: str) -> Command:
+    """Import a command's module, and no other."""
+    home: Any
+    outer, _, inner = name.partition(" ")
+    match outer:
+        case "analyze" | "advise" | "report":
+            from dare.cli import analysis as home
+        case "compress" | "apply":
+            from dare.cli import deltas as home
+        case "lora":
+            from dare.cli import lora as home
+        case "moe":
+            from dare.cli import mixtures as home
+        case "playground":
+            from dare.cli import playground as home
+        case "search" | "sweep":
+            from dare.cli import search as home
+        case "--install-completion":
+            from dare.cli import completion as home
+        case _:
+            from dare.cli import commands as home
+    found: Command = getattr(home, (inner or outer).strip("-").replace("-", "_"))
+    return found
 
 
 def with_command(arguments: Sequence[str]) -> list[str]:
@@ -232,7 +234,7 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     >>> with_command(["bse", "math", "-o", "merged"])[0], with_command(["verfy", "x", "-o", "y"])[0]
     ('merge', 'verfy')
     """
-    alone = {"--help", "-h", "--version", "--install-completion"}
+    alone = {"--help", "-h", "--version", COMPLETION}
     if not arguments:
         return ["--help"]
     first = arguments[0]
@@ -256,9 +258,13 @@ def _fail(message: str, error: BaseException, arguments: Sequence[str], status: 
     if status == WRONG_USAGE and arguments[0] in COMMANDS and Path(arguments[0]).is_dir():
         message += f" If you mean the folder {arguments[0]}, write ./{arguments[0]}."
     if "--debug" in arguments:
+        import traceback
+
         traceback.print_exception(error)
     if "--json" in arguments:
         with contextlib.suppress(OSError):  # which the message is about
+            import json
+
             print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
             sys.stdout.flush()
     print(printable(f"dare: {message}", keep="\n"), file=sys.stderr)

@@ -7,18 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Group, Parameter
-
-from dare import api
-from dare.analysis.document import Analysis, make_document
-from dare.analysis.judge.advice import judge as judge_analysis
-from dare.analysis.judge.advice import to_json
-from dare.analysis.judge.judgement import Advice, Readiness, Verdict
-from dare.analysis.measure.analyzing import analyze as look_at
-from dare.analysis.results import SCHEMA, Outcome
-from dare.cli import DONE, FAILED, UsageError
+from dare.cli import DONE, FAILED, HELP, UsageError
 from dare.cli.flags import (
     FIELDS,
     RESOURCES,
@@ -30,30 +21,25 @@ from dare.cli.flags import (
     output_flag,
     print_json,
 )
-from dare.cli.template import SEARCH, advised_toml, nothing_advised
+from dare.cli.parsing import Flag
+from dare.documents.console import make_console
 from dare.documents.page import check_installed, render_page
-from dare.documents.terminal import make_console, print_document
+from dare.documents.terminal import print_document
 from dare.errors import InputError, printable
-from dare.output.receipt import find_manifest, read_manifest
-from dare.output.targets import check_free, write_file
-from dare.recipe.options import RunOptions
-from dare.stores.locations import to_path
-from dare.tensors.files import read_beginning
 
-WRITES = Group("What to write", sort_key=1)
+if TYPE_CHECKING:
+    from dare.analysis.document import Analysis
+    from dare.analysis.judge.judgement import Advice, Readiness
+    from dare.analysis.results import Outcome
 
-Inputs = Annotated[
-    Path, Parameter(help="The base and models; or a recipe with them, or an analysis.")
-]
-Steps = Annotated[int | None, Parameter(help="Number of fine-tuning steps; guidelines use it.")]
+    Judged = tuple[Analysis, Readiness, Advice]
 
+WRITES = "What to write"
 
-def _of_recipe(name: str) -> Parameter:
-    help_text = RunOptions.model_fields[name].description
-    return Parameter(group=RESOURCES, metavar=FIELDS[name].metavar, help=help_text)
+Inputs = Annotated[Path, Flag(help="The base and models; or a recipe with them, or an analysis.")]
+Steps = Annotated[int | None, Flag(help="Number of fine-tuning steps; guidelines use it.")]
 
 
-@Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
     """Flags for how the weights are measured.
@@ -64,12 +50,9 @@ class Options:
 
     spectra: Literal["auto", "all", "none"] = "auto"
     allow_pickle: Switch = False
-    threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
-    max_memory: Annotated[str | None, _of_recipe("max_memory")] = None
-    cluster: Annotated[str | None, _of_recipe("cluster")] = None
-
-
-Judged = tuple[Analysis, Readiness, Advice]
+    threads: Annotated[int | None, Flag(group=RESOURCES, help="Worker threads.")] = None
+    max_memory: Annotated[str | None, FIELDS["max_memory"][1]] = None
+    cluster: Annotated[str | None, FIELDS["cluster"][1]] = None
 
 
 def analyze(
@@ -77,13 +60,18 @@ def analyze(
     steps: Steps = None,
     options: Options | None = None,
     output: Annotated[Path | None, output_flag("The analysis, as JSON.", group=WRITES)] = None,
-    html: Annotated[Path | None, Parameter(group=WRITES, help="A page like dare report's.")] = None,
+    html: Annotated[Path | None, Flag(group=WRITES, help="A page like dare report's.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
     """Say what the weights show."""
+    from dare.analysis.document import make_document
+    from dare.analysis.judge.advice import to_json
+    from dare.analysis.judge.judgement import Verdict
+    from dare.output.targets import check_free, write_file
+
     check_free(output, "analysis", overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
     if html is not None:
@@ -98,10 +86,10 @@ def analyze(
     if output is not None:
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said = f"The analysis is in {output}; `dare report {output}` turns it into a page"
-        console.print(printable(said), soft_wrap=True)
+        console.print(said, wraps=False)
     if html is not None:
         write_file(html, render_page(document).encode(), "page")
-        console.print(printable(f"The page is {html}"), soft_wrap=True)
+        console.print(f"The page is {html}", wraps=False)
     if json:
         print_json(to_json(*judged))
     return DONE if is_clear else FAILED
@@ -123,7 +111,7 @@ def _next_steps(same: Sequence[str], *, offers_merge: bool) -> dict[str, str]:
     recipe = next((name for name in names if not Path(name).exists()), names[0])
     steps = {
         "advise": f"dare advise {{}} > {recipe}",
-        "measure": SEARCH.format(recipe),
+        "measure": HELP["measure"].format(recipe),
         "merge": f"dare {recipe}",
     }
     steps = (steps if offers_merge else {}) | {"more": "dare report {} # all figures, and reasons"}
@@ -140,6 +128,8 @@ def advise(
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
+    from dare.cli.template import advised_toml, nothing_advised
+
     if output is not None and output.suffix in (".toml", ".json", ".yaml", ".yml"):
         where = f"to write the recipe to a file, end the command with > {output}"
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")
@@ -159,7 +149,7 @@ def advise(
 def report(
     *inputs: Inputs,
     output: Annotated[Path, output_flag("The page.", group=WRITES)] = Path("report.html"),
-    merged: Annotated[Path | None, Parameter(help="A finished merge: what it kept.")] = None,
+    merged: Annotated[Path | None, Flag(help="A finished merge: what it kept.")] = None,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,
@@ -167,6 +157,9 @@ def report(
     debug: Debug = False,
 ) -> int:
     """Write the page."""
+    from dare.analysis.document import make_document
+    from dare.output.targets import check_free, write_file
+
     check_free(output, "page", overwrite=overwrite)
     check_installed()
     console = make_console(quiet=quiet)
@@ -181,6 +174,9 @@ def report(
 
 def is_analysis(path: Path) -> bool:
     """Tell if a file is an analysis, not a manifest or a recipe, by its first words."""
+    from dare.analysis.results import SCHEMA
+    from dare.tensors.files import read_beginning
+
     try:
         return SCHEMA.partition("/")[0].encode() in read_beginning(path, 100)
     except (InputError, OSError):
@@ -191,6 +187,11 @@ def judge(
     inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
+    from dare.analysis.document import Analysis
+    from dare.analysis.judge.advice import judge as judge_analysis
+    from dare.analysis.measure.analyzing import analyze as look_at
+    from dare.stores.locations import to_path
+
     inputs = [to_path(path) for path in inputs]
     if len(inputs) == 1 and is_analysis(inputs[0]):
         analysis = Analysis.load(inputs[0])
@@ -205,6 +206,9 @@ def judge(
 
 def _named(inputs: Sequence[Path], allow_pickle: bool) -> tuple[Path, list[Path]]:
     """Base and models: as they are given, or as a recipe or a finished merge names them."""
+    from dare.api import make_request
+    from dare.output.receipt import find_manifest
+
     if not inputs:
         raise UsageError("nothing to analyse: name the base and the models, or a recipe")
     if len(inputs) > 1:
@@ -212,7 +216,7 @@ def _named(inputs: Sequence[Path], allow_pickle: bool) -> tuple[Path, list[Path]
     manifest = find_manifest(inputs[0])
     if inputs[0].exists() and manifest is not None and not manifest.exists():
         raise UsageError(f"{inputs[0]} is a base without models: name models after it")
-    recipe = api.make_request(inputs[0], allow_pickle=allow_pickle or None).recipe
+    recipe = make_request(inputs[0], allow_pickle=allow_pickle or None).recipe
     return recipe.base, [entry.file for entry in recipe.models]
 
 
@@ -220,6 +224,11 @@ def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
     """Measure what a finished merge did, and how much of each model's delta is still in it."""
+    from dare.analysis.measure.analyzing import analyze as look_at
+    from dare.analysis.results import Outcome
+    from dare.output.receipt import find_manifest, read_manifest
+    from dare.stores.locations import to_path
+
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")

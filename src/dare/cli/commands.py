@@ -10,10 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-from rich.console import Console
-
-from dare import api
 from dare.cli import DONE, FAILED, UsageError
 from dare.cli.flags import (
     FILES,
@@ -33,29 +29,21 @@ from dare.cli.flags import (
     show_result,
     takes_recipe,
 )
+from dare.cli.parsing import Flag
+from dare.documents.console import Console, make_console
 from dare.documents.notices import notice
 from dare.documents.shown import Shown
-from dare.documents.terminal import make_console, print_document, print_steps
+from dare.documents.terminal import print_document, print_steps
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
-from dare.output.receipt import find_manifest
-from dare.planning.plan import Plan
-from dare.planning.slices import Slice
-from dare.recipe.document import interpolates
-from dare.recipe.recipe import Request
-from dare.run.engine import run
-from dare.run.merging import Merge, run_slice
-from dare.stages import ALIASES, STAGES
-from dare.stages.registry import catalogue, explain
-from dare.stores.locations import to_path
-from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
+    from dare.planning.plan import Plan
+    from dare.recipe.recipe import Request
 
 Inputs = Annotated[
-    Path, Parameter("PATHS", group=FILES, help="Base and models; or a recipe, or an output.")
+    Path, Flag(("PATHS",), FILES, help="Base and models; or a recipe, or an output.")
 ]
-RECIPES = (".toml", *api.YAML_SUFFIXES)
 MERGEKIT_GUIDE = "docs/guides/mergekit.md"
 Facts = tuple[tuple[str, str], ...]
 
@@ -66,8 +54,8 @@ def merge(
     overwrite: Overwrite = False,
     resume: Resume = True,
     dry_run: RunSwitch = False,
-    part: Annotated[str | None, Parameter("--slice", metavar="NUMBER/OF", group=RUN)] = None,
-    wait: Annotated[float, Parameter(metavar="SECONDS", group=RUN)] = 600,
+    part: Annotated[str | None, Flag(("--slice",), RUN, metavar="NUMBER/OF")] = None,
+    wait: Annotated[float, Flag(group=RUN, metavar="SECONDS")] = 600,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -79,6 +67,11 @@ def merge(
     :param part: Merge only one part, such as 3/16.
     :param wait: How long a slice waits for other slices.
     """
+    from dare import api
+    from dare.planning.slices import Slice
+    from dare.run.engine import run
+    from dare.run.merging import Merge, run_slice
+
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     facts = _conversion_facts(paths, flags)
     if dry_run:
@@ -111,6 +104,8 @@ def finish(
     **flags: Any,
 ) -> int:
     """Publish what slices have made."""
+    from dare import api
+
     asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
     console = make_console(json=json, quiet=not asked.options.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
@@ -126,6 +121,8 @@ def plan(*paths: Inputs, quiet: Quiet = False, json: Json = False, **flags: Any)
 
 
 def _show_plan(recipe: Request, facts: Facts, *, json: bool, quiet: bool) -> int:
+    from dare import api
+
     planned = api.plan(recipe)
     _print_plan(make_console(json=json, quiet=quiet), planned, facts, brief=False)
     if json:
@@ -141,11 +138,12 @@ def _print_plan(console: Console, planned: Plan, facts: Facts = (), *, brief: bo
 
 def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:
     """Say in a line how the weights will differ from those of the tool whose file is merged."""
-    path, _ = by_position(paths, flags)
-    if path is None or path.suffix.lower() not in api.YAML_SUFFIXES:
-        return ()
+    from dare.api import YAML_SUFFIXES
     from dare.inputs.opening import convert_yaml
 
+    path, _ = by_position(paths, flags)
+    if path is None or path.suffix.lower() not in YAML_SUFFIXES:
+        return ()
     summary = convert_yaml(path).summary
     more = f"dare convert {shlex.quote(str(path))} says more, {MERGEKIT_GUIDE} why"
     return (("unlike mergekit", f"{summary}; {more}"),) if summary else ()
@@ -163,6 +161,10 @@ def _asked_recipe(
 
 def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """Return the recipe that is named with or without a flag, or else flags for base and models."""
+    from dare.api import YAML_SUFFIXES
+    from dare.recipe.document import interpolates
+    from dare.stores.locations import to_path
+
     config = flags.get("config")
     if not paths:
         return config, flags
@@ -170,7 +172,7 @@ def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | No
         raise UsageError(f"two recipes given, {paths[0]} and {config}; leave one out")
     if len(paths) == 1 and _may_be_recipe(to_path(paths[0])):
         return paths[0], flags
-    if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
+    if recipes := [path for path in paths if path.suffix.lower() in (".toml", *YAML_SUFFIXES)]:
         remedy = "it names its models; --base and --models replace them"
         raise UsageError(f"{recipes[0]} is a recipe, so give no other path: {remedy}")
     if twice := [f"--{name}" for name in ("models", "config") if flags.get(name)]:
@@ -188,13 +190,15 @@ def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | No
 
 def _may_be_recipe(path: Path) -> bool:
     """Tell if a path is a recipe or an output; what is missing is looked for as one of them."""
+    from dare.output.receipt import find_manifest
+
     manifest = find_manifest(path)
     return manifest is None or manifest == path or manifest.exists() or not path.exists()
 
 
 def verify(
     *outputs: Path,
-    sha256: bool = True,
+    sha256: Annotated[bool, Flag(has_negative=True)] = True,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -204,11 +208,13 @@ def verify(
     :param outputs: Outputs of finished merges, files or directories.
     :param sha256: Also compute the SHA-256, which is slower.
     """
-    if not outputs:
-        raise UsageError("nothing to verify: name the output of a merge")
     from dare.output.verification import Verification
     from dare.output.verification import verify as verify_output
+    from dare.stores.locations import to_path
+    from dare.tensors.files import is_there
 
+    if not outputs:
+        raise UsageError("nothing to verify: name the output of a merge")
     console = make_console(json=json, quiet=quiet)
     found = []
     for path in outputs:
@@ -239,7 +245,8 @@ def methods(
 
     :param name: A stage, an alias or a method.
     """
-    from dare.stages.registry import load_installed_stages
+    from dare.stages import ALIASES, STAGES
+    from dare.stages.registry import catalogue, explain, load_installed_stages
 
     load_installed_stages()
     if name is not None and name not in {*STAGES, *ALIASES}:
@@ -261,9 +268,9 @@ def methods(
 @takes_recipe
 def init(
     *paths: Inputs,
-    to: Annotated[Path, Parameter(group=RUN, allow_leading_hyphen=True)] = Path("recipe.toml"),
+    to: Annotated[Path, Flag(group=RUN, takes_dashes=True)] = Path("recipe.toml"),
     overwrite: RunSwitch = False,
-    from_analysis: Annotated[Path | None, Parameter(group=FILES)] = None,
+    from_analysis: Annotated[Path | None, Flag(group=FILES)] = None,
     **flags: Any,
 ) -> int:
     """Write a recipe.
@@ -272,6 +279,10 @@ def init(
     :param overwrite: Replace an existing recipe.
     :param from_analysis: An analysis whose advice to follow.
     """
+    from dare import api
+    from dare.cli.template import write_template
+    from dare.output.targets import write_file
+
     recipe, flags = by_position(paths, flags)
     if from_analysis is not None and (paths or recipe is not None):
         given = "models" if paths else "--config"
@@ -279,9 +290,6 @@ def init(
     advice = None if from_analysis is None else _advice(from_analysis)
     start = None if advice is None else advice.recipe
     planned = api.plan(recipe_from_flags(recipe, flags, start=start))
-    from dare.cli.template import write_template
-    from dare.output.targets import write_file
-
     text = write_template(planned, advice)
     if str(to) == "-":
         print(text, end="")

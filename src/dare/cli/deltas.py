@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from dare import api
 from dare.cli import UsageError
-from dare.cli.flags import METHOD, MISFITS, RESOURCES, Overwrite, Resume, output_flag, runs, switch
-from dare.deltas.compressing import compress as compress_model
-from dare.deltas.packing import USUAL_RATES
+from dare.cli.flags import (
+    METHOD,
+    MISFITS,
+    RESOURCES,
+    Overwrite,
+    Resume,
+    Work,
+    output_flag,
+    runs,
+    switch,
+)
+from dare.cli.parsing import Flag
 
-Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
-Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
-MaxMemory = Annotated[str | None, Parameter(group=RESOURCES, help="For buffers, such as 512MiB.")]
-Rates = Parameter("--tensors", group=METHOD, negative="", metavar="'PATTERN: RATE'")
+Base = Annotated[Path, Flag(help="The model before fine-tuning.")]
+Threads = Annotated[int | None, Flag(group=RESOURCES, help="Worker threads.")]
+MaxMemory = Annotated[str | None, Flag(group=RESOURCES, help="For buffers, such as 512MiB.")]
+Rates = Flag(("--tensors",), METHOD, metavar="'PATTERN: RATE'")
 
 
-@runs(compress_model)
+@runs
 def compress(
     base: Base,
     model: Path,
     /,
     *,
     output: Annotated[Path, output_flag("The delta file, such as math.delta.safetensors.")],
-    drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
-    bits: Annotated[Literal["native", "4", "2"] | None, Parameter(group=METHOD)] = None,
-    seed: Annotated[int, Parameter(group=METHOD)] = 42,
-    embedding_drop_rate: Annotated[float | None, Parameter(group=METHOD)] = None,
+    drop_rate: Annotated[float | None, Flag(group=METHOD)] = None,
+    bits: Annotated[Literal["native", "4", "2"] | None, Flag(group=METHOD)] = None,
+    seed: Annotated[int, Flag(group=METHOD)] = 42,
+    embedding_drop_rate: Annotated[float | None, Flag(group=METHOD)] = None,
     drop_rates: Annotated[list[str] | None, Rates] = None,
     lossless: Annotated[bool, switch(group=METHOD)] = False,
-    on_missing: Annotated[Literal["error", "base"], Parameter(group=MISFITS)] = "error",
-    on_extra: Annotated[Literal["error", "drop"], Parameter(group=MISFITS)] = "error",
+    on_missing: Annotated[Literal["error", "base"], Flag(group=MISFITS)] = "error",
+    on_extra: Annotated[Literal["error", "drop"], Flag(group=MISFITS)] = "error",
     allow_pickle: Annotated[bool, switch(group=MISFITS)] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
-) -> dict[str, Any]:
+) -> Work:
     """Store a fine-tune as its change to the base.
 
     :param model: The fine-tuned model: a file or a directory.
@@ -53,10 +59,14 @@ def compress(
     :param on_extra: If only the model has a tensor.
     :param allow_pickle: Also read pickles such as pytorch_model.bin.
     """
+    from dare.deltas.compressing import compress as compress_model
+    from dare.deltas.packing import USUAL_RATES
+
     if lossless and (drop_rate, bits) != (None, None):
         raise UsageError("--lossless keeps everything; leave out --drop-rate and --bits")
     stored = {str(known): known for known in USUAL_RATES}
-    return {"bits": bits and stored[bits], "drop_rates": dict(map(_rate, drop_rates or ()))}
+    changed = {"bits": bits and stored[bits], "drop_rates": dict(map(_rate, drop_rates or ()))}
+    return compress_model, changed
 
 
 def _rate(text: str) -> tuple[str, float]:
@@ -68,7 +78,7 @@ def _rate(text: str) -> tuple[str, float]:
         raise UsageError(message) from None
 
 
-@runs(api.apply_delta)
+@runs
 def apply(
     base: Base,
     delta: Path,
@@ -80,9 +90,12 @@ def apply(
     max_memory: MaxMemory = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
-) -> None:
+) -> Work:
     """Make a model of a delta file and its base.
 
     :param delta: A file from `dare compress`.
     :param allow_not_finite: Also restore values that are NaN or infinite.
     """
+    from dare.api import apply_delta
+
+    return apply_delta, {}

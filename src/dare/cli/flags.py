@@ -1,9 +1,11 @@
 """What commands share: flags, those that describe a recipe, and results on the screen.
 
-The flags of a recipe are made from its schema and the registry of stages: what a field or parameter
-means is said there, and a new stage brings its flags along. `recipe_from_flags` lays what was given
-over the tables of a recipe file, so that both ways of asking end in the same checks. A flag of one
-command alone is explained in that command's docstring.
+The flags of a recipe stand in help.toml, and those of stages are made from the registry: a new
+stage brings its flags along. `recipe_from_flags` lays what was given over the tables of a recipe
+file, so that both ways of asking end in the same checks. A flag of one command alone is explained
+in that command's docstring.
+
+Nothing heavy is imported before it is needed: `--help` reads this, too.
 """
 
 from __future__ import annotations
@@ -11,52 +13,37 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial, update_wrapper
+from dataclasses import replace
+from functools import partial, wraps
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
-from rich.console import Console
-
-from dare.api import load_document
 from dare.cli import DONE, HELP, UsageError
-from dare.documents.shown import Shown
-from dare.documents.terminal import make_console, print_document
-from dare.documents.words import exact_text
-from dare.errors import DareWarning, RecipeError
-from dare.recipe.document import interpolates, naming, overlaid, parameter_names, read_value
-from dare.recipe.entries import FLAGS
-from dare.recipe.options import RunOptions
-from dare.recipe.recipe import Recipe, Request
-from dare.stages import STAGES
-from dare.tensors.header import printable_json
+from dare.cli.parsing import Command, Flag, Option, read_options, takes_stage_flags
 
-FILES = Group("Files", sort_key=1)
-METHOD = Group("Method", sort_key=2)
-STAGE_PARAMETERS = Group(
-    "Parameters of stages", help="One value, or for delta stages one for each model.", sort_key=3
-)
-MISFITS = Group("What does not fit together", sort_key=4)
-RESOURCES = Group("Resources", sort_key=5)
-RUN = Group("This run", sort_key=6)
-OUTPUT = Group("What is shown", sort_key=7)
+if TYPE_CHECKING:
+    from dare.documents.console import Console
+    from dare.documents.shown import Shown
+    from dare.recipe.recipe import Request
+
+FILES = "Files"
+METHOD = "Method"
+STAGE_PARAMETERS = "Parameters of stages"
+MISFITS = "What does not fit together"
+RESOURCES = "Resources"
+RUN = "This run"
+OUTPUT = "What is shown"
 
 
-def switch(*names: str, **place: Any) -> Parameter:
+def switch(*names: str, **place: Any) -> Flag:
     """A flag that is off unless it is given."""
-    return Parameter(names or None, negative="", show_default=False, **place)
+    return Flag(names, shows_default=False, **place)
 
 
-def output_flag(text: str, **place: Any) -> Parameter:
+def output_flag(text: str, **place: Any) -> Flag:
     """The flag for the place of the result."""
-    return Parameter(["--output", "-o"], help=text, **place)
-
-
-def several(name: str | None = None, **place: Any) -> Parameter:
-    """A flag with one value or more."""
-    return Parameter(name, negative="", consume_multiple=(1, None), **place)
+    return Flag(("--output", "-o"), help=text, **place)
 
 
 _shown = partial(switch, group=OUTPUT)
@@ -67,18 +54,21 @@ Json = Annotated[bool, _shown(help="JSON on stdout, everything else on stderr.")
 Debug = Annotated[bool, _shown(help="With an error, show where it came from.")]
 Switch = Annotated[bool, switch()]
 RunSwitch = Annotated[bool, switch(group=RUN)]
-RunPath = Annotated[Path | None, Parameter(group=RUN)]
+RunPath = Annotated[Path | None, Flag(group=RUN)]
 Overwrite = Annotated[bool, switch(group=RUN, help="Replace an existing output.")]
-Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
-_CONFIG = Parameter(["--config", "--recipe", "-c"], group=FILES, help="A recipe, or an output.")
+Resume = Annotated[bool, switch(group=RUN, help="Resume an earlier run.", has_negative=True)]
+_CONFIG = Flag(("--config", "--recipe", "-c"), group=FILES, help="A recipe, or an output.")
 Config = Annotated[Path | None, _CONFIG]
 _TRUST = "A Python file that registers a stage. It is run, so trust it first."
-_STAGE = Parameter("--stage", metavar="FILE", negative="", group=METHOD, help=_TRUST)
-StageFiles = Annotated[list[Path] | None, _STAGE]
+StageFiles = Annotated[
+    list[Path] | None, Flag(("--stage",), metavar="FILE", group=METHOD, help=_TRUST)
+]
 
 
 def show_result(console: Console, found: Shown, *, as_json: bool) -> int:
     """Show a result to people, and if it is asked for, to programs; return the exit status."""
+    from dare.documents.terminal import print_document
+
     print_document(console, found.document())
     if as_json:
         print_json(found.to_json())
@@ -87,6 +77,8 @@ def show_result(console: Console, found: Shown, *, as_json: bool) -> int:
 
 def print_json(values: Any) -> None:
     """Write values, or a text of JSON, to stdout in letters that leave a terminal alone."""
+    from dare.tensors.header import printable_json
+
     is_text = isinstance(values, str)
     print(printable_json(values if is_text else dumps(values, indent=2, ensure_ascii=False)))
 
@@ -94,104 +86,105 @@ def print_json(values: Any) -> None:
 # ---------------------------------------------------------------- what a recipe can say
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag for something that a recipe can say."""
-
-    kind: Any
-    group: Group
-    names: tuple[str, ...] = ()
-    metavar: str | None = None
-    help: str = ""  # its meaning; else the description in the recipe's schema
-    least: int = 1  # values; 0 if the flag alone says yes
-
-    def parameter(self, name: str) -> inspect.Parameter:
-        """The parameter that a command gets for it."""
-        flag = Parameter(
-            name=self.names or None,
-            group=self.group,
-            help=self.help or KNOWN[name].description,
-            metavar=self.metavar,
-            negative="",
-            consume_multiple=(self.least, None),
-        )
-        return _keyword(name, Annotated[self.kind | None, flag], None)
-
-
-KNOWN = Recipe.model_fields | RunOptions.model_fields
 KINDS: dict[str, Any] = {"path": Path, "text": str, "switch": bool, "whole": int, "number": float}
 KINDS |= {"paths": list[Path], "texts": list[str]}
-# The fields of a recipe, in the order of `--help`.
-FIELDS: dict[str, Flag] = {
-    name: Flag(KINDS[kind], group, FLAGS.get(name, ()), *shown)
-    for group in (FILES, METHOD, MISFITS, RESOURCES, OUTPUT)
-    for name, (kind, *shown) in HELP["flags"][group.name].items()
+# The fields of a recipe: the kind of value and the flag, in the order of `--help`.
+FIELDS: dict[str, tuple[Any, Flag]] = {
+    name: (KINDS[kind], Flag(tuple(names), group, text, form, least=1))
+    for group, fields in HELP["flags"].items()
+    for name, (kind, text, form, *names) in fields.items()
 }
-
-PER_MODEL: dict[str, Flag] = {
-    "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
-    "model_seed": Flag(list[int], METHOD, help="Each model's seed, one value for each."),
+PER_MODEL: dict[str, tuple[Any, Flag]] = {
+    "weight": (list[float], Flag((), METHOD, "Each model's share, one value for each.", least=1)),
+    "model_seed": (list[int], Flag((), METHOD, "Each model's seed, one value for each.", least=1)),
 }
-
+# Listed by `--help`, and so known without importing the stages.
+DROP_RATE = (list[str], Flag((), METHOD, HELP["drop_rate"], "VALUE...", least=1))
+DECLARED = {**FIELDS, **PER_MODEL, "drop_rate": DROP_RATE}
 
 # Flags of every command that takes a recipe, which are not part of one.
 BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
 
 
-def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
-    _declare(command, command, _recipe_flags())
-    return command
-
-
-@cache
-def _recipe_flags() -> list[inspect.Parameter]:
+def takes_recipe(command: Command) -> Command:
+    """Give a command a flag for all that a recipe can say, beside its `**flags` for stages."""
     shared = [_keyword(name, *declared) for name, declared in BESIDE_RECIPE.items()]
-    fields = [flag.parameter(name) for name, flag in (FIELDS | PER_MODEL).items()]
-    return [*shared, *fields, *stage_flags()]
+    return _declare(command, command, [*shared, *map(flag_for, DECLARED)])
 
 
-def stage_flags() -> list[inspect.Parameter]:
+def flag_for(name: str) -> inspect.Parameter:
+    """The parameter that a command gets for something that a recipe can say."""
+    kind, flag = DECLARED[name]
+    return _keyword(name, Annotated[kind | None, flag], None)
+
+
+def stage_options() -> list[Option]:
     """A flag for each parameter that a stage has; the drop rate stands with the method."""
-    groups = {
-        name: METHOD if name == "drop_rate" else STAGE_PARAMETERS for name in parameter_names()
-    }
+    from dare.recipe.document import parameter_names
+    from dare.stages import STAGES
+
     known = [found for stage in STAGES.values() for found in stage.parameters.values()]
-    least = {found.name: 0 for found in known if isinstance(found.default, bool)}
-    return [
-        Flag(list[str], group, (), "VALUE...", _stage_help(n), least.get(n, 1)).parameter(n)
-        for n, group in groups.items()
-    ]
+    switches = {found.name for found in known if isinstance(found.default, bool)}
+
+    def option(name: str) -> Option:
+        group = METHOD if name == "drop_rate" else STAGE_PARAMETERS
+        flag = Flag((), group, _stage_help(name), "VALUE...", 0 if name in switches else 1)
+        return Option(name, str, flag, flag.help, None, is_list=True)
+
+    return [option(name) for name in parameter_names()]
 
 
-def runs(
-    work: Callable[..., Shown], more: Sequence[inspect.Parameter] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., int]]:
-    """Make a command of a function: a declaration of flags becomes its call, whose result is shown.
+def every_option(command: Command) -> list[Option]:
+    """Return what a command takes with the flags of stages, each with its meaning."""
+    options = read_options(command)
+    if not takes_stage_flags(command):
+        return options
+    staged = stage_options()
+    names, known = {option.name for option in staged}, described()
+    own = (option for option in options if option.name not in names)
+    return [*(replace(own, help=own.help or known.get(own.name, "")) for own in own), *staged]
 
-    The declaration may check its flags, and return those that the function takes in another form.
-    It gets `more` flags in place of its `**flags`.
+
+def described() -> dict[str, str]:
+    """Return what the fields of a recipe and of a search mean, as they say it themselves."""
+    from dare.recipe.options import RunOptions
+    from dare.recipe.recipe import Recipe
+    from dare.recipe.search import Search
+
+    fields = Search.model_fields | Recipe.model_fields | RunOptions.model_fields
+    return {name: field.description or "" for name, field in fields.items()}
+
+
+# A function whose result can be shown, and those of its arguments that are not as flags give them.
+Work = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def runs(declared: Callable[..., Work], more: Sequence[inspect.Parameter] = ()) -> Command:
+    """Make a command of a declaration of flags: a function is called, and its result shown.
+
+    The declaration checks its flags, and returns the function with the arguments that it takes in
+    another form. It gets `more` flags among its `**flags`.
     """
 
-    def command(declared: Callable[..., dict[str, Any] | None]) -> Callable[..., int]:
-        def run(*given: Any, quiet: bool = False, json: bool = False, **flags: Any) -> int:
-            flags.pop("debug", None)  # which main reads
-            call = inspect.signature(declared).bind(*given, **flags)
-            call.apply_defaults()
-            changed = declared(*call.args, **call.kwargs) or {}
-            if "verbose" in inspect.signature(work).parameters:
-                changed["verbose"] = not quiet
-            console = make_console(json=json, quiet=quiet)
-            with warnings.catch_warnings(action="ignore", category=DareWarning):  # in the report
-                found = work(*call.args, **call.kwargs | changed)
-            return show_result(console, found, as_json=json)
+    @wraps(declared)
+    def run(*given: Any, quiet: bool = False, json: bool = False, **flags: Any) -> int:
+        from dare.documents.console import make_console
+        from dare.errors import DareWarning
 
-        shared = {"quiet": Quiet, "json": Json, "debug": Debug}
-        keywords = [_keyword(name, kind, False) for name, kind in shared.items()]
-        _declare(run, declared, [*keywords, *more])
-        return update_wrapper(run, declared, ("__name__", "__doc__"), ())
+        flags.pop("debug", None)  # which main reads
+        asked = inspect.signature(declared).bind(*given, **flags)
+        asked.apply_defaults()
+        work, changed = declared(*asked.args, **asked.kwargs)
+        if "verbose" in inspect.signature(work).parameters:
+            changed["verbose"] = not quiet
+        console = make_console(json=json, quiet=quiet)
+        with warnings.catch_warnings(action="ignore", category=DareWarning):  # in the report
+            found = work(*asked.args, **asked.kwargs | changed)
+        return show_result(console, found, as_json=json)
 
-    return command
+    shared = {"quiet": Quiet, "json": Json, "debug": Debug}
+    keywords = [_keyword(name, kind, False) for name, kind in shared.items()]
+    return _declare(run, declared, [*keywords, *more])
 
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -199,25 +192,25 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _declare(
-    command: Callable[..., int], declared: Callable[..., Any], more: Sequence[inspect.Parameter]
-) -> None:
-    """Give a command the declared flags, and more in place of `**flags`."""
+def _declare(command: Command, declared: Command, more: Sequence[inspect.Parameter]) -> Command:
+    """Give a command the declared flags, and more."""
     signature = inspect.signature(declared, eval_str=True)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters = sorted([*parameters, *more], key=lambda p: p.kind)
+    parameters = sorted([*signature.parameters.values(), *more], key=lambda p: p.kind)
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
+    return command
 
 
 def _stage_help(name: str) -> str:
     """Return what a parameter means, for each stage that has its own meaning of it."""
+    from dare.documents.words import exact_text
+    from dare.stages import STAGES
+
     meanings: dict[str, list[str]] = {}
     for stage in (stage for stage in STAGES.values() if name in stage.parameters):
         found = stage.parameters[name]
         default = f"{stage.name} {exact_text(found.default)}"
         meanings.setdefault(f"{found.description} {found.range}", []).append(default)
-    texts = [rf"{text} \[default: {', '.join(its)}]" for text, its in meanings.items()]  # no markup
+    texts = [f"{text} [default: {', '.join(its)}]" for text, its in meanings.items()]
     return "\n".join(texts)
 
 
@@ -229,10 +222,13 @@ def recipe_from_flags(
     **fixed: Any,
 ) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
+    from dare.api import load_document
+    from dare.recipe.document import interpolates, naming, overlaid
+
     given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
     if config is None and start is None:
         needed = ("models",) if interpolates(given) else ("base", "models")
-        missing = [FLAGS[name][0] for name in needed if name not in given]
+        missing = [f"--{name}" for name in needed if name not in given]
         if missing:
             remedy = "give --base, --models and --output, or a recipe with --config"
             raise UsageError(f"{' and '.join(missing)} missing: {remedy}")
@@ -247,6 +243,8 @@ def recipe_from_flags(
 
 def read_flag(name: str, value: Any) -> Any:
     """Return the value of a flag, with numbers, rules and truths read from their texts."""
+    from dare.recipe.document import read_value
+
     if name == "tensors":
         return [read_rule(text) for text in value]
     if name in FIELDS or name in PER_MODEL:
@@ -260,6 +258,9 @@ def read_rule(text: str) -> dict[str, Any]:
     >>> read_rule("*.mlp.*: drop_rate=0.5, rescale=l1")
     {'match': '*.mlp.*', 'drop_rate': 0.5, 'rescale': 'l1'}
     """
+    from dare.errors import RecipeError
+    from dare.recipe.document import read_value
+
     pattern, _, settings = text.partition(":")
     pairs = [pair.partition("=") for pair in settings.split(",")]
     named = all(name.strip() not in ("", "match") and value.strip() for name, _, value in pairs)

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter
-
-from dare.cli import COMMANDS, HELP
 from dare.cli.flags import (
     METHOD,
-    PER_MODEL,
     RESOURCES,
     Overwrite,
     RunSwitch,
     StageFiles,
+    Work,
+    flag_for,
     output_flag,
     read_flag,
     runs,
-    several,
-    stage_flags,
 )
-from dare.documents.shown import Shown
-from dare.lora.extraction import extract_adapter
-from dare.lora.merging import Space, plan_adapters, run_plan
+from dare.cli.parsing import Flag
 
-lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
+if TYPE_CHECKING:
+    from dare.documents.shown import Shown
 
-Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
-Energy = Annotated[float | None, Parameter(help="Or: the share of the squared change to keep.")]
+Rank = Annotated[int | None, Flag(help="Rank of the result.")]
+Energy = Annotated[float | None, Flag(help="Or: the share of the squared change to keep.")]
 Output = Annotated[Path, output_flag("Directory of the adapter.")]
-Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
-MODEL_SEED = "model_seed"
+Type = Annotated[Literal["F32", "F16", "BF16"], Flag(help="Storage type.")]
 
 
 def _merge(
@@ -43,33 +38,34 @@ def _merge(
     stage: object,  # loaded before flags are read
     **settings: Any,
 ) -> Shown:
+    from dare.lora.merging import plan_adapters, run_plan
+
     plan = plan_adapters(adapters, **settings)
     return plan if dry_run else run_plan(plan, output, overwrite=overwrite)
 
 
-@lora.command(help=HELP["subcommands"]["lora merge"])
-@runs(_merge, [PER_MODEL[MODEL_SEED].parameter(MODEL_SEED), *stage_flags()])
+@partial(runs, more=[flag_for(name) for name in ("model_seed", "drop_rate")])
 def merge(
     adapters: list[Path],
     /,
     *,
     output: Output,
-    weights: Annotated[list[float] | None, several("--weight", group=METHOD)] = None,
-    method: Annotated[str, Parameter(group=METHOD)] = "linear",
-    space: Annotated[Space, Parameter(group=METHOD)] = "full",
+    weights: Annotated[list[float] | None, Flag(("--weight",), METHOD, least=1)] = None,
+    method: Annotated[str, Flag(group=METHOD)] = "linear",
+    space: Annotated[Literal["full", "core"], Flag(group=METHOD)] = "full",
     rank: Rank = None,
     energy: Energy = None,
-    seed: Annotated[int, Parameter(group=METHOD)] = 42,
-    scale: Annotated[float, Parameter(group=METHOD)] = 1.0,
+    seed: Annotated[int, Flag(group=METHOD)] = 42,
+    scale: Annotated[float, Flag(group=METHOD)] = 1.0,
     dtype: Type = "F32",
-    threads: Annotated[int | None, Parameter(group=RESOURCES)] = None,
-    max_memory: Annotated[str | None, Parameter(group=RESOURCES)] = None,
-    allow_pickle: Annotated[bool, Parameter(negative="")] = False,
+    threads: Annotated[int | None, Flag(group=RESOURCES)] = None,
+    max_memory: Annotated[str | None, Flag(group=RESOURCES)] = None,
+    allow_pickle: Annotated[bool, Flag()] = False,
     stage: StageFiles = None,
     dry_run: RunSwitch = False,
     overwrite: Overwrite = False,
     **flags: Any,
-) -> dict[str, Any]:
+) -> Work:
     """Merge LoRA adapters.
 
     :param adapters: LoRA adapters of one base, from PEFT.
@@ -82,25 +78,24 @@ def merge(
     :param allow_pickle: Also read adapter_model.bin, weights only.
     :param dry_run: Show the plan, but do not merge.
     """
-    return {name: read_flag(name, value) for name, value in flags.items()}
+    return _merge, {name: read_flag(name, value) for name, value in flags.items()}
 
 
-@lora.command
-@runs(extract_adapter)
+@runs
 def extract(
-    base: Annotated[Path, Parameter(["--base", "-b"])],
-    model: Annotated[Path, Parameter(["--model", "-m"])],
+    base: Annotated[Path, Flag(("--base", "-b"))],
+    model: Annotated[Path, Flag(("--model", "-m"))],
     *,
     output: Output,
     rank: Rank = None,
     energy: Energy = None,
-    modules: Annotated[list[str] | None, several()] = None,
-    save_others: Annotated[bool, Parameter(negative="")] = False,
+    modules: Annotated[list[str] | None, Flag(least=1)] = None,
+    save_others: Annotated[bool, Flag()] = False,
     base_name: str | None = None,
-    as_stored: Annotated[bool, Parameter(negative="")] = False,
+    as_stored: Annotated[bool, Flag()] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,
-) -> None:
+) -> Work:
     """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank.
 
     :param base: The model before fine-tuning.
@@ -110,3 +105,6 @@ def extract(
     :param base_name: Name of the base in the adapter, if not that of its folder.
     :param as_stored: Take names from the file, not from transformers.
     """
+    from dare.lora.extraction import extract_adapter
+
+    return extract_adapter, {}

@@ -9,29 +9,29 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from dare.cli import DONE, INTERRUPTED, UsageError
 from dare.cli.flags import RUN, Debug, Json, RunPath, RunSwitch, print_json
+from dare.cli.parsing import Flag
+from dare.documents.console import make_console
 from dare.documents.page import check_installed
-from dare.documents.terminal import make_console, print_steps
+from dare.documents.terminal import print_steps
 
 MOST_PORT = 65535
 
 
 def playground(
     *folders: Path,
-    port: Annotated[int | None, Parameter(group=RUN)] = None,
+    port: Annotated[int | None, Flag(group=RUN)] = None,
     no_browser: RunSwitch = False,
     build: RunPath = None,
     overwrite: RunSwitch = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    r"""Serve the playground.
+    """Serve the playground.
 
-    :param folders: Folders with your models, and for outputs. \[default: this directory]
-    :param port: The port; 0 is any free one. \[default: 8787, if free]
+    :param folders: Folders with your models, and for outputs. [default: this directory]
+    :param port: The port; 0 is any free one. [default: 8787, if free]
     :param no_browser: Do not open a browser.
     :param build: Write the page as static files into a folder.
     :param overwrite: Replace files that --build would leave alone.

@@ -8,14 +8,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from warnings import catch_warnings
 
-from cyclopts import App, Group, Parameter
-from rich.console import Console
-
-from dare.api import merge as run_merge
-from dare.cli import COMMANDS, DONE, FAILED, HELP, UsageError
+from dare.cli import DONE, FAILED, HELP, UsageError
 from dare.cli.commands import Inputs, by_position
 from dare.cli.flags import (
     RESOURCES,
@@ -32,39 +28,33 @@ from dare.cli.flags import (
     switch,
     takes_recipe,
 )
-from dare.documents.terminal import make_console, print_document
+from dare.cli.parsing import Flag
+from dare.documents.console import Console, make_console
+from dare.documents.terminal import print_document
 from dare.documents.words import times
 from dare.errors import DareWarning, OutputError, RecipeError
-from dare.output.targets import check_free, refuse_existing, write_file
-from dare.recipe.document import read_value
-from dare.recipe.recipe import Request
-from dare.recipe.search import Choices, Range, Sampler, Search
-from dare.stores.locations import usual_output
-from dare.studies.document import SIGNED, SearchResult, read_result
-from dare.studies.searching import make_search, study_place
-from dare.studies.searching import search as run_search
 
-search = App(name="search", help=COMMANDS["search"], help_format="rich", help_epilogue="")
+if TYPE_CHECKING:
+    from dare.recipe.search import Choices, Range
+    from dare.studies.document import SearchResult
 
-WHAT = Group("What is searched", sort_key=0)
-SCORES = Group("What decides", sort_key=0.5)
+WHAT = "What is searched"
+SCORES = "What decides"
 
 
-def _flag(field: str, group: Group, *names: str, **looks: Any) -> Parameter:
+def _flag(field: str, group: str, *names: str, metavar: str = "") -> Flag:
     """A flag for a field of the table `[search]`, or for what stands beside it."""
-    text = HELP["search"].get(field) or Search.model_fields[field].description
-    looks |= {"negative": "", "show_default": False, "consume_multiple": (1, None)}
-    return Parameter(names or None, group=group, help=text, **looks)
+    text = HELP["search"].get(field, "")
+    return Flag(names, group, text, metavar, least=1, shows_default=False)
 
 
-@Parameter("*")
 @dataclass(frozen=True)
 class Question:
     """Flags for what is searched and how it is judged."""
 
     over: Annotated[list[str] | None, _flag("over", WHAT, metavar="NAME=VALUES...")] = None
     seeds: Annotated[int | None, _flag("seeds", WHAT)] = None
-    sampler: Annotated[Sampler | None, _flag("sampler", WHAT)] = None
+    sampler: Annotated[Literal["grid", "random", "tpe"] | None, _flag("sampler", WHAT)] = None
     trials: Annotated[int | None, _flag("trials", WHAT)] = None
     data: Annotated[list[Path] | None, _flag("data", SCORES, metavar="FILE...")] = None
     minutes: Annotated[float | None, _flag("minutes", SCORES)] = None
@@ -78,7 +68,6 @@ class Question:
     time_limit: Annotated[float | None, _flag("time_limit", SCORES, metavar="SECONDS")] = None
 
 
-@Parameter("*")
 @dataclass(frozen=True)
 class Means:
     """Flags for how a search is run.
@@ -90,18 +79,17 @@ class Means:
     """
 
     study: RunPath = None
-    jobs: Annotated[int, Parameter(["--jobs", "-j"], group=RESOURCES)] = 1
-    work: Annotated[Path | None, Parameter(group=RESOURCES)] = None
+    jobs: Annotated[int, Flag(("--jobs", "-j"), RESOURCES)] = 1
+    work: Annotated[Path | None, Flag(group=RESOURCES)] = None
     retry: Annotated[bool, switch("--retry-failed", group=RUN)] = False
 
 
-@search.default
 @takes_recipe
-def run(
+def search(
     *paths: Inputs,
     question: Question | None = None,
     means: Means | None = None,
-    write: Annotated[Path, Parameter(group=RUN, allow_leading_hyphen=True)] = Path("best.toml"),
+    write: Annotated[Path, Flag(group=RUN, takes_dashes=True)] = Path("best.toml"),
     html: RunPath = None,
     live: RunSwitch = False,
     dry_run: RunSwitch = False,
@@ -117,6 +105,12 @@ def run(
     :param live: Show the study as a page while it runs, at a local address.
     :param dry_run: Check the settings and count trials.
     """
+    from dare.api import merge as run_merge
+    from dare.output.targets import check_free, refuse_existing
+    from dare.recipe.recipe import Request
+    from dare.studies.searching import make_search, study_place
+    from dare.studies.searching import search as run_search
+
     place, flags = by_position(paths, flags)
     how = asdict(means or Means())
     if how["jobs"] < 1:
@@ -165,6 +159,9 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
     >>> parse_over("scale=0.5:2:log")[1].log
     True
     """
+    from dare.recipe.document import read_value
+    from dare.recipe.search import Range
+
     name, equals, values = text.partition("=")
     name = name.strip()
     if not name or not equals or not values.strip():
@@ -185,16 +182,16 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
         raise RecipeError(f"--over {text!r}: {error}") from None
 
 
-@wraps(run, ("__doc__", "__annotations__"))  # and the flags
+@wraps(search, ("__doc__", "__annotations__"))  # and the flags
 def sweep(*recipe: Path, question: Question | None = None, **flags: Any) -> int:
     """Try every combination."""
     given = question or Question()
     if given.trials is not None or given.sampler not in (None, "grid"):
         raise UsageError("a sweep tries every combination; use `dare search` for others")
-    return run(*recipe, question=replace(given, sampler="grid"), **flags)
+    status: int = search(*recipe, question=replace(given, sampler="grid"), **flags)
+    return status
 
 
-@search.command(help=HELP["subcommands"]["search show"], help_epilogue="")
 def show(
     study: Path,
     *,
@@ -213,6 +210,8 @@ def show(
     :param rows: How many settings to show.
     :param failed: Also show what failed evaluators printed.
     """
+    from dare.studies.document import read_result
+
     console = make_console(json=json, quiet=quiet)
     result = read_result(study)
     print_document(console, result.document(rows=rows, outputs=failed))
@@ -220,11 +219,10 @@ def show(
     return DONE
 
 
-@search.command(help=HELP["subcommands"]["search best"], help_epilogue="")
 def best(
     study: Path,
     *,
-    write: Annotated[Path, Parameter(allow_leading_hyphen=True)] = Path("-"),
+    write: Annotated[Path, Flag(takes_dashes=True)] = Path("-"),
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> int:
@@ -233,6 +231,9 @@ def best(
     :param study: The study.
     :param write: Where to write the recipe; - for stdout.
     """
+    from dare.output.targets import write_file
+    from dare.studies.document import read_result
+
     text = read_result(study).to_toml()
     if str(write) == "-":
         print(text, end="")
@@ -244,6 +245,9 @@ def best(
 
 
 def _written(result: SearchResult, path: Path) -> str:
+    from dare.output.targets import write_file
+    from dare.stores.locations import usual_output
+
     if result.best is None:
         earlier = f"; {path} is from an earlier search" if path.exists() else ""
         return f"No recipe was written: {result}{earlier}"
@@ -258,6 +262,8 @@ def _written(result: SearchResult, path: Path) -> str:
 
 def _check_place(path: Path, study: Path, *, overwrite: bool) -> None:
     """Refuse to write a recipe over another file, unless a search wrote that for the same study."""
+    from dare.studies.document import SIGNED
+
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline().rstrip()

@@ -23,12 +23,10 @@ from dare.tensors.files import is_there
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
-# The command that measures; the examples are the user's.
-SEARCH = "dare search {} --data math.jsonl code.jsonl"
 COMPARED = (
     "# Measure before you rely on it: this scores the base, each model, this recipe and others on",
     "# examples of yours, a file for each task, and says which one to use:",
-    f"#   {SEARCH.format('THIS_FILE')}",
+    f"#   {HELP['measure'].format('THIS_FILE')}",
 )
 
 # Fields that stand first or in tables, the digest, which an edited recipe will not have, and what

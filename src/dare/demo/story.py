@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console as Screen
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dare.demo.llama import Floats, Llama, read_weights
@@ -35,6 +35,7 @@ from dare.demo.merges import (
     scale_for,
 )
 from dare.demo.tasks import TASKS, Example, add, say, sort
+from dare.documents.console import Console
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
 from dare.documents.terminal import print_document
 from dare.errors import OutputError, install_command
@@ -161,8 +162,8 @@ def _measure(
     jobs = [job for key in order for job in experiments[key][1]]
     early = sum(len(experiments[key][1]) for key in first)
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
+    screen, is_hidden = Screen(stderr=console.stderr), not console.is_terminal
+    with Progress(*columns, console=screen, transient=True, disable=is_hidden) as bar:
         task = bar.add_task("scoring", total=len(jobs))
 
         def rows_of(keys: Iterable[Key], scores: Sequence[Score]) -> dict[Key, Row]:
@@ -198,7 +199,8 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
 def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Writing, ...]:
     """Let models go on after the same prompts."""
     prompts = [example.prompt for example in SHOWN]
-    with console.status("merging"), one_blas_thread():
+    screen = Screen(stderr=console.stderr, quiet=not console.is_terminal)
+    with screen.status("merging"), one_blas_thread():
         return tuple(Writing(name, tuple(load().write(prompts))) for name, load in models.items())
 
 

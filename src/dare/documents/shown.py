@@ -47,6 +47,35 @@ def progress_shown_by(show: Show) -> Iterator[None]:
         _elsewhere.reset(token)
 
 
+# A function that is told how many bytes are read, and how many there are in all.
+Progress = Callable[[int, int], None]
+
+
+@contextmanager
+def progress_to(callback: Progress | None) -> Iterator[None]:
+    """Have a callback told of all progress in here, in place of a bar; None changes nothing."""
+
+    def show(total_bytes: int, _verb: str) -> AbstractContextManager[Display]:
+        counting, done = threading.Lock(), 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with counting:  # one call at a time, so that the figures only grow
+                done += nbytes
+                if callback is not None:
+                    callback(done, total_bytes)
+
+        return nullcontext(Display(advance, print_aside))
+
+    with nullcontext() if callback is None else progress_shown_by(show):
+        yield
+
+
+def print_aside(text: str) -> None:
+    """Print on stderr."""
+    print(text, file=sys.stderr)
+
+
 class Meter:
     """Counts the bytes that threads have read, and shows them."""
 
@@ -72,10 +101,7 @@ def show_progress(total_bytes: int, verb: str, *, visible: bool) -> AbstractCont
     if visible and sys.stderr.isatty():
         return _show_bar(total_bytes, verb)
 
-    def announce(text: str) -> None:
-        if visible:
-            print(text, file=sys.stderr)
-
+    announce = print_aside if visible else lambda _text: None
     return nullcontext(Display(lambda _nbytes: None, announce))
 
 

@@ -1,25 +1,21 @@
 """Documents in a terminal: a title, facts, tables, notices and the commands that come next.
 
-Names come from files that somebody else has made. What is printed by a `SafeConsole` holds nothing
-that a terminal would act on, but for its own styles; `shown` also keeps a name on its line.
+Names come from files that somebody else has made: `Names` keeps them on their line, and a `Console`
+prints nothing that a terminal would act on.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from os.path import commonprefix
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, chop_cells
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.padding import Padding
-from rich.segment import Segment
-from rich.table import Table as Grid
-from rich.text import Text
 
+from dare.documents.console import PIPE_WIDTH, Console, Piece, wrap
 from dare.documents.document import BARS, TONES, Code, Document, Facts, Listing, Part, Table, Tone
 from dare.documents.notices import Notice, Severity, catalogue
 from dare.documents.words import listed, times
@@ -27,7 +23,6 @@ from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ELLIPSIS = "…"
-PIPE_WIDTH = 160  # columns where the output is not a terminal and has no width
 TEXT_WIDTH = 100
 LEAST_NAME = 12  # columns that names have at least
 MOST_NAME = 25  # columns that names have before optional columns get any
@@ -42,38 +37,11 @@ WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
 STYLES = {Tone.GOOD: "green", Tone.FAIR: "yellow", Tone.POOR: "red", Tone.PLAIN: ""}
 
 
-class SafeConsole(Console):
-    """A console whose texts are printable, and that falls silent when nobody reads on."""
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        """Yield every piece that is printed, line ends apart."""
-        for segment in super().render(renderable, options):
-            if segment.control:
-                yield segment
-            else:
-                yield Segment(printable(segment.text, keep="\n"), segment.style)
-
-    def on_broken_pipe(self) -> None:
-        """Let the work itself be finished."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-
-
-def make_console(*, json: bool = False, quiet: bool = False) -> Console:
-    """Return the console for people: on stdout, or on stderr if JSON goes there."""
-    console = SafeConsole(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE_WIDTH
-    return console
-
-
 def print_document(console: Console, document: Document) -> None:
     """Print what decides: title, facts, brief sections, notices and the next steps."""
     names = Names(document.models, console.width)
     style = f"bold {STYLES[document.tone]}".strip()
-    console.print(Text.assemble((names(document.title), style), f"  {names(document.lead)}"))
+    console.print((names(document.title), style), f"  {names(document.lead)}")
     _print_facts(console, document.facts, names)
     for section in document.sections:
         for part in section.parts if section.is_brief else ():
@@ -86,7 +54,7 @@ def print_document(console: Console, document: Document) -> None:
 def render_text(document: Document) -> str:
     """Return a document as plain text."""
     file = io.StringIO()
-    print_document(SafeConsole(file=file, width=TEXT_WIDTH, color_system=None), document)
+    print_document(Console(file, width=TEXT_WIDTH), document)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
@@ -107,24 +75,19 @@ class Names:
 def _print_part(console: Console, part: Part, names: Names) -> None:
     match part:
         case str():
-            console.print(shown(names(part)))
+            console.print(names(part))
         case Table() if part.rows:
-            grid = render_table(part, console, names)
-            hidden = len(part.columns) + bool(part.bars) - len(grid.columns)
-            more = f" ({times(hidden, 'more column')})" if hidden else ""
-            if part.title:
-                console.print(Text(names(part.title) + more, "bold"))
-            console.print(grid)
+            _print_table(console, part, names)
         case Facts():
             _print_facts(console, part.items, names)
-        case Code() | Listing():
-            console.print(Text(names(part.title), "bold"))
-            if isinstance(part, Code):
-                lines = [shown(line, "dim") for line in part.text.splitlines()]
-            else:
-                lines = [shown(names(item)) for item in part.items]
-            for line in lines:
-                console.print(Padding(line, (0, 0, 0, 2), expand=False))
+        case Code():
+            console.print((names(part.title), "bold"))
+            for line in part.text.splitlines():
+                console.print((printable(line), "dim"), indent=2)
+        case Listing():
+            console.print((names(part.title), "bold"))
+            for item in part.items:
+                console.print(names(item), indent=2)
         case Notice():
             print_notices(console, [part], names)
 
@@ -133,24 +96,73 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]], names: Name
     longest = max((cell_len(label) for label, _ in facts), default=0)
     for label, text in facts:
         room = max(console.width - longest - 4, LEAST_FACT)
-        value = Text(names(text))
+        value = names(text)
         # A path or a digest stays whole, so that it can be copied.
-        lines = list(value.wrap(console, room)) if " " in text else [value]
-        for number, line in enumerate(lines or [Text()]):
-            line.rstrip()
+        lines = wrap(value, room) if " " in text else [value]
+        for number, line in enumerate(lines):
             head = f"  {'' if number else label:{longest}}  "
-            console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
+            console.print((head, "dim"), line.rstrip(), wraps=False)
 
 
-def render_table(table: Table, console: Console, names: Names) -> Grid:
-    """Return a table that fits the console: without optional columns, if there is no room."""
+# ---------------------------------------------------------------- tables
+
+
+@dataclass
+class Column:
+    """A column of a table: its header and cells with their styles, and how wide it is."""
+
+    cells: list[tuple[str, str]]
+    width: int
+    is_number: bool = False
+    is_cut: bool = False  # what is too long loses its end, and takes no second line
+
+    def split(self, text: str) -> list[str]:
+        """Return a cell in lines that fit."""
+        if self.is_cut:
+            return [cut_end(text, self.width)]
+        return [part.rstrip() for part in wrap(text, self.width)]
+
+    def align(self, text: str) -> str:
+        """Return a line of a cell with spaces that make it as wide as the column."""
+        fill = " " * (self.width - cell_len(text))
+        return fill + text if self.is_number else text + fill
+
+
+def _print_table(console: Console, table: Table, names: Names) -> None:
+    columns, gap = lay_out(table, console, names)
+    hidden = len(table.columns) + bool(table.bars) - len(columns)
+    more = f" ({times(hidden, 'more column')})" if hidden else ""
+    if table.title:
+        console.print((names(table.title) + more, "bold"))
+    console.print()
+    for number, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        texts = [column.split(text) for column, (text, _) in zip(columns, cells, strict=True)]
+        if not number:  # the header stands above the line
+            highest = max(map(len, texts))
+            texts = [[""] * (highest - len(lines)) + lines for lines in texts]
+        for lines in zip_longest(*texts, fillvalue=""):
+            pieces: list[Piece] = []
+            for column, line, (_, style) in zip(columns, lines, cells, strict=True):
+                pieces += [gap if pieces else " ", (column.align(line), style)]
+            console.print(*pieces, wraps=False)
+        if not number:
+            whole = sum(column.width for column in columns) + len(gap) * (len(columns) - 1)
+            console.print(f" {'─' * whole}", wraps=False)
+    console.print()
+
+
+def lay_out(table: Table, console: Console, names: Names) -> tuple[list[Column], str]:
+    """Return the columns that fit the console, and what stands between two of them.
+
+    If there is no room, optional columns are left out and texts take several lines.
+    """
     cells = [[names(cell) for cell in row] for row in table.rows[: table.most]]
     headers = [name.removesuffix(" >") for name in table.columns]
     are_numbers = [name.endswith(" >") for name in table.columns]
     places, bars = list(range(len(headers))), table.bars
     columns = list(zip(*cells, strict=True))
-    whole = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
-    whole[1:] = [min(width, console.width // 2) for width in whole[1:]]  # longer ones are folded
+    natural = [max(cell_len(h), *map(cell_len, c)) for h, c in zip(headers, columns, strict=True)]
+    whole = natural[:1] + [min(width, console.width // 2) for width in natural[1:]]
     narrow = list(whole)
     for place in (place for place in places if are_numbers[place]):  # headers may be folded
         narrow[place] = max(map(cell_len, (*headers[place].split(), *columns[place])))
@@ -177,26 +189,34 @@ def render_table(table: Table, console: Console, names: Names) -> Grid:
             row[last] = cut_middle(row[last], widths[last])  # rather than broken in two
     narrower = len(places) if is_crowded else 0  # the columns then stand nearer to each other
     first = max(LEAST_NAME, widths[0] - max(0, surplus(widths, widths[0]) - narrower))
-    padding = (0, 1, 0, 0) if is_crowded else (0, 1)
-    grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=padding, header_style="dim")
+    solid = console.can_write(EIGHTHS)
+    found = []
     for place in places:
-        grid.add_column(
-            Text(headers[place]),
-            justify="right" if are_numbers[place] else "left",
-            overflow="fold" if place else "ellipsis",
-            no_wrap=not place,
-            min_width=widths[place] if are_numbers[place] else None,
-            max_width=first if not place else widths[place] if is_tight else None,
-        )
+        styled = [(headers[place], "dim")]
+        for given, shown in zip(table.rows, cells, strict=False):  # some are not shown
+            styled.append((shown[place], STYLES[table.tones.get(given[place], Tone.PLAIN)]))
+        width = max(cell_len(text) for text, _ in styled)
+        if place == 0:
+            width = min(width, first)
+        elif is_tight:
+            width = widths[place] if are_numbers[place] else min(width, widths[place])
+        found.append(Column(styled, width, are_numbers[place], is_cut=not place))
+    gap = " " * (BETWEEN - is_crowded)
     if bars:
-        grid.add_column("", min_width=BAR_CELLS, no_wrap=True)
-    solid = can_write(console, EIGHTHS)
-    for number, row in enumerate(cells):
-        tones = [STYLES[table.tones.get(cell, Tone.PLAIN)] for cell in table.rows[number]]
-        drawn = [draw_bar(bars[number] / 100, BAR_CELLS, solid=solid)] if bars else []
-        shown_cells = (Text(row[place], tones[place]) for place in places)
-        grid.add_row(*shown_cells, *(Text(bar, "blue") for bar in drawn))
-    return grid
+        drawn = [draw_bar(bars[n] / 100, BAR_CELLS, solid=solid) for n in range(len(cells))]
+        found.append(Column([("", ""), *((bar, "blue") for bar in drawn)], BAR_CELLS, is_cut=True))
+    _fit(found, console.width - 2 - len(gap) * (len(found) - 1))
+    return found, gap
+
+
+def _fit(columns: Sequence[Column], room: int) -> None:
+    """Make the widest columns of texts narrower, until there is room for all."""
+    texts = [column for column in columns if not column.is_number and not column.is_cut]
+    while texts and sum(column.width for column in columns) > room:
+        widest = max(reversed(texts), key=lambda column: column.width)
+        if widest.width <= 1:
+            return
+        widest.width -= 1
 
 
 # ---------------------------------------------------------------- notices and steps
@@ -212,11 +232,11 @@ def print_notices(console: Console, notices: Iterable[Notice], names: Names) -> 
     for (severity, code), alike in by_gravity[:shown_kinds]:
         style = f"bold {STYLES[TONES[severity]]}".strip()
         head = (severity.capitalize(), style)
-        console.print(Text.assemble(head, f"  {catalogue()[code].title}"))
+        console.print(head, f"  {catalogue()[code].title}")
         for line in _said_once(alike):
-            console.print(Padding(shown(names(line)), (0, 0, 0, 4), expand=False))
+            console.print(names(line), indent=4)
     if hidden := [catalogue()[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
-        console.print(shown(f"Also noted: {listed(hidden)}"))
+        console.print(printable(f"Also noted: {listed(hidden)}"))
 
 
 def _said_once(alike: Sequence[Notice]) -> list[str]:
@@ -237,11 +257,11 @@ def _said_once(alike: Sequence[Notice]) -> list[str]:
 
 def print_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
     """Print where the result is, and the commands that come next."""
-    console.print(shown(done, "bold"), soft_wrap=True)
+    console.print((printable(done), "bold"), wraps=False)
     for word, command in steps.items():
         for place, line in enumerate(fold_command(command, console.width - STEP)):
             label = "" if place else word
-            console.print(Text.assemble((f"  {label:8}", "dim"), line), soft_wrap=True)
+            console.print((f"  {label:8}", "dim"), line, wraps=False)
 
 
 def fold_command(command: str, width: int) -> list[str]:
@@ -263,11 +283,6 @@ def fold_command(command: str, width: int) -> list[str]:
 # ---------------------------------------------------------------- pieces
 
 
-def shown(text: str, style: str = "") -> Text:
-    """Return a text that may hold names from outside, on one line."""
-    return Text(printable(text), style)
-
-
 def draw_bar(part: float, cells: int, *, solid: bool) -> str:
     """Return a bar of at most so many cells, in eighths of a cell where they can be written.
 
@@ -280,14 +295,6 @@ def draw_bar(part: float, cells: int, *, solid: bool) -> str:
     eighths = max(round(part * cells * 8), 1 if part else 0)
     whole, rest = divmod(eighths, 8)
     return f"{'█' * whole + (EIGHTHS[rest] if rest else ''):{cells}}"
-
-
-def can_write(console: Console, text: str) -> bool:
-    """Say whether the terminal's encoding has all the letters."""
-    try:
-        return bool(text.encode(console.encoding))
-    except (LookupError, UnicodeEncodeError):
-        return False
 
 
 # ---------------------------------------------------------------- names that fit a column
